@@ -106,7 +106,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def formulas(heading: re.Match[str]) -> str:
     """The heading of an op, with the docstring of its file folded below it."""
-    module = importlib.import_module(f"liger_models.kernels.{heading[1].replace('/', '.')}")
+    module = importlib.import_module(f"liger_models.{heading[1].replace('/', '.')}")
     first, _, text = (module.__doc__ or "").replace("::\n", ":\n").partition("\n\n")
     folded = textwrap.indent(f"{first}\n\n{text}", "    ")
     return f'{heading[0]}\n\n??? note "Forward, backward, what is saved"\n\n{folded}\n'

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from liger_models.lazy import lazy_exports
-from liger_models.lazy.moved import follow_moved
+from liger_models.common.lazy import lazy_exports
 
 __version__ = "0.1.0"
 
@@ -74,9 +73,9 @@ if TYPE_CHECKING:
     from liger_models.data.dataset import PackedDataset as PackedDataset
     from liger_models.data.loader import PackedLoader as PackedLoader
     from liger_models.data.preference import preference_batch as preference_batch
-    from liger_models.kernels.linear_logprobs import fused_linear_logprobs as fused_linear_logprobs
+    from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs as fused_linear_logprobs
     from liger_models.kernels.options import KernelOptions as KernelOptions
-    from liger_models.kernels.rope import liger_rotary_pos_emb as liger_rotary_pos_emb
+    from liger_models.kernels.rope.rope import liger_rotary_pos_emb as liger_rotary_pos_emb
     from liger_models.layers.mlp import LigerGEGLUMLP as LigerGEGLUMLP
     from liger_models.layers.mlp import LigerMLP as LigerMLP
     from liger_models.layers.mlp import LigerSwiGLUMLP as LigerSwiGLUMLP
@@ -165,9 +164,9 @@ else:
             "data.dataset": ["PackedDataset"],
             "data.loader": ["PackedLoader"],
             "data.preference": ["preference_batch"],
-            "kernels.linear_logprobs": ["fused_linear_logprobs"],
+            "kernels.loss.linear_logprobs": ["fused_linear_logprobs"],
             "kernels.options": ["KernelOptions"],
-            "kernels.rope": ["liger_rotary_pos_emb"],
+            "kernels.rope.rope": ["liger_rotary_pos_emb"],
             "layers.mlp": [
                 "LigerGEGLUMLP",
                 "LigerMLP",
@@ -200,5 +199,3 @@ else:
             "train.warmup": ["warm_up"],
         },
     )
-
-follow_moved()

@@ -22,7 +22,7 @@ from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, list_archs, re
 from liger_models.adapters import LoRAConfig, apply_lora, save_adapter
 from liger_models.cli import commands
 from liger_models.data import PromptDataset
-from liger_models.kernels.moments import moment_bytes
+from liger_models.kernels.optimizer.moments import moment_bytes
 
 from .convert.test_mxfp4 import make as make_mxfp4
 from .packing.test_videos import save_clip

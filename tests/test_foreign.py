@@ -11,8 +11,8 @@ import torch
 import liger_models
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, Tokenizer
 from liger_models.base import causal_lm
+from liger_models.common.foreign import FOREIGN, is_hub_name
 from liger_models.generation.options import Options
-from liger_models.lazy.foreign import FOREIGN, is_hub_name
 from liger_models.text import ModelInputs
 from liger_models.text import tokenizer as tokenizer_module
 

@@ -10,7 +10,7 @@ from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
 from liger_models.adapters.float8 import Float8Linear, convert_to_float8
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.dispatch import reference_backend
-from liger_models.kernels.float8 import RECIPES
+from liger_models.kernels.float8.float8 import RECIPES
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.memory import training_memory
 

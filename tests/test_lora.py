@@ -24,7 +24,7 @@ from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.adapters.peft_files import peft_tensors
 from liger_models.arch import list_archs
 from liger_models.convert.tensors import hf_tensors, load_hf_tensors
-from liger_models.kernels.quantized_weight import QuantizedWeight
+from liger_models.kernels.frozen.quantized_weight import QuantizedWeight
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LigerLMHead
 
@@ -378,7 +378,8 @@ def test_fused_ops_with_and_without_adapters(targets, kernel_device):
 def test_fused_ops_on_a_quantised_base(policy, dtype, kernel_device, monkeypatch):
     """Loss and gradients are those of the same ops with the dequantised weights, dense, and of the references."""
     pytest.importorskip("torchao")
-    from liger_models.kernels import dispatch, norm_linear
+    from liger_models.kernels import dispatch
+    from liger_models.kernels.linear import norm_linear
 
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     model, dense = (llama(LoRAConfig(r=4), **sizes) for _ in range(2))
@@ -408,7 +409,8 @@ def test_fused_ops_on_a_quantised_base(policy, dtype, kernel_device, monkeypatch
 def test_one_op_computes_a_layer_without_gradients(dtype, kernel_device, monkeypatch):
     """What the separate products do; where it must not (DoRA, dropout, other ways of computing), it is not called."""
     from liger_models.adapters import lora_layers
-    from liger_models.kernels import batch_invariance, dispatch
+    from liger_models.kernels import dispatch
+    from liger_models.kernels.matmul import batch_invariance
 
     calls, original = [], lora_layers.low_rank_linear
     monkeypatch.setattr(lora_layers, "low_rank_linear", lambda *args: calls.append(1) or original(*args))
@@ -575,7 +577,7 @@ def test_float8_base():
 def test_products_in_float8_learn_as_those_in_bfloat16(use_dora, kernel_device, monkeypatch):
     """On a GPU with float8; here the CPU multiplies, with torch's casts for those of the interpreter."""
     pytest.importorskip("torchao")
-    from liger_models.kernels import frozen_float8_linear
+    from liger_models.kernels.frozen import frozen_float8_linear
 
     monkeypatch.setattr(frozen_float8_linear, "MOST_ROWS", 1)  # as for more tokens than these
     if kernel_device == "cpu":

@@ -12,8 +12,8 @@ from liger_models import AutoLigerModel, KernelOptions, LigerLlama, LigerMedusa,
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.adapters.medusa import HEADS
 from liger_models.arch.mixtral import MixtralConfig
-from liger_models.kernels.collectives import Group
-from liger_models.layers.groups import ParallelGroups
+from liger_models.distributed.collectives import Group
+from liger_models.distributed.groups import ParallelGroups
 
 V, B, T, K = 37, 2, 11, 3
 TINY = {

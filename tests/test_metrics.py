@@ -12,9 +12,9 @@ from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.arch.mistral import LigerMistral
 from liger_models.arch.mixtral import LigerMixtral
 from liger_models.arch.qwen3_next import LigerQwen3Next
-from liger_models.kernels.collectives import Group
+from liger_models.distributed.collectives import Group
+from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.groups import ParallelGroups
 from liger_models.train.metrics import flops
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -33,7 +33,7 @@ from liger_models import (
 from liger_models.arch.mixtral import LigerMixtral, MixtralConfig
 from liger_models.data.answers import AnswerDataset
 from liger_models.generation import deterministic_forward
-from liger_models.kernels.batch_invariance import is_batch_invariant
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.parallel import apply_fsdp
 from liger_models.train import grpo as grpo_module
 from liger_models.train.loop import TrainOptions, train

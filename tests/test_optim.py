@@ -444,7 +444,7 @@ def test_8_bits_converge_as_32_do(dtype, monkeypatch):
     assert fine[-1] < 0.5
     assert abs(coarse[-1] - fine[-1]) < 0.05
     assert difference(coarse) < 0.25  # rounding of the weights alone makes 0.06 in bf16
-    monkeypatch.setattr(liger_models.kernels.adamw, "decode", linear)
+    monkeypatch.setattr(liger_models.kernels.optimizer.adamw, "decode", linear)
     wrong = losses_of(60, dtype=dtype, state_dtype=torch.int8)
     assert difference(wrong) > 1
     assert wrong[-1] > 1

@@ -17,7 +17,6 @@ from packaging.requirements import Requirement
 
 import liger_models
 from liger_models.layers.masks import FOR_CPUS
-from liger_models.lazy.moved import MOVED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,8 +28,9 @@ PACKAGE = ROOT / "liger_models"
 FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "triton", "transformers", "huggingface_hub", "tokenizers", "safetensors", "numpy", "einops"}
 FLOORS = (
-    ("lazy", "kernels.checks", "parallel.groups"),
-    ("kernels", "text", "memory.recompute", "memory.offload"),
+    ("common",),
+    ("distributed",),
+    ("kernels", "text"),
     ("layers",),
     ("memory",),
     ("convert",),
@@ -259,27 +259,6 @@ def test_a_face_exports_what_type_checkers_see(module):
         assert getattr(face, name) is getattr(importlib.import_module(home), attribute)
     with pytest.raises(AttributeError, match="It has: "):
         face.no_such_name  # noqa: B018
-
-
-FOLLOW = """
-import importlib, warnings
-from liger_models.lazy.moved import MOVED
-
-for old, new in MOVED.items():
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        found = importlib.import_module(f"liger_models.{old}")
-    module = importlib.import_module(f"liger_models.{new}")
-    assert found is module and module.__spec__.name == module.__name__, old
-    assert f"liger_models.{old} has moved to liger_models.{new}." in [str(each.message) for each in said], old
-"""
-
-
-@pytest.mark.slow
-def test_a_module_that_has_moved_is_found_under_its_old_name():
-    assert not MOVED.keys() & MODULES.keys()
-    assert set(MOVED.values()) <= MODULES.keys()
-    run(FOLLOW)
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     forked = []
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: forked.append({*devices}) or nullcontext())
-    made = Kernel("liger_models.kernels.rope"), Kernel("another.package")
+    made = Kernel("liger_models.kernels.rope.rope"), Kernel("another.package")
     model = torch.nn.Identity()
     model.forward = both
     return *made, partial(warm_up, model), forked

@@ -3,8 +3,8 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from liger_models.kernels.causal_attention import causal_attention, causal_attention_reference
-from liger_models.kernels.sink_attention import sink_attention, sink_attention_reference
+from liger_models.kernels.attention.causal_attention import causal_attention, causal_attention_reference
+from liger_models.kernels.attention.sink_attention import sink_attention, sink_attention_reference
 
 from .op import Op, Peer, randn
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels.cross_entropy import cross_entropy
-from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.loss.cross_entropy import cross_entropy
+from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 
 from .op import Op, Peer, liger, liger_peer, named, randn
 

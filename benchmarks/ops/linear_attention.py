@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
-from liger_models.kernels.gated_norm import gated_norm, gated_norm_reference
-from liger_models.kernels.short_conv import short_conv, short_conv_reference
+from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
+from liger_models.kernels.linear_attention.short_conv import short_conv, short_conv_reference
+from liger_models.kernels.norm.gated_norm import gated_norm, gated_norm_reference
 
 from .norm import EPS
 from .op import Op, Peer, load, randn

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 
 from .op import Function, Op, Peer, Sizes, liger, liger_peer, load, randn
 

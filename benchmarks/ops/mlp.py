@@ -5,8 +5,8 @@ import functools
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels.gated_act import gated_act_reference, geglu, swiglu
-from liger_models.kernels.gated_mlp import gated_mlp, gated_mlp_reference
+from liger_models.kernels.activation.gated_act import gated_act_reference, geglu, swiglu
+from liger_models.kernels.linear.gated_mlp import gated_mlp, gated_mlp_reference
 
 from .norm import EPS, add_norm
 from .op import Function, Op, Peer, liger, liger_peer, load, randn

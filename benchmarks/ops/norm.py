@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels.layer_norm import layer_norm, layer_norm_reference
-from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from liger_models.kernels.norm.layer_norm import layer_norm, layer_norm_reference
+from liger_models.kernels.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
 from .op import Op, Peer, liger, liger_peer, load, named, randn
 

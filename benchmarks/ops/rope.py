@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
-from liger_models.kernels.rope import rope_qkv, rope_qkv_reference, split_heads
+from liger_models.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
+from liger_models.kernels.rope.rope import rope_qkv, rope_qkv_reference, split_heads
 
 from .norm import EPS
 from .op import Function, Op, Peer, liger, liger_peer, randn

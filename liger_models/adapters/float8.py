@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.base.causal_lm import CausalLM
-from liger_models.kernels.checks import check
-from liger_models.kernels.float8 import MULTIPLE, RECIPES, Float8
-from liger_models.kernels.float8_linear import float8_linear
+from liger_models.common.errors import check
+from liger_models.kernels.float8.float8 import MULTIPLE, RECIPES, Float8
+from liger_models.kernels.float8.float8_linear import float8_linear
 from liger_models.layers.layer import named_layers
 from liger_models.layers.norm import autocast_weights
 
@@ -35,7 +35,7 @@ class Float8Linear(nn.Linear):
     """A linear layer with products in float8. Fused ops read its weight instead of calling it, by its `float8_recipe`.
 
     Attributes:
-        float8_recipe: name of one of `liger_models.kernels.float8.RECIPES`.
+        float8_recipe: name of one of `liger_models.kernels.float8.float8.RECIPES`.
         gathered: the rounded weight, where ranks have rounded their shards (`apply_fsdp`). The values of ``weight`` are
             not known then, while it is gathered.
     """

@@ -20,10 +20,10 @@ from liger_models.adapters.lora_layers import (
     short_name,
 )
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import moves_rows
 from liger_models.convert.weight_map import Expression, Name
-from liger_models.kernels.checks import check
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead

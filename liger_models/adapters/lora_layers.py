@@ -25,16 +25,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from liger_models.common.errors import check
 from liger_models.convert.weight_map import Expression, Name
-from liger_models.kernels.batch_invariance import is_batch_invariant
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import Group, all_reduce, copy_to_region, sum_gradient
+from liger_models.distributed.collectives import Group, all_reduce, copy_to_region, sum_gradient
 from liger_models.kernels.dispatch import TRITON_DTYPES, use_triton
-from liger_models.kernels.low_rank_linear import low_rank_linear
+from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, quantized_linear
+from liger_models.kernels.linear.low_rank_linear import low_rank_linear
+from liger_models.kernels.linear.norm_linear import low_rank_pair
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
+from liger_models.kernels.matmul.row_linear import LowRank
 from liger_models.kernels.moe.quantized import dense
-from liger_models.kernels.norm_linear import low_rank_pair
-from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
-from liger_models.kernels.row_linear import LowRank
 from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (

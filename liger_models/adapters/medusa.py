@@ -25,15 +25,15 @@ from torch.nn import functional as F
 
 from liger_models.adapters.lora_layers import adapted_layers
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check
 from liger_models.convert.files import CONFIG, read_json_config, write_json
 from liger_models.convert.folder import write_folder
-from liger_models.kernels.checks import check
-from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.distributed.ranks import raise_on_all_ranks, rank
+from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import check_num_items, take_cu_seqlens
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead
-from liger_models.parallel.groups import raise_on_all_ranks, rank
 
 HEADS = "medusa_lm_head.safetensors"
 """File of the heads' weights."""

@@ -23,11 +23,11 @@ from liger_models.adapters.lora_layers import adapted_layers
 from liger_models.arch._qwen3_next.block import FULL, HybridConfig, zero_centred_norm
 from liger_models.arch._qwen3_next.names import KEPT
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check
 from liger_models.convert.files import as_dtype, some
 from liger_models.convert.format import format_of
 from liger_models.convert.weight_map import Expression, Name
-from liger_models.kernels.checks import check
-from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import check_num_items, take_cu_seqlens
 from liger_models.layers.linear import is_sharded

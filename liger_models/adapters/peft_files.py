@@ -24,11 +24,11 @@ from liger_models.adapters.lora_layers import (
     short_name,
 )
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check
 from liger_models.convert.files import open_safetensors, read_json, write_json
 from liger_models.convert.folder import check_complete, write_folder
-from liger_models.kernels.checks import check
+from liger_models.distributed.ranks import raise_on_all_ranks, rank
 from liger_models.layers.linear import is_sharded
-from liger_models.parallel.groups import raise_on_all_ranks, rank
 
 Model = TypeVar("Model", bound=CausalLM)
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from liger_models.adapters.lora import adaptable_layers, matches
 from liger_models.adapters.lora_layers import ADAPTED, short_name
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check
 from liger_models.convert.files import CONFIG, read_json
 from liger_models.convert.format import format_of
 from liger_models.convert.weight_map import Expression, Name
-from liger_models.kernels.checks import check
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead

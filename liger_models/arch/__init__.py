@@ -5,7 +5,7 @@ The file or folder of a family is named after its ``model_type`` in config.json.
 
 from typing import TYPE_CHECKING
 
-from liger_models.lazy import lazy_exports
+from liger_models.common.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from liger_models.arch.auto import AutoLigerModel as AutoLigerModel

@@ -14,11 +14,11 @@ from liger_models.arch.registry import MODEL_CLASSES, built_in
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.processor import Processor
 from liger_models.base.vision_language import VisionLanguageModel
+from liger_models.common.errors import check
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_json_config, read_model_type
 from liger_models.convert.format import format_of
 from liger_models.convert.load import read_assets
-from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 
 if TYPE_CHECKING:

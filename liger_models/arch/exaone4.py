@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout

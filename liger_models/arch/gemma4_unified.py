@@ -18,9 +18,9 @@ from liger_models.arch._gemma4.images import Gemma4WithImages, Placeholders
 from liger_models.arch._gemma4.text import text_map
 from liger_models.arch._gemma4.unified import Gemma4UnifiedTextConfig
 from liger_models.arch.registry import add_family
+from liger_models.common.errors import check
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Expression, Rearrange, WeightMap
-from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.linear import local
 from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm

@@ -23,7 +23,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.mxfp4 import Mxfp4
 from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, decoder_map
-from liger_models.kernels.collectives import Group
+from liger_models.distributed.collectives import Group
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout

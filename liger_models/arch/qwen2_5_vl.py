@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import QWEN2_IGNORED_KEYS, read_multimodal, write_multimodal
 from liger_models.arch.registry import add_family
+from liger_models.common.errors import check
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map, equal_qkv_rows, gate_up_rows, patch_rows
-from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout

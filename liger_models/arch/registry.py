@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check
 from liger_models.convert.format import FORMATS, CheckpointFormat
 from liger_models.convert.weight_map import WeightMap
-from liger_models.kernels.checks import check
 
 MODEL_CLASSES: dict[str, type[CausalLM]] = {}
 """``model_type`` -> model class of each family imported so far and of each architecture given to `register`."""

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_models.common.errors import check
+from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation.graphs import capture_stream, keeps_random_numbers
-from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
-from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.linear import is_sharded
-from liger_models.memory.recompute import is_hooked
+from liger_models.layers.recompute import is_hooked
 
 WARM_UPS = 3
 """Ordinary steps before a capture, in which kernels are compiled and libraries allocate what they need."""

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from liger_models.base.captured import CapturedStep
+from liger_models.common.errors import check
+from liger_models.common.foreign import foreign_arguments, is_hub_name
 from liger_models.convert.files import as_dtype
 from liger_models.convert.hub import download, push
 from liger_models.convert.load import load_pretrained
 from liger_models.convert.save import save_pretrained
+from liger_models.distributed.ranks import wait_for_ranks
 from liger_models.generation.loop import GenerateOutput, generate, stream
 from liger_models.generation.options import Options, shows_options
 from liger_models.generation.prompts import Prompts
 from liger_models.generation.rollouts import Completion, rollout
-from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import CausalLMConfig, Decoder
 from liger_models.layers.embedding import LigerEmbedding, resize_rows
 from liger_models.layers.lm_head import LigerLMHead
-from liger_models.lazy.foreign import foreign_arguments, is_hub_name
 from liger_models.memory.plan import plan_memory
-from liger_models.parallel.groups import wait_for_ranks
 from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from urllib.request import url2pathname
 import torch
 from torch import Tensor
 
-from liger_models.kernels.checks import check
-from liger_models.text.json_files import parse_json
+from liger_models.common.errors import check
+from liger_models.common.json_files import parse_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.images import settings_file
+from liger_models.common.errors import check
 from liger_models.convert.files import ASSETS, CONFIG, write_json
-from liger_models.kernels.checks import check
 from liger_models.text.chat import Span, answer_mask
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 
 if TYPE_CHECKING:
     from PIL.Image import Image

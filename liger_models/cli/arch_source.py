@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from liger_models.convert.config_map import IGNORED_KEYS
-from liger_models.kernels.gated_act import ACTIVATIONS as GATED_ACTIVATIONS
+from liger_models.kernels.activation.gated_act import ACTIVATIONS as GATED_ACTIVATIONS
 from liger_models.layers.config import DecoderConfig, RMSNormDecoderConfig
 from liger_models.layers.mlp import ACTIVATIONS
 

@@ -18,9 +18,9 @@ import torch
 
 from liger_models.arch.registry import built_in
 from liger_models.cli.arch_source import arguments, module_source, own_keys
+from liger_models.common.errors import check
+from liger_models.common.json_files import parse_json
 from liger_models.convert.files import SHARDS, WEIGHTS, read_headers
-from liger_models.kernels.checks import check
-from liger_models.text.json_files import parse_json
 
 ARCH, DATA, PUBLIC = Path("liger_models/arch"), Path("tests/data"), Path("liger_models/__init__.py")
 

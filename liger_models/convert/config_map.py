@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from liger_models.common.errors import check
 from liger_models.convert.format import format_of
 from liger_models.convert.fp8 import block_size
-from liger_models.kernels.checks import check
 from liger_models.layers.config import LAYER_TYPES, check_numbers
 from liger_models.layers.rope import ROPE_TYPES, LongRopeScaling, RopeScaling
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from liger_models.common.errors import check
+from liger_models.common.json_files import parse_json
 from liger_models.convert.folder import check_complete
 from liger_models.convert.fp8 import block_size, dequantise
-from liger_models.kernels.checks import check
-from liger_models.text.json_files import parse_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

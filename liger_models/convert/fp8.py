@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 
 
 def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:

@@ -25,8 +25,8 @@ from liger_models.convert.config_map import read_config
 from liger_models.convert.files import CONFIG, INDEX, SHARDS, WEIGHTS, asset_patterns, read_index, read_json_config
 from liger_models.convert.load import check_model_type
 from liger_models.convert.save import save_pretrained
+from liger_models.distributed.ranks import rank, run_on_rank_zero
 from liger_models.layers.decoder import Decoder
-from liger_models.parallel.groups import rank, run_on_rank_zero
 
 _TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
     cast(type[Exception], base)

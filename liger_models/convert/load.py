@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.utils.tqdm import tqdm
 from torch import Tensor, nn
 
+from liger_models.common.errors import check
 from liger_models.convert.config_map import blaming, read_config
 from liger_models.convert.files import (
     CONFIG,
@@ -33,10 +34,10 @@ from liger_models.convert.files import (
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import Part, fill_part, moves_rows, read_part
 from liger_models.convert.weight_map import Expression, WeightMap
-from liger_models.kernels.checks import check
+from liger_models.distributed.ranks import raise_on_all_ranks, rank
+from liger_models.kernels.frozen.quantized_weight import QuantizedWeight
 from liger_models.kernels.moe.quantized import QuantizedExperts
 from liger_models.kernels.options import KernelOptions
-from liger_models.kernels.quantized_weight import QuantizedWeight
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
 from liger_models.layers.linear import is_sharded, local
@@ -49,7 +50,6 @@ from liger_models.layers.stored import (
     stored_linears,
     stored_weights,
 )
-from liger_models.parallel.groups import raise_on_all_ranks, rank
 
 Model = TypeVar("Model", bound=Decoder)
 

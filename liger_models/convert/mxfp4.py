@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from liger_models.common.errors import check
 from liger_models.convert.weight_map import Expression, WeightMap
-from liger_models.kernels.checks import check
 
 BLOCK = 32
 """Values that share a scale."""

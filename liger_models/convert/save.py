@@ -12,6 +12,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 
+from liger_models.common.errors import check
 from liger_models.convert.config_map import write_config
 from liger_models.convert.files import (
     CONFIG,
@@ -31,10 +32,9 @@ from liger_models.convert.fp8 import block_size
 from liger_models.convert.mxfp4 import with_scales
 from liger_models.convert.tensors import as_stored
 from liger_models.convert.weight_map import WeightMap
-from liger_models.kernels.checks import check
+from liger_models.distributed.ranks import raise_on_all_ranks, rank, run_on_rank_zero
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import named_layers
-from liger_models.parallel.groups import raise_on_all_ranks, rank, run_on_rank_zero
 
 
 def save_pretrained(

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_models.common.errors import check
 from liger_models.convert.files import FLOATS, SCALES, as_dtype, some
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import Part, fill_part
 from liger_models.convert.weight_map import Expression, WeightMap
-from liger_models.kernels.checks import check
+from liger_models.distributed.ranks import raise_on_all_ranks
 from liger_models.kernels.moe.quantized import QuantizedExperts, dense
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import Layer, named_layers
 from liger_models.layers.linear import is_sharded, sharded_as
 from liger_models.layers.stored import StoredWeight, has_blocks, stored_weights
-from liger_models.parallel.groups import raise_on_all_ranks
 
 
 def hf_tensors(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from liger_models.common.errors import check
 from liger_models.data.batch import Batch, collate, make_row
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.encoding import Document, Encoder
@@ -18,7 +19,6 @@ from liger_models.data.pixels import RowMaker, make_pixels
 from liger_models.data.preference import ANSWERS, encode_pair
 from liger_models.data.sources import Located
 from liger_models.data.tokens import TokenFile, tokenise
-from liger_models.kernels.checks import check
 
 MULTIPLE = 64
 """Rows are padded to a multiple of this many tokens, so that few shapes occur."""

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from liger_models.base.processor import Processor
+from liger_models.common.errors import check
 from liger_models.data.batch import Batch, collate
 from liger_models.data.encoding import Document, Encoder, Skipped
 from liger_models.data.formats import DOCUMENTS, Formats, mark_learnt
@@ -19,8 +20,7 @@ from liger_models.data.packing import WINDOW, PackedRows, has_target, pack, seed
 from liger_models.data.pixels import Piece, RowMaker
 from liger_models.data.sources import find_files, read_examples
 from liger_models.data.tokens import tokenise
-from liger_models.kernels.checks import check
-from liger_models.parallel import groups
+from liger_models.distributed import ranks as processes
 from liger_models.text.tokenizer import Tokenizer
 
 OVERFLOWS = ("split", "truncate")
@@ -115,8 +115,8 @@ class PackedDataset(IterableDataset[Batch]):
         cache_dir: str | PathLike[str] | None = None,
         progress: bool = True,
     ) -> None:
-        self.rank = groups.rank() if rank is None else rank
-        self.ranks = groups.world_size() if ranks is None else ranks
+        self.rank = processes.rank() if rank is None else rank
+        self.ranks = processes.world_size() if ranks is None else ranks
         check(length >= 2, f"PackedDataset: length must be at least 2, got {length}.")
         check(batch_size >= 1, f"PackedDataset: batch_size must be at least 1, got {batch_size}.")
         check(overflow in OVERFLOWS, f"PackedDataset: overflow must be one of {OVERFLOWS}, got {overflow!r}.")

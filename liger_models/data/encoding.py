@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from liger_models.base.processor import Processor
+from liger_models.common.errors import check
 from liger_models.data.formats import DOCUMENTS, Formats
 from liger_models.data.media import (
     BrokenMediaError,
@@ -21,7 +22,6 @@ from liger_models.data.media import (
     write_media,
 )
 from liger_models.data.sources import MEDIA_COLUMNS, Located, to_plain
-from liger_models.kernels.checks import check
 from liger_models.text.chat import Span, answer_mask
 from liger_models.text.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.text.tokenizer import Tokenizer
 
 ROLES = {

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from liger_models.common.errors import check
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
-from liger_models.kernels.checks import check
 
 
 class PackedLoader(DataLoader[Batch]):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from liger_models.base.images import image_size, locate_image, read_image
 from liger_models.base.processor import BOUNDS, RESIZING, Edit, MediaSize, Processor, edited
 from liger_models.base.videos import read_frames, read_header
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.text.chat import Span
 
 if TYPE_CHECKING:

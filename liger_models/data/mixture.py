@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_models.common.errors import check
 from liger_models.data.packing import PackedRows, seeded_generator
 from liger_models.data.tokens import TokenFile
-from liger_models.kernels.checks import check
 
 
 class MixedRows(PackedRows):

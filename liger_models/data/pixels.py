@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from liger_models.base.processor import Processor
+from liger_models.common.errors import check
 from liger_models.data.batch import Batch, make_row
 from liger_models.data.media import BrokenMediaError, Medium
-from liger_models.kernels.checks import check
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from liger_models.base.processor import Processor
+from liger_models.common.errors import check
 from liger_models.data.batch import Batch, join_rows
 from liger_models.data.encoding import check_characters, is_empty, is_messages, read_messages, read_variables
 from liger_models.data.media import Medium, columns_of, find_tokens, open_media, place_media, write_media
 from liger_models.data.pixels import make_pixels
 from liger_models.data.sources import MEDIA_COLUMNS
 from liger_models.generation.options import PromptInputs
-from liger_models.kernels.checks import check
 from liger_models.text.chat import answer_mask
 from liger_models.text.tokenizer import Tokenizer
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from liger_models.base.processor import Processor
+from liger_models.common.errors import check
 from liger_models.data.answers import AnswerRows
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.encoding import check_characters, is_messages, read_messages, read_variables
@@ -28,7 +29,6 @@ from liger_models.data.media import (
 from liger_models.data.packing import PackedRows
 from liger_models.data.pixels import make_pixels
 from liger_models.data.sources import read_examples, to_plain
-from liger_models.kernels.checks import check
 from liger_models.text.tokenizer import Tokenizer
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
 PARQUET_ROWS = 1024

@@ -19,11 +19,11 @@ from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import tqdm
 
 from liger_models.base.processor import MediaSize
+from liger_models.common.errors import check
 from liger_models.data.encoding import Document, Encoder, Skipped
 from liger_models.data.media import Medium
 from liger_models.data.sources import read_examples, to_plain
-from liger_models.kernels.checks import check
-from liger_models.parallel.groups import is_distributed, raise_on_all_ranks, rank
+from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank
 
 FORMAT = 7
 """Version of `TokenFile` and of the encoding of examples in it. Part of a folder's name."""

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.batch_invariance import batch_invariant
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.kernels.dispatch import ACCELERATORS
-from liger_models.kernels.linear_cross_entropy import logits_buffer, write_logits
+from liger_models.kernels.loss.linear_cross_entropy import logits_buffer, write_logits
+from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import named_layers
 from liger_models.layers.lm_head import LigerLMHead
-from liger_models.memory.recompute import is_compiled
+from liger_models.layers.recompute import is_compiled
 
 
 @contextmanager

@@ -19,16 +19,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.batch_invariance import is_batch_invariant
+from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.dispatch import on_device_of, use_triton
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.overlap import overlapping
 from liger_models.layers import paged_cache
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.derived import DerivedTensors
-from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.paged_cache import PagedCache
-from liger_models.memory.recompute import is_compiled, is_hooked
+from liger_models.layers.recompute import is_compiled, is_hooked
 
 MOST_STEPS = 4
 MOST_MEMORY = 1 / 32

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from liger_models.distributed.collectives import all_reduce
 from liger_models.generation.eval_mode import evaluating
-from liger_models.kernels.collectives import all_reduce
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.kv_cache import DecodeCache
 

@@ -16,8 +16,8 @@ from liger_models.layers.decoder import Decoder
 from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of
+from liger_models.layers.recompute import is_compiled
 from liger_models.layers.rope import DynamicScaling
-from liger_models.memory.recompute import is_compiled
 
 PAGED_DEVICES = ACCELERATORS
 """Devices on which `generate` uses a `PagedCache`. On the CPU attention to pages copies all keys and values."""

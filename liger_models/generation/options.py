@@ -14,12 +14,12 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
+from liger_models.common.errors import check
+from liger_models.common.foreign import translate
+from liger_models.common.json_files import parse_json
 from liger_models.generation.stop_strings import StopStrings
-from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.kv_cache import DecodeCache
-from liger_models.lazy.foreign import translate
-from liger_models.text.json_files import parse_json
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

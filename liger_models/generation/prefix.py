@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.layers.kv_cache import DecodeCache
 
 TOKENS = "tokens"

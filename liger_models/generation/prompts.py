@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_models.common.errors import check
 from liger_models.generation.options import Settings
-from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
 
 Prompts = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]

@@ -24,6 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.common.errors import check
+from liger_models.distributed.collectives import all_gather
+from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation.deterministic import head_outputs
 from liger_models.generation.deterministic import refusal as deterministic_refusal
 from liger_models.generation.eval_mode import evaluating, resharded
@@ -32,21 +35,18 @@ from liger_models.generation.lockstep import in_lockstep
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, resolve, select_inputs
 from liger_models.generation.rows import log_probs_of
 from liger_models.generation.sampling import Sampler
-from liger_models.kernels.batch_invariance import batch_invariant
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import all_gather
 from liger_models.kernels.dispatch import ACCELERATORS
+from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.layers import paged_cache
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.derived import DerivedTensors
-from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.masks import MOST_DOCUMENTS
 from liger_models.layers.page_pool import PagePool
+from liger_models.layers.recompute import is_compiled
 from liger_models.layers.rope import DynamicScaling
-from liger_models.memory.recompute import is_compiled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

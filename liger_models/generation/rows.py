@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from liger_models.generation.options import Settings
 from liger_models.generation.sampling import Sampler
 from liger_models.generation.stop_strings import StopStrings
-from liger_models.kernels.cross_entropy import token_statistics
 from liger_models.kernels.dispatch import ACCELERATORS
+from liger_models.kernels.loss.cross_entropy import token_statistics
 
 
 class Step(NamedTuple):

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from liger_models.common.errors import check, check_values
 from liger_models.generation.options import Settings
-from liger_models.kernels.batch_invariance import is_batch_invariant
-from liger_models.kernels.checks import check, check_values
-from liger_models.kernels.seeded_scores import seeded_scores
+from liger_models.kernels.loss.seeded_scores import seeded_scores
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 
 LOWEST_TEMPERATURE = 1e-30
 """Below, only the most likely token has a probability that is not 0 in fp32."""

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from liger_models.common.errors import check
 from liger_models.generation.eval_mode import evaluating
 from liger_models.generation.options import Settings
 from liger_models.generation.rows import Rows, Step
 from liger_models.generation.sampling import Sampler
-from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.kv_cache import DecodeCache

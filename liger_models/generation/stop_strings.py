@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 """Decoders write it in place of an incomplete character, and some also in place of all bytes after one."""

@@ -6,7 +6,7 @@ Needs the extra ``hf``. Each model type has a class whose name is that of the cl
 
 from typing import TYPE_CHECKING, Any
 
-from liger_models.lazy import lazy_exports
+from liger_models.common.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from liger_models.hf.auto import register as register

@@ -13,6 +13,7 @@ from transformers import AutoConfig, GenerationMixin, PreTrainedConfig
 from liger_models.arch.auto import get_arch, list_archs
 from liger_models.arch.registry import built_in
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check
 from liger_models.convert.config_map import write_config
 from liger_models.convert.format import format_of
 from liger_models.convert.save import AUTO_CLASSES as AUTO_CLASSES_OF
@@ -20,7 +21,6 @@ from liger_models.hf.checkpoint import GENERATION_CONFIG
 from liger_models.hf.classification import LigerForSequenceClassification
 from liger_models.hf.config import config_class
 from liger_models.hf.model import LigerForCausalLM
-from liger_models.kernels.checks import check
 
 CLASSIFIER = "AutoModelForSequenceClassification"
 AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names), CLASSIFIER)

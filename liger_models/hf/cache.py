@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.layers.kv_cache import DecodeCache
 
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 from liger_models.arch.auto import get_arch
+from liger_models.common.errors import check
 from liger_models.convert.files import some
 from liger_models.convert.format import format_of
 from liger_models.convert.hub import download
 from liger_models.convert.load import load_pretrained, pick_map
 from liger_models.convert.save import save_pretrained
+from liger_models.distributed.ranks import rank, wait_for_ranks
 from liger_models.hf.config import to_json
-from liger_models.kernels.checks import check
 from liger_models.layers.linear import is_sharded
-from liger_models.parallel.groups import rank, wait_for_ranks
 
 OWN = "model.decoder."
 """What the names of the decoder's parameters begin with."""

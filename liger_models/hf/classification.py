@@ -12,6 +12,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import FLOATS, open_all, open_safetensors, read_headers, read_whole
 from liger_models.convert.tensors import as_stored, load_hf_tensors
@@ -19,7 +20,6 @@ from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import OWN, Checkpoint
 from liger_models.hf.config import to_json
 from liger_models.hf.model import LigerModel, LigerPreTrainedModel
-from liger_models.kernels.checks import check
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead
 

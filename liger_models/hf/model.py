@@ -10,10 +10,10 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOut
 
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check, check_values
 from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import Checkpoint
 from liger_models.hf.config import to_liger
-from liger_models.kernels.checks import check, check_values
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.layer import layers_of
 

@@ -6,7 +6,7 @@ The parts are read once and the result is written once. torch's reduction over s
 import torch
 from torch import Tensor
 
-from .dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 
 BLOCK = 2048
 NUM_WARPS = 8

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatch import cuda_capability, tl, triton
+from liger_models.kernels.dispatch import cuda_capability, tl, triton
 
 MIN_CAPABILITY = (9, 0)
 """CUDA compute capability of the first GPUs with programmatic dependent launch."""

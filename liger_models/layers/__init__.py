@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from liger_models.lazy import lazy_exports
+from liger_models.common.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from liger_models.layers.attention import LigerAttention as LigerAttention
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from liger_models.layers.decoder import Decoder as Decoder
     from liger_models.layers.embedding import LigerEmbedding as LigerEmbedding
     from liger_models.layers.gated_delta_net import LigerGatedDeltaNet as LigerGatedDeltaNet
-    from liger_models.layers.groups import ParallelGroups as ParallelGroups
     from liger_models.layers.kv_cache import DecodeCache as DecodeCache
     from liger_models.layers.layer import AttentionSpec as AttentionSpec
     from liger_models.layers.layer import Layer as Layer
@@ -41,7 +40,6 @@ else:
             "decoder": ["CausalLMOutput", "Decoder"],
             "embedding": ["LigerEmbedding"],
             "gated_delta_net": ["LigerGatedDeltaNet"],
-            "groups": ["ParallelGroups"],
             "kv_cache": ["DecodeCache"],
             "layer": ["AttentionSpec", "Layer"],
             "lm_head": ["LigerLMHead"],

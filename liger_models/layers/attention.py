@@ -12,24 +12,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from liger_models.kernels.batch_invariance import batch_invariant, is_batch_invariant
-from liger_models.kernels.causal_attention import MOST_HEAD_DIM, causal_attention
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import Group, sum_over, to_heads, to_tokens
-from liger_models.kernels.decode_attention import decode_attention
+from liger_models.common.errors import check
+from liger_models.distributed.collectives import Group, sum_over, to_heads, to_tokens
+from liger_models.kernels.attention.causal_attention import MOST_HEAD_DIM, causal_attention
+from liger_models.kernels.attention.decode_attention import decode_attention
+from liger_models.kernels.attention.invariant_attention import invariant_attention
+from liger_models.kernels.attention.sink_attention import is_fused, sink_attention
 from liger_models.kernels.dispatch import ACCELERATORS, TRITON_DTYPES
-from liger_models.kernels.documents import flat
-from liger_models.kernels.invariant_attention import invariant_attention
-from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
-from liger_models.kernels.rms_norm import scale_normed
-from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
-from liger_models.kernels.sink_attention import is_fused, sink_attention
+from liger_models.kernels.linear_attention.documents import flat
+from liger_models.kernels.matmul.batch_invariance import batch_invariant, is_batch_invariant
+from liger_models.kernels.norm.rms_norm import scale_normed
+from liger_models.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
+from liger_models.kernels.rope.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.layer import AttentionSpec, Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible
 from liger_models.layers.masks import MOST_FLASH_DIM, VARLEN_OPTIONS, Segments, takes_flash, takes_segments
 from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear, call_linear
-from liger_models.memory.recompute import draws, recomputes, repeats, run_twice
+from liger_models.layers.recompute import draws, recomputes, repeats, run_twice
 
 CAUSAL_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,  # about a quarter faster than flash on an H200, head dimension 128, S 8192

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels.batch_invariance import is_batch_invariant
-from liger_models.kernels.checks import check, check_tensors, check_values
+from liger_models.common.errors import check, check_tensors, check_values
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.layers.kv_cache import DecodeCache, Pages
 from liger_models.layers.masks import (
     MOST_DOCUMENTS,

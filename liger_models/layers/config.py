@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.layers.rope import RopeScaling
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

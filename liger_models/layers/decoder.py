@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.checks import check, check_tensors, check_values
+from liger_models.common.errors import check, check_tensors, check_values
+from liger_models.common.foreign import foreign_arguments
+from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.moe.load_balancing import load_balancing_loss
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.embedding import LigerEmbedding, zero_padding_row
-from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import (
     CHECKPOINTING_POLICIES,
@@ -29,10 +30,9 @@ from liger_models.layers.layer import (
 from liger_models.layers.lm_head import LigerLMHead, LossFunction, Targets
 from liger_models.layers.masks import takes_segments
 from liger_models.layers.norm import Norm, add_norm
+from liger_models.layers.offload import Offload, offloaded_blocks
+from liger_models.layers.recompute import is_compiled, run_again
 from liger_models.layers.stored import own_parameters
-from liger_models.lazy.foreign import foreign_arguments
-from liger_models.memory.offload import Offload, offloaded_blocks
-from liger_models.memory.recompute import is_compiled, run_again
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.kernels.collectives import Group, reduce_from_region
-from liger_models.kernels.linear_cross_entropy import VocabShard
+from liger_models.distributed.collectives import Group, reduce_from_region
+from liger_models.kernels.loss.linear_cross_entropy import VocabShard
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import is_sharded, local
 

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import Group, sum_gradient, to_heads, to_tokens
-from liger_models.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
-from liger_models.kernels.gated_norm import gated_norm, gated_norm_reference
-from liger_models.kernels.short_conv import MAX_WIDTH, short_conv, short_conv_reference
+from liger_models.common.errors import check
+from liger_models.distributed.collectives import Group, sum_gradient, to_heads, to_tokens
+from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
+from liger_models.kernels.linear_attention.short_conv import MAX_WIDTH, short_conv, short_conv_reference
+from liger_models.kernels.norm.gated_norm import gated_norm, gated_norm_reference
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible, local
 from liger_models.layers.norm import Norm, add_norm_linear
-from liger_models.memory.recompute import draws, recomputes, run_twice
+from liger_models.layers.recompute import draws, recomputes, run_twice
 
 
 class LigerGatedRMSNorm(Layer):

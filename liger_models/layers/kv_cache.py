@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 
 LEAST_GROWTH = 256
 """Least number of tokens by which a cache grows."""

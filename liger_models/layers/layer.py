@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from liger_models.kernels.collectives import Group
-from liger_models.layers.groups import ParallelGroups
+from liger_models.distributed.collectives import Group
+from liger_models.distributed.groups import ParallelGroups
 
 CHECKPOINTING_POLICIES = ("none", "selective", "full")
 
@@ -49,7 +49,7 @@ class Layer(nn.Module):
     """True if the layer reads `BatchLayout.bounds`, the boundaries of packed documents."""
     batch_invariant: bool = True
     """False if the result for a token depends on other rows of the batch even within
-    `liger_models.kernels.batch_invariance.batch_invariant`."""
+    `liger_models.kernels.matmul.batch_invariance.batch_invariant`."""
     needs_images: bool = False
     """True if text without images skips the layer."""
     active_share: float = 1.0

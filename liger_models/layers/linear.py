@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import Group, copy_to_region, reduce_from_region, sum_gradient
+from liger_models.common.errors import check
+from liger_models.distributed.collectives import Group, copy_to_region, reduce_from_region, sum_gradient
 from liger_models.layers.layer import Layer
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import Group, gather_vocab
-from liger_models.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from liger_models.common.errors import check
+from liger_models.distributed.collectives import Group, gather_vocab
 from liger_models.kernels.dispatch import ACCELERATORS
-from liger_models.kernels.linear_cross_entropy import VocabShard, linear_cross_entropy
+from liger_models.kernels.loss.cross_entropy import cross_entropy, cross_entropy_reference
+from liger_models.kernels.loss.linear_cross_entropy import VocabShard, linear_cross_entropy
+from liger_models.kernels.matmul.row_linear import inference_linear
 from liger_models.kernels.options import KernelOptions
-from liger_models.kernels.row_linear import inference_linear
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local
 

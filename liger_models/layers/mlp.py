@@ -6,15 +6,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.act_linear import ACTIVATIONS as PLAIN_ACTIVATIONS
-from liger_models.kernels.act_linear import act_linear, act_reference
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import Group
+from liger_models.common.errors import check
+from liger_models.distributed.collectives import Group
+from liger_models.kernels.activation.gated_act import check_act, gated_act, gated_act_reference
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.float8_gated_mlp import float8_gated_mlp
-from liger_models.kernels.fused_norm import FusedNorm
-from liger_models.kernels.gated_act import check_act, gated_act, gated_act_reference
-from liger_models.kernels.gated_mlp import gated_mlp
+from liger_models.kernels.float8.float8_gated_mlp import float8_gated_mlp
+from liger_models.kernels.linear.act_linear import ACTIVATIONS as PLAIN_ACTIVATIONS
+from liger_models.kernels.linear.act_linear import act_linear, act_reference
+from liger_models.kernels.linear.gated_mlp import gated_mlp
+from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
     ColumnParallelLinear,
@@ -36,7 +36,7 @@ from liger_models.layers.norm import (
     low_rank_of,
     weight_of,
 )
-from liger_models.memory.recompute import is_hooked, recomputes, repeats, run_twice
+from liger_models.layers.recompute import is_hooked, recomputes, repeats, run_twice
 
 ACTIVATIONS = {
     "silu": "silu",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import (
+from liger_models.common.errors import check
+from liger_models.distributed.collectives import (
     Group,
     copy_to_region,
     divide_gradient,
@@ -26,8 +26,8 @@ from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
+from liger_models.layers.recompute import run_twice
 from liger_models.layers.stored import StoredExperts, stored_parts
-from liger_models.memory.recompute import run_twice
 
 MATRICES = ("gate_up_weight", "down_weight")
 """The parameters of `LigerMoE` that hold the experts' matrices."""

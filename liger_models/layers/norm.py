@@ -6,20 +6,20 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from liger_models.kernels.collectives import Group, sum_gradient
-from liger_models.kernels.float8 import Float8
-from liger_models.kernels.float8_linear import float8_norm_linear
-from liger_models.kernels.fused_norm import FusedNorm
-from liger_models.kernels.layer_norm import (
+from liger_models.distributed.collectives import Group, sum_gradient
+from liger_models.kernels.float8.float8 import Float8
+from liger_models.kernels.float8.float8_linear import float8_norm_linear
+from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, Weight
+from liger_models.kernels.linear.norm_linear import norm_linear
+from liger_models.kernels.matmul.row_linear import LowRank, inference_linear
+from liger_models.kernels.norm.fused_norm import FusedNorm
+from liger_models.kernels.norm.layer_norm import (
     add_layer_norm,
     add_layer_norm_reference,
     layer_norm,
     layer_norm_reference,
 )
-from liger_models.kernels.norm_linear import norm_linear
-from liger_models.kernels.quantized_weight import QuantizedWeight, Weight
-from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from liger_models.kernels.row_linear import LowRank, inference_linear
+from liger_models.kernels.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
     ColumnParallelLinear,
@@ -31,7 +31,7 @@ from liger_models.layers.linear import (
     ranks_of,
     replicated,
 )
-from liger_models.memory.recompute import is_hooked
+from liger_models.layers.recompute import is_hooked
 
 CASTING_MODES = ("llama", "gemma", "none")
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from liger_models.kernels.attention.write_pages import write_pages
 from liger_models.kernels.dispatch import ACCELERATORS
-from liger_models.kernels.write_pages import write_pages
 from liger_models.layers.kv_cache import DecodeCache, Pages
 from liger_models.layers.paged_cache import PagedCache
 

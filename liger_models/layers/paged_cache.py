@@ -5,8 +5,8 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.write_pages import write_pages
+from liger_models.common.errors import check
+from liger_models.kernels.attention.write_pages import write_pages
 from liger_models.layers.kv_cache import DecodeCache, Pages
 
 PAGE = 64

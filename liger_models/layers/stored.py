@@ -36,11 +36,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import copy_to_region
+from liger_models.common.errors import check
+from liger_models.distributed.collectives import copy_to_region
+from liger_models.kernels.frozen.nf4_linear import scales_per_factor
+from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, quantized_linear
 from liger_models.kernels.moe.quantized import ATTRIBUTES, QuantizedExperts, quantize_experts
-from liger_models.kernels.nf4_linear import scales_per_factor
-from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
     ColumnParallelLinear,

@@ -1,8 +1,8 @@
 """Base of the distillation losses.
 
-The fused losses take hidden states and head weights of student and teacher and run
-`liger_models.kernels.divergence.linear_divergence`, whose module has the formulas. The others take probabilities or
-log-probabilities [..., V] and run `distribution_divergence`. They are exact where a probability is 0.
+The fused losses take hidden states and head weights of student and teacher and run `linear_divergence`. Its module,
+`liger_models.kernels.loss.divergence`, has the formulas. The others take probabilities or log-probabilities [..., V]
+and run `distribution_divergence`. They are exact where a probability is 0.
 """
 
 from typing import Any, ClassVar
@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.distribution_divergence import REDUCTIONS
-from liger_models.kernels.divergence import linear_divergence
-from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.common.errors import check
+from liger_models.kernels.loss.distribution_divergence import REDUCTIONS
+from liger_models.kernels.loss.divergence import linear_divergence
+from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.losses.base import FusedLinearLoss
 
 

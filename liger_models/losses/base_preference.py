@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
+from liger_models.common.errors import check
+from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
 from liger_models.losses.base import FusedLinearLoss
 
 MARGIN_LOSSES = ("sigmoid", "hinge", "ipo")

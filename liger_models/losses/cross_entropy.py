@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.common.errors import check
+from liger_models.kernels.loss.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 
 
 class LigerCrossEntropyLoss(nn.Module):
-    """The op `liger_models.kernels.cross_entropy.cross_entropy` as a module.
+    """The op `liger_models.kernels.loss.cross_entropy.cross_entropy` as a module.
 
     Args:
         weight: [V] class weights.
@@ -71,7 +71,7 @@ class LigerCrossEntropyLoss(nn.Module):
 
 
 class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
-    """The op `liger_models.kernels.linear_cross_entropy.linear_cross_entropy` as a module.
+    """The op `liger_models.kernels.loss.linear_cross_entropy.linear_cross_entropy` as a module.
 
     Args:
         ce_weight: [V] class weights.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.losses.base_preference import MARGIN_LOSSES, PairLoss, PreferenceMetrics, margin_losses, sigmoid
 
 DPO_LOSSES = (

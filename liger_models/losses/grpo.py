@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.cross_entropy import cross_entropy
-from liger_models.kernels.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
+from liger_models.common.errors import check
+from liger_models.distributed.ranks import is_distributed, world_size
+from liger_models.kernels.loss.cross_entropy import cross_entropy
+from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
 from liger_models.layers.decoder import check_num_items
 from liger_models.losses.base import FusedLinearLoss
-from liger_models.parallel.groups import is_distributed, world_size
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 TOKEN_MEANS = ("dapo", "cispo", "vespo")

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.distribution_divergence import distribution_divergence
-from liger_models.kernels.divergence import kind_or_limit, linear_divergence
+from liger_models.common.errors import check
+from liger_models.kernels.loss.distribution_divergence import distribution_divergence
+from liger_models.kernels.loss.divergence import kind_or_limit, linear_divergence
 from liger_models.losses.base_distillation import FusedDistillationLoss, FusedDivergence, check_distributions
 
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.distribution_divergence import distribution_divergence
-from liger_models.kernels.linear_kl_div import REDUCTIONS, linear_kl_div
+from liger_models.common.errors import check
+from liger_models.kernels.loss.distribution_divergence import distribution_divergence
+from liger_models.kernels.loss.linear_kl_div import REDUCTIONS, linear_kl_div
 from liger_models.losses.base import FusedLinearLoss
 from liger_models.losses.base_distillation import FusedDistillationLoss, check_distributions, check_reduction
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.linear_logprobs import loss_of_log_probs
+from liger_models.common.errors import check
+from liger_models.kernels.loss.linear_logprobs import loss_of_log_probs
 from liger_models.losses.base_preference import PreferenceLoss, sigmoid
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.common.errors import check
+from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.losses.base_preference import PairLoss, PreferenceMetrics
 
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from liger_models.kernels.distribution_divergence import distribution_divergence
-from liger_models.kernels.logits_divergence import logits_divergence
+from liger_models.kernels.loss.distribution_divergence import distribution_divergence
+from liger_models.kernels.loss.logits_divergence import logits_divergence
 from liger_models.losses.base_distillation import FusedDistillationLoss, check_distributions, check_reduction
 
 

@@ -12,14 +12,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.kernels.dispatch import triton_assumed
-from liger_models.kernels.linear_cross_entropy import chunk_rows
-from liger_models.kernels.moments import has_blocks, moment_bytes
+from liger_models.kernels.loss.linear_cross_entropy import chunk_rows
+from liger_models.kernels.optimizer.moments import has_blocks, moment_bytes
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, is_replayable, layers_of, set_policy
 from liger_models.layers.masks import Mask
-from liger_models.memory.offload import COMING, SMALLEST
+from liger_models.layers.offload import COMING, SMALLEST
 
 
 class Saved(NamedTuple):

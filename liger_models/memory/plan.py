@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder, check_policy
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, Layer, is_replayable, set_policy
+from liger_models.layers.offload import COMING, offloaded_blocks
+from liger_models.layers.recompute import is_compiled, run_again
 from liger_models.layers.stored import own_parameters
 from liger_models.memory.estimate import TrainingMemory, training_memory
-from liger_models.memory.offload import COMING, offloaded_blocks
-from liger_models.memory.recompute import is_compiled, run_again
 
 SHARE, SHARE_WITH_IMAGES = 0.92, 0.8
 """Share of the memory that the estimate may take. The rest is for the CUDA context and fragmentation, for temporary

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
+from liger_models.distributed.ranks import is_distributed, rank
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
-from liger_models.parallel.groups import is_distributed, rank
 
 
 def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:

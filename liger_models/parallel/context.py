@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from liger_models.kernels.collectives import group_of
+from liger_models.distributed.collectives import group_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
 from liger_models.parallel.agreement import check_first_forward

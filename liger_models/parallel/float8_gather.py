@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from liger_models.adapters.float8 import Float8Linear
-from liger_models.kernels.float8 import RECIPES, Float8, float8_dtype, round_known, tensor_scale
+from liger_models.kernels.float8.float8 import RECIPES, Float8, float8_dtype, round_known, tensor_scale
 
 
 class _Weight:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_models.convert.sharded import Part
+from liger_models.distributed.ranks import world_size
 from liger_models.layers.linear import is_sharded
-from liger_models.parallel.groups import world_size
 from liger_models.parallel.mesh import group_over
 
 BUCKET = 2**26

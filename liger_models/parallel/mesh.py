@@ -3,10 +3,10 @@
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import Group, group_of
-from liger_models.layers.groups import ParallelGroups
-from liger_models.parallel.groups import world_size
+from liger_models.common.errors import check
+from liger_models.distributed.collectives import Group, group_of
+from liger_models.distributed.groups import ParallelGroups
+from liger_models.distributed.ranks import world_size
 
 
 def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from liger_models.distributed.collectives import reduce_into
 from liger_models.kernels.add_parts import add_parts
-from liger_models.kernels.collectives import reduce_into
 
 
 class BackwardPasses:

@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from liger_models.adapters.lora_layers import adapter_config
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
+from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank, world_size
 from liger_models.parallel.fsdp import reshard
-from liger_models.parallel.groups import is_distributed, raise_on_all_ranks, rank, world_size
 
 LATEST = "latest"
 SHARED = "shared.pt"

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
+from liger_models.distributed.ranks import is_distributed, world_size
 from liger_models.layers.batch import BatchLayout, mark_padding, number_documents
 from liger_models.layers.decoder import take_cu_seqlens
-from liger_models.parallel.groups import is_distributed, world_size
 
 
 def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], device: Any = None) -> Tensor:

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_models.adapters.quantize import quantised_layers
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import group_of
+from liger_models.common.errors import check
+from liger_models.distributed.collectives import group_of
+from liger_models.kernels.frozen.nf4_linear import NF4_BLOCK
 from liger_models.kernels.moe.quantized import QuantizedExperts
-from liger_models.kernels.nf4_linear import NF4_BLOCK
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import ReplicatedLinear

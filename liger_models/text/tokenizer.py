@@ -13,10 +13,10 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from liger_models.kernels.checks import check
-from liger_models.lazy.foreign import foreign_arguments, is_hub_name
+from liger_models.common.errors import check
+from liger_models.common.foreign import foreign_arguments, is_hub_name
+from liger_models.common.json_files import parse_json
 from liger_models.text.chat import Span, render_answers, select_template
-from liger_models.text.json_files import parse_json
 from liger_models.text.templates import render, variables_of
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from liger_models.lazy import lazy_exports
+from liger_models.common.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from liger_models.train.loop import TrainOptions as TrainOptions

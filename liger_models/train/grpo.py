@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check
 from liger_models.data.answers import padded
 from liger_models.data.batch import Batch, join_rows
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.prompts import PromptDataset
+from liger_models.distributed.ranks import raise_on_all_ranks, world_size
 from liger_models.generation.deterministic import deterministic_forward
 from liger_models.generation.deterministic import refusal as deterministic_refusal
 from liger_models.generation.options import UNFILTERED, resolve
 from liger_models.generation.rollouts import free_memory, refusal
-from liger_models.kernels.checks import check
-from liger_models.kernels.linear_logprobs import fused_linear_logprobs
+from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
 from liger_models.losses.grpo import TOKEN_MEANS, LigerFusedLinearGRPOLoss
 from liger_models.parallel.fsdp import reshard, unsharded
-from liger_models.parallel.groups import raise_on_all_ranks, world_size
 from liger_models.parallel.step import targets_per_rank
 from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Reference, pair, reader_of
 

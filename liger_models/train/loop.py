@@ -29,6 +29,7 @@ from liger_models.adapters.quantize import quantize_base
 from liger_models.arch.auto import load_by_name
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.vision_language import VisionLanguageModel
+from liger_models.common.errors import check
 from liger_models.convert.files import as_dtype
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import OVERFLOWS, PackedDataset
@@ -36,7 +37,6 @@ from liger_models.data.formats import Formats
 from liger_models.data.loader import PackedLoader
 from liger_models.data.pixels import BROKEN_MEDIA
 from liger_models.data.sources import find_files
-from liger_models.kernels.checks import check
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, layers_of
 from liger_models.memory.estimate import TrainingMemory
 from liger_models.memory.plan import MemoryPlan, parse_memory, plan_memory

@@ -13,10 +13,10 @@ from huggingface_hub.utils.tqdm import tqdm
 from torch import nn
 
 from liger_models.data.batch import Batch
+from liger_models.distributed.ranks import rank, world_size
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import AttentionSpec, layers_of
 from liger_models.layers.stored import own_parameters
-from liger_models.parallel.groups import rank, world_size
 from liger_models.train.report import Lines, say
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "MI300X": 1307e12}

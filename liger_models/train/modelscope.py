@@ -4,7 +4,7 @@ import importlib
 import os
 from typing import Any
 
-from liger_models.parallel.groups import is_distributed, raise_on_all_ranks, rank
+from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank
 
 PREFIX = "modelscope:"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels.moments import WIDTH, decode, encode, has_blocks, scale_shape
+from liger_models.kernels.optimizer.moments import WIDTH, decode, encode, has_blocks, scale_shape
 from liger_models.layers.linear import is_sharded, local, sharded_as
 
 MOMENTS = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}

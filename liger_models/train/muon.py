@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_models.common.errors import check
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import matrix_rows
 from liger_models.convert.weight_map import Name
-from liger_models.kernels.adamw import write_rounded
-from liger_models.kernels.checks import check
-from liger_models.kernels.newton_schulz import newton_schulz
+from liger_models.kernels.optimizer.adamw import write_rounded
+from liger_models.kernels.optimizer.newton_schulz import newton_schulz
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.linear import is_sharded, local
 from liger_models.parallel.matrices import SharedMatrices

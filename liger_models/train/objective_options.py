@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from dataclasses import field as option
 from typing import Any
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.train.grpo import GRPOObjective
 from liger_models.train.objectives import (
     CPOObjective,

@@ -12,12 +12,12 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.base.images import settings_of
 from liger_models.base.processor import Processor
 from liger_models.base.vision_language import VisionLanguageModel
+from liger_models.common.errors import check
 from liger_models.data.answers import AnswerDataset
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.formats import DOCUMENTS
 from liger_models.generation.options import PromptInputs
-from liger_models.kernels.checks import check
 from liger_models.losses.cosine import LigerFusedLinearCosineSimilarityLoss
 from liger_models.losses.cpo import LigerFusedLinearCPOLoss
 from liger_models.losses.dpo import LigerFusedLinearDPOLoss

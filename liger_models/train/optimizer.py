@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
-from liger_models.kernels.adamw import Hyper, Update, adamw_
-from liger_models.kernels.checks import check
-from liger_models.kernels.moments import moment_bytes
+from liger_models.common.errors import check
+from liger_models.distributed.ranks import world_size
+from liger_models.kernels.optimizer.adamw import Hyper, Update, adamw_
+from liger_models.kernels.optimizer.moments import moment_bytes
 from liger_models.layers.linear import is_sharded, local
-from liger_models.memory.offload import SMALLEST
-from liger_models.parallel.groups import world_size
+from liger_models.layers.offload import SMALLEST
 from liger_models.train.moments import NAMES, converted, moment_dtype, moments, zero_moments
 from liger_models.train.staging import Staging, aligned
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 
 Options = TypeVar("Options")
 

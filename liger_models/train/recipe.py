@@ -10,7 +10,7 @@ from liger_models.adapters.lora import apply_lora, language_targets
 from liger_models.adapters.lora_layers import LoRAConfig
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.memory.estimate import TrainingMemory
 from liger_models.memory.plan import usable_share

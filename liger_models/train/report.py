@@ -16,13 +16,13 @@ from liger_models.adapters.lora_layers import adapter_config
 from liger_models.adapters.quantize import quantised_bytes, quantised_experts, quantised_layers
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
+from liger_models.distributed.ranks import rank
 from liger_models.generation.options import resolve
-from liger_models.kernels.moments import moment_bytes
+from liger_models.kernels.optimizer.moments import moment_bytes
 from liger_models.layers.linear import is_sharded, local
 from liger_models.layers.stored import StoredExperts, has_blocks, stored_weight, stored_weights
 from liger_models.memory.estimate import TrainingMemory, training_memory, with_parameters
 from liger_models.parallel.fsdp import reshard
-from liger_models.parallel.groups import rank
 from liger_models.train.moments import moment_dtype
 
 WIDTH = 100

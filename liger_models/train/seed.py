@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 
 
 def seed_all(seed: int, *, deterministic: bool = False) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.memory.offload import Inbound
+from liger_models.layers.offload import Inbound
 from liger_models.train.moments import moments
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.kernels.dispatch import HAS_TRITON, INTERPRET
 
 

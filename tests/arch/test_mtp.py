@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from liger_models import LigerLlama, LigerMTP, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora, merge_lora
-from liger_models.kernels.collectives import Group
-from liger_models.layers.groups import ParallelGroups
+from liger_models.distributed.collectives import Group
+from liger_models.distributed.groups import ParallelGroups
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from ..convert.conftest import assert_same_bits

@@ -15,9 +15,9 @@ from benchmarks.ops.head import skeleton
 from benchmarks.ops.mlp import gate_and_up, silu_mul
 from benchmarks.ops.op import Op, Peer
 from benchmarks.ops.rope import heads_op
-from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
-from liger_models.kernels.rms_norm import rms_norm
-from liger_models.kernels.rope import rope_qkv, rope_qkv_reference
+from liger_models.kernels.norm.rms_norm import rms_norm
+from liger_models.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
+from liger_models.kernels.rope.rope import rope_qkv, rope_qkv_reference
 
 HEADS = {"H": 4, "G": 2, "D": 16}
 HEAD_OPS = (

@@ -11,7 +11,7 @@ from liger_models.adapters import LoRAConfig, apply_lora, convert_to_float8
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.generation import deterministic_forward
 from liger_models.generation.rollouts import rollout
-from liger_models.kernels.batch_invariance import batch_invariant, is_batch_invariant
+from liger_models.kernels.matmul.batch_invariance import batch_invariant, is_batch_invariant
 from liger_models.layers import paged_cache
 from liger_models.parallel import apply_fsdp, unsharded
 

@@ -9,14 +9,14 @@ import torch
 
 from liger_models import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
+from liger_models.distributed.collectives import Group
+from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation import rollouts as module
 from liger_models.generation.graphs import DecodeStep
 from liger_models.generation.loop import generate
 from liger_models.generation.rollouts import Scheduler, rollout
-from liger_models.kernels.collectives import Group
 from liger_models.layers import paged_cache
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.page_pool import PagePool
 

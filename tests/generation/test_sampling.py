@@ -16,7 +16,7 @@ from liger_models.generation.sampling import (
     keep_typical_p,
     penalize_repetition,
 )
-from liger_models.kernels.seeded_scores import exponential_noise
+from liger_models.kernels.loss.seeded_scores import exponential_noise
 
 from ..late import transformers
 from .models import NEW, PROMPTS, VOCAB, resolved

@@ -21,47 +21,47 @@ from triton.runtime.jit import JITFunction
 
 from liger_models import kernels
 from liger_models.kernels import dispatch
-from liger_models.kernels.act_linear import ACTIVATIONS, act_linear
-from liger_models.kernels.adamw import Hyper, Update, adamw_
+from liger_models.kernels.activation.gated_act import gated_act
 from liger_models.kernels.add_parts import add_parts
-from liger_models.kernels.causal_attention import causal_attention
-from liger_models.kernels.cross_entropy import cross_entropy
-from liger_models.kernels.decode_attention import decode_attention
-from liger_models.kernels.distribution_divergence import DISTRIBUTION_KINDS, distribution_divergence
-from liger_models.kernels.divergence import KINDS, linear_divergence
-from liger_models.kernels.float8 import RECIPES, Float8, float8_dtype, round_known, transposed
-from liger_models.kernels.float8_gated_mlp import float8_gated_mlp
-from liger_models.kernels.float8_linear import float8_norm_linear
-from liger_models.kernels.frozen_float8_linear import frozen_float8_linear
-from liger_models.kernels.fused_norm import FusedNorm
-from liger_models.kernels.gated_act import gated_act
-from liger_models.kernels.gated_delta_rule import gated_delta_rule
-from liger_models.kernels.gated_mlp import gated_mlp
-from liger_models.kernels.gated_norm import gated_norm
-from liger_models.kernels.invariant_attention import invariant_attention
-from liger_models.kernels.invariant_linear import invariant_linear
-from liger_models.kernels.layer_norm import add_layer_norm, layer_norm
-from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_models.kernels.linear_kl_div import linear_kl_div
-from liger_models.kernels.linear_logprobs import fused_linear_logprobs
-from liger_models.kernels.logits_divergence import logits_divergence
-from liger_models.kernels.low_rank_linear import low_rank_linear
+from liger_models.kernels.attention.causal_attention import causal_attention
+from liger_models.kernels.attention.decode_attention import decode_attention
+from liger_models.kernels.attention.invariant_attention import invariant_attention
+from liger_models.kernels.attention.sink_attention import sink_attention
+from liger_models.kernels.attention.write_pages import write_pages
+from liger_models.kernels.float8.float8 import RECIPES, Float8, float8_dtype, round_known, transposed
+from liger_models.kernels.float8.float8_gated_mlp import float8_gated_mlp
+from liger_models.kernels.float8.float8_linear import float8_norm_linear
+from liger_models.kernels.frozen.frozen_float8_linear import frozen_float8_linear
+from liger_models.kernels.frozen.nf4_linear import nf4_linear
+from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, quantized_linear
+from liger_models.kernels.linear.act_linear import ACTIVATIONS, act_linear
+from liger_models.kernels.linear.gated_mlp import gated_mlp
+from liger_models.kernels.linear.low_rank_linear import low_rank_linear
+from liger_models.kernels.linear.norm_linear import layer_norm_linear, rms_norm_linear
+from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_rule
+from liger_models.kernels.linear_attention.short_conv import short_conv
+from liger_models.kernels.loss.cross_entropy import cross_entropy
+from liger_models.kernels.loss.distribution_divergence import DISTRIBUTION_KINDS, distribution_divergence
+from liger_models.kernels.loss.divergence import KINDS, linear_divergence
+from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.loss.linear_kl_div import linear_kl_div
+from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
+from liger_models.kernels.loss.logits_divergence import logits_divergence
+from liger_models.kernels.loss.seeded_scores import seeded_scores
+from liger_models.kernels.matmul.invariant_linear import invariant_linear
+from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward
 from liger_models.kernels.moe import moe_mlp, route
 from liger_models.kernels.moe.quantized import QuantizedExperts, quantize_experts
-from liger_models.kernels.newton_schulz import newton_schulz
-from liger_models.kernels.nf4_linear import nf4_linear
-from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
+from liger_models.kernels.norm.fused_norm import FusedNorm
+from liger_models.kernels.norm.gated_norm import gated_norm
+from liger_models.kernels.norm.layer_norm import add_layer_norm, layer_norm
+from liger_models.kernels.norm.rms_norm import add_rms_norm, rms_norm
+from liger_models.kernels.optimizer.adamw import Hyper, Update, adamw_
+from liger_models.kernels.optimizer.newton_schulz import newton_schulz
 from liger_models.kernels.overlap import overlapping
-from liger_models.kernels.qk_norm_rope import qk_norm_rope
-from liger_models.kernels.qkv_norm_rope import qkv_norm_rope
-from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
-from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
-from liger_models.kernels.rope import rope, rope_qkv
-from liger_models.kernels.row_linear import row_linear, row_linear_forward
-from liger_models.kernels.seeded_scores import seeded_scores
-from liger_models.kernels.short_conv import short_conv
-from liger_models.kernels.sink_attention import sink_attention
-from liger_models.kernels.write_pages import write_pages
+from liger_models.kernels.rope.qk_norm_rope import qk_norm_rope
+from liger_models.kernels.rope.qkv_norm_rope import qkv_norm_rope
+from liger_models.kernels.rope.rope import rope, rope_qkv
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
 """NVIDIA Hopper, AMD MI300 and AMD MI350: backend, architecture, threads of a warp."""
@@ -282,7 +282,7 @@ def run_wide_heads(dtype: torch.dtype, D: int, window: int | None) -> None:
 def run_float8(dtype: torch.dtype) -> None:
     """With products of nothing: PyTorch's are no kernels of ours, and the CPU would take a minute for them."""
     for name in ("float8_linear", "float8_gated_mlp"):
-        module = importlib.import_module(f"liger_models.kernels.{name}")
+        module = importlib.import_module(f"liger_models.kernels.float8.{name}")
         module.scaled_product = lambda a, b, dtype, fast=False: torch.zeros(len(a.data), len(b.data), dtype=dtype)
     x, residual, norm = draw(3, 4096, dtype=dtype), draw(3, 4096, dtype=dtype), draw(4096, dtype=dtype)
     mlp = draw(1024, 4096, dtype=dtype), draw(4096, 512, dtype=dtype)
@@ -310,7 +310,7 @@ def run_optimizer() -> None:
 
 
 def run_muon() -> None:
-    module = importlib.import_module("liger_models.kernels.newton_schulz")
+    module = importlib.import_module("liger_models.kernels.optimizer.newton_schulz")
     module.BLOCK, module.BLOCK_K = 128, 64  # the interpreter has smaller tiles
     for dtype in (torch.bfloat16, torch.float32):
         newton_schulz(draw(1, 129, 256, dtype=dtype).detach())
@@ -328,12 +328,12 @@ if __name__ == "__main__":
     dispatch.INTERPRET = True  # ops on the CPU take the way of the kernels
     torch.manual_seed(0)
     for name in ("nf4_rows", "float8_blocks"):
-        importlib.import_module(f"liger_models.kernels.{name}").has_ptx = lambda x: sys.argv[1] == "sm_90"
-    for name in ("overlap", "row_linear"):
+        importlib.import_module(f"liger_models.kernels.frozen.{name}").has_ptx = lambda x: sys.argv[1] == "sm_90"
+    for name in ("overlap", "matmul.row_linear"):
         importlib.import_module(f"liger_models.kernels.{name}").can_overlap = lambda device: sys.argv[1] == "sm_90"
     # The other targets have 64 KB and 160 KB of shared memory.
     tier = (lambda x: x.element_size()) if sys.argv[1] == "sm_90" else (lambda x: 4)
-    importlib.import_module("liger_models.kernels.causal_attention")._tier = tier
+    importlib.import_module("liger_models.kernels.attention.causal_attention")._tier = tier
     with overlapping():
         run(torch.bfloat16, 4096, 512, 128256)
     if sys.argv[1] == "sm_90":  # the other targets get every kernel, but not at every width and dtype
@@ -350,7 +350,7 @@ if __name__ == "__main__":
     run_experts(128, 8, 256)
     run_sinks()
     if sys.argv[1] == "gfx942":
-        importlib.import_module("liger_models.kernels.float8").is_fnuz = lambda device: True
+        importlib.import_module("liger_models.kernels.float8.float8").is_fnuz = lambda device: True
     run_float8(torch.bfloat16)
     run_decoding(torch.bfloat16)
     if sys.argv[1] == "sm_90":

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from liger_models.kernels.gated_mlp import gated_mlp
-from liger_models.kernels.norm_linear import rms_norm_linear
+from liger_models.kernels.linear.gated_mlp import gated_mlp
+from liger_models.kernels.linear.norm_linear import rms_norm_linear
+from liger_models.kernels.norm.rms_norm import add_rms_norm
 from liger_models.kernels.overlap import can_overlap, overlap, overlapping
-from liger_models.kernels.rms_norm import add_rms_norm
 
-from .test_rope import draw
+from .rope.test_rope import draw
 
 LAYERS, C, F = 12, 512, 1280
 

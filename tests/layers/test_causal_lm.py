@@ -10,10 +10,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from benchmarks.training.step import graphed
 from liger_models import AutoLigerModel, KernelOptions, LigerFusedLinearDPOLoss, LigerLlama, LlamaConfig, register
 from liger_models.adapters import LoRAConfig, apply_lora
-from liger_models.kernels.collectives import Group
-from liger_models.kernels.linear_cross_entropy import VocabShard
+from liger_models.distributed.collectives import Group
+from liger_models.distributed.groups import ParallelGroups
+from liger_models.kernels.loss.linear_cross_entropy import VocabShard
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LigerLMHead, Targets
 

@@ -116,7 +116,7 @@ TILED = [(LigerTiledSwiGLUMLP, LigerSwiGLUMLP), (LigerTiledGEGLUMLP, LigerGEGLUM
 @pytest.mark.parametrize(("tiled", "whole"), TILED)
 def test_a_tiled_mlp_computes_what_the_whole_one_does(tiled, whole, bias, backend, monkeypatch):
     """In chunks of four of eleven rows, saving its input alone, whatever the policy; against the whole one in fp64."""
-    monkeypatch.setattr("liger_models.kernels.gated_mlp._chunk_rows", lambda *_: 4)
+    monkeypatch.setattr("liger_models.kernels.linear.gated_mlp._chunk_rows", lambda *_: 4)
     config = SimpleNamespace(**vars(CONFIG), mlp_bias=bias)
     mlp, truth = tiled(config, 4).to(backend), whole(config, kernel=False).double()
     truth.load_state_dict(mlp.state_dict())

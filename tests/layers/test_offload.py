@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from liger_models.arch.llama import LigerLlama, LlamaConfig
-from liger_models.memory import offload
-from liger_models.memory.offload import Kept, Offload
+from liger_models.layers import offload
+from liger_models.layers.offload import Kept, Offload
 
 CONFIG = LlamaConfig(
     vocab_size=64,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_models import LigerGemma2, LigerGranite, LigerLlama, LigerMixtral
-from liger_models.kernels import gated_mlp
+from liger_models.kernels.linear import gated_mlp
 from liger_models.layers.kv_cache import DecodeCache
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from liger_models import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
-from liger_models.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy_reference
 
 OPTIONS = {"ignore_index": 3, "lse_square_scale": 0.01, "label_smoothing": 0.1, "softcap": 5.0}
 

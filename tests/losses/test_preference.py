@@ -10,7 +10,7 @@ from liger_models import (
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
 )
-from liger_models.kernels import linear_logprobs
+from liger_models.kernels.loss import linear_logprobs
 from liger_models.losses.dpo import DPO_LOSSES
 
 from .plain import T, inputs, plain_log_probs, targets

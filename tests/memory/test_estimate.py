@@ -13,7 +13,7 @@ from liger_models import AutoLigerModel, LigerAdamW, LigerLlama, LigerMuon, Llam
 from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
 from liger_models.adapters.lora_layers import adapted_layers
 from liger_models.arch import built_in, get_arch
-from liger_models.kernels.collectives import Group
+from liger_models.distributed.collectives import Group
 from liger_models.memory.estimate import _saved_by_block, training_memory
 from liger_models.train.report import estimate
 

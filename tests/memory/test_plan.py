@@ -14,9 +14,10 @@ from benchmarks.training.models import read_config
 from benchmarks.training.modes import Mode
 from liger_models import AutoLigerModel, LigerAdamW, LigerLlama, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora
+from liger_models.layers import offload
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
-from liger_models.memory import estimate, offload, plan, plan_memory, training_memory
-from liger_models.memory.offload import Offload, offloaded_blocks
+from liger_models.layers.offload import Offload, offloaded_blocks
+from liger_models.memory import estimate, plan, plan_memory, training_memory
 from liger_models.memory.plan import SHARE, SHARE_WITH_IMAGES, host_blocks
 from liger_models.train import estimate as estimate_step
 

@@ -22,7 +22,8 @@ from liger_models import AutoLigerModel
 from liger_models.arch import get_arch
 from liger_models.arch.llama import LigerLlama
 from liger_models.convert import files, hub, save
-from liger_models.parallel import apply_fsdp, groups
+from liger_models.distributed import ranks
+from liger_models.parallel import apply_fsdp
 
 from ..convert.conftest import assert_same_bits, read_tensors
 from ..late import transformers
@@ -221,7 +222,7 @@ def save_late(folder: Path) -> None:
     said = (
         nullcontext() if late else pytest.warns(UserWarning, match="must make this call, got none from rank 1 in 0.2 s")
     )
-    with mock.patch.object(groups, "PATIENCE", timedelta(seconds=0.2)), said:
+    with mock.patch.object(ranks, "PATIENCE", timedelta(seconds=0.2)), said:
         time.sleep(late)
         model.save_pretrained(folder)
     assert (folder / "config.json").is_file()
@@ -232,14 +233,14 @@ def save_late(folder: Path) -> None:
         store.set_timeout(timedelta(seconds=0.5))
         message = r"save_pretrained: every rank must make this call, got none from rank 1\. Call it on all ranks"
         with (
-            mock.patch.object(groups, "PATIENCE", timedelta(seconds=0.2)),
+            mock.patch.object(ranks, "PATIENCE", timedelta(seconds=0.2)),
             pytest.warns(UserWarning, match="Still waiting"),
             pytest.raises(TimeoutError, match=message),
         ):
             model.save_pretrained(folder)
         store.set_timeout(before)
     else:
-        groups._calls["save_pretrained"] += 1  # as often as the first rank, for the tests that follow
+        ranks._calls["save_pretrained"] += 1  # as often as the first rank, for the tests that follow
     dist.barrier()
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.adapters.medusa import LigerMedusa
 from liger_models.arch import list_archs
-from liger_models.kernels.collectives import Group
+from liger_models.distributed.collectives import Group
 from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp, compile_blocks
 
 from .comparison import (

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_models import LigerLlama
 from liger_models.adapters import convert_to_float8
-from liger_models.memory import offload
+from liger_models.layers import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, load_state, reshard, save_state, unsharded
 from liger_models.train.muon import LigerMuon
 

@@ -14,7 +14,8 @@ from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, quantize
 from liger_models.adapters.lora_layers import EXPERTS
 from liger_models.arch.mixtral import MixtralConfig
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
-from liger_models.kernels import dispatch, gated_mlp
+from liger_models.kernels import dispatch
+from liger_models.kernels.linear import gated_mlp
 from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES, LigerMoE
 from liger_models.layers.stored import stored_weights

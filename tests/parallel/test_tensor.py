@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch import list_archs
-from liger_models.kernels import act_linear, dispatch, gated_mlp
-from liger_models.kernels.collectives import group_of
+from liger_models.distributed.collectives import group_of
+from liger_models.kernels import dispatch
+from liger_models.kernels.linear import act_linear, gated_mlp
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local

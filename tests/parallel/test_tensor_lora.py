@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, lora_layers, save_adapter
 from liger_models.convert import get_hf_state_dict
-from liger_models.kernels.collectives import Group
+from liger_models.distributed.collectives import Group
 from liger_models.parallel import (
     apply_fsdp,
     apply_tp,

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from liger_models.arch import get_arch
-from liger_models.kernels.collectives import copy_to_region, group_of
-from liger_models.kernels.linear_cross_entropy import VocabShard, linear_cross_entropy
+from liger_models.distributed.collectives import copy_to_region, group_of
+from liger_models.kernels.loss.linear_cross_entropy import VocabShard, linear_cross_entropy
 from liger_models.layers.embedding import zero_padding_row
 from liger_models.parallel import (
     clip_grad_norm_,

@@ -17,8 +17,8 @@ from liger_models.arch._gemma4 import text
 from liger_models.arch._gemma4.processor import Gemma4Processor
 from liger_models.arch._gemma4.text import Gemma4Decoder
 from liger_models.base.vision_language import VisionLanguageModel, repeated_items
+from liger_models.common.errors import check, check_integers, check_tensors
 from liger_models.convert.config_map import of_text
-from liger_models.kernels.checks import check, check_integers, check_tensors
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache

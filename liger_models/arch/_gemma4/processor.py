@@ -25,7 +25,7 @@ from liger_models.base.images import (
     to_tensor,
 )
 from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions, image_tokens
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check
 from liger_models.convert.weight_map import (
     Expression,
     Name,
@@ -19,10 +20,9 @@ from liger_models.convert.weight_map import (
     key_rows,
     qkv_rows,
 )
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import Group, to_heads, to_tokens
+from liger_models.distributed.collectives import Group, to_heads, to_tokens
 from liger_models.kernels.options import KernelOptions
-from liger_models.kernels.qkv_norm_rope import qkv_norm_rope, qkv_norm_rope_reference
+from liger_models.kernels.rope.qkv_norm_rope import qkv_norm_rope, qkv_norm_rope_reference
 from liger_models.layers.attention import LigerAttention, attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import LAYER_TYPES, RMSNormDecoderConfig, check_layer_types, check_values
@@ -34,8 +34,8 @@ from liger_models.layers.masks import text_mask
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
+from liger_models.layers.recompute import draws, recomputes, run_twice
 from liger_models.layers.rope import ProportionalRotaryEmbedding, RotaryEmbedding
-from liger_models.memory.recompute import draws, recomputes, run_twice
 
 if TYPE_CHECKING:
     from typing_extensions import Self

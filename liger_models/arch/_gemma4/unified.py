@@ -6,7 +6,7 @@ from typing import Any
 
 from liger_models.arch._gemma4 import text
 from liger_models.arch._gemma4.text import Gemma4TextConfig
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 
 
 @dataclass(frozen=True, kw_only=True)

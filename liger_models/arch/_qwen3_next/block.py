@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerGatedAttention
 from liger_models.layers.batch import BatchLayout

@@ -5,6 +5,7 @@ from typing import Any
 
 from liger_models.arch._qwen3_next.block import HybridConfig
 from liger_models.arch._qwen_vl.names import qwen3_vl_tower
+from liger_models.common.errors import check
 from liger_models.convert.weight_map import (
     Cat,
     Expression,
@@ -17,7 +18,6 @@ from liger_models.convert.weight_map import (
     gate_up_rows,
     sparse_mlps,
 )
-from liger_models.kernels.checks import check
 
 KEPT = ("mtp.",)
 """Prefixes of the tensors of the block for multi-token prediction, which `LigerMTP` trains."""

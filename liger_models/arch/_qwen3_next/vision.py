@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from liger_models.arch._qwen_vl.deepstack import Qwen3VLVisionConfig
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
 
 
 @dataclass(frozen=True, kw_only=True)

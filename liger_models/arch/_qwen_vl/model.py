@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_models.arch._qwen_vl.processor import QwenVLProcessor
 from liger_models.base.vision_language import VisionLanguageModel, repeated_items
-from liger_models.kernels.checks import check, check_integers, check_tensors
+from liger_models.common.errors import check, check_integers, check_tensors
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache

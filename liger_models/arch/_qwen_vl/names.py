@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from liger_models.common.errors import check
 from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import Expression, WeightMap, decoder_map, equal_qkv_rows, patch_rows
-from liger_models.kernels.checks import check
 
 IGNORED_KEYS = ("vision_start_token_id", "vision_end_token_id")
 """Keys of config.json that do not change the model: only the placeholders determine where images are."""

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from liger_models.arch.gemma3.processor import Gemma3Processor
 from liger_models.arch.registry import add_family
 from liger_models.base.vision_language import VisionLanguageModel, repeated_items
+from liger_models.common.errors import check, check_integers, check_tensors
 from liger_models.convert.config_map import flat_rope, of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
-from liger_models.kernels.checks import check, check_integers, check_tensors
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout

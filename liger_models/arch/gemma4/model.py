@@ -15,9 +15,9 @@ from liger_models.arch._gemma4.images import Gemma4WithImages, Placeholders
 from liger_models.arch._gemma4.text import Gemma4TextConfig, text_map
 from liger_models.arch.gemma4.tower import Gemma4Tower, Gemma4VisionConfig
 from liger_models.arch.registry import add_family
+from liger_models.common.errors import check
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Expression, Rearrange, Stack, WeightMap
-from liger_models.kernels.checks import check
 
 
 @dataclass(frozen=True, kw_only=True)

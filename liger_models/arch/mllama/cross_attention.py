@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import Group, copy_to_region, to_heads, to_tokens
+from liger_models.common.errors import check
+from liger_models.distributed.collectives import Group, copy_to_region, to_heads, to_tokens
+from liger_models.distributed.groups import ParallelGroups
 from liger_models.layers.attention import attention, check_heads
 from liger_models.layers.batch import BatchLayout, number_documents
-from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from liger_models.layers.masks import parts_mask, takes_segments
 from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
-from liger_models.memory.recompute import draws, recomputes, run_twice
+from liger_models.layers.recompute import draws, recomputes, run_twice
 
 IMAGES_SEEN = "images_seen"
 """Key in the decode cache: [B, 2, tiles] bool, the tiles that the last token attends to, and those of its document."""

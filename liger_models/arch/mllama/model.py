@@ -32,6 +32,7 @@ from liger_models.arch.mllama.cross_attention import (
 from liger_models.arch.mllama.processor import MllamaProcessor
 from liger_models.arch.registry import add_family
 from liger_models.base.vision_language import VisionLanguageModel
+from liger_models.common.errors import check, check_integers, check_tensors
 from liger_models.convert.config_map import of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import (
@@ -43,15 +44,14 @@ from liger_models.convert.weight_map import (
     decoder_map,
     qkv_rows,
 )
-from liger_models.kernels.checks import check, check_integers, check_tensors
-from liger_models.kernels.collectives import Group
+from liger_models.distributed.collectives import Group
+from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local, replicated

@@ -8,9 +8,9 @@
 import torch
 from torch import Tensor
 
-from liger_models.kernels.checks import check
+from liger_models.common.errors import check
+from liger_models.kernels.activation.gated_act import ACTIVATIONS, _activation, gated_act_reference
 from liger_models.kernels.dispatch import tl, triton
-from liger_models.kernels.gated_act import ACTIVATIONS, _activation, gated_act_reference
 
 EXPERT_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
 

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels.collectives import Group, all_to_all
+from liger_models.distributed.collectives import Group, all_to_all
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.row_linear import LowRank
-
-from .experts import moe_mlp
-from .permutation import permute, unpermute
+from liger_models.kernels.matmul.row_linear import LowRank
+from liger_models.kernels.moe.experts import moe_mlp
+from liger_models.kernels.moe.permutation import permute, unpermute
 
 
 class _Permute(torch.autograd.Function):

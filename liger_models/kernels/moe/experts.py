@@ -48,18 +48,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels.checks import check, check_floating
-from liger_models.kernels.dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
-from liger_models.kernels.gated_act import ACTIVATIONS, _load_pairs, gated_act_forward
-from liger_models.kernels.norm_linear import given_or_empty, low_rank_pair
-from liger_models.kernels.row_linear import LowRank
-
-from .dropout import draw_seed, drop
-from .expert_act import _expert_act, check_expert_act, expert_act_reference
-from .few import few_experts, few_product, takes_few, takes_few_copies
-from .grouped_mm import grouped_mm, grouped_outer, grouped_sum, library_runs
-from .permutation import MAX_COPIES, MAX_EXPERTS, permute, sort_by_expert, unpermute
-from .quantized import SCHEMA, dense, experts_for_op, experts_from_op
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.activation.gated_act import ACTIVATIONS, _load_pairs, gated_act_forward
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.linear.norm_linear import given_or_empty, low_rank_pair
+from liger_models.kernels.matmul.row_linear import LowRank
+from liger_models.kernels.moe.dropout import draw_seed, drop
+from liger_models.kernels.moe.expert_act import _expert_act, check_expert_act, expert_act_reference
+from liger_models.kernels.moe.few import few_experts, few_product, takes_few, takes_few_copies
+from liger_models.kernels.moe.grouped_mm import grouped_mm, grouped_outer, grouped_sum, library_runs
+from liger_models.kernels.moe.permutation import MAX_COPIES, MAX_EXPERTS, permute, sort_by_expert, unpermute
+from liger_models.kernels.moe.quantized import SCHEMA, dense, experts_for_op, experts_from_op
 
 ACT_BLOCK = 1024
 """Gate and up pairs per step of the activation's backward. A program walks a whole row: its dot product is one sum."""

@@ -19,17 +19,16 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton
-from liger_models.kernels.float8_blocks import _numbers, takes_width
-from liger_models.kernels.frozen_float8_linear import converts
-from liger_models.kernels.nf4_rows import nf4_scale
+from liger_models.kernels.frozen.float8_blocks import _numbers, takes_width
+from liger_models.kernels.frozen.frozen_float8_linear import converts
+from liger_models.kernels.frozen.nf4_rows import nf4_scale
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
+from liger_models.kernels.moe.expert_act import _expert_act
+from liger_models.kernels.moe.grouped_mm import _rows_of_tile, _tile, most_tiles
+from liger_models.kernels.moe.permutation import unpermute
+from liger_models.kernels.moe.quantized import QuantizedExperts
 from liger_models.kernels.overlap import await_previous, overlap
-
-from .expert_act import _expert_act
-from .grouped_mm import _rows_of_tile, _tile, most_tiles
-from .permutation import unpermute
-from .quantized import QuantizedExperts
 
 FEW_ROWS = 16
 """Rows of a tile. Rows are few as long as an expert has no more than that on average."""

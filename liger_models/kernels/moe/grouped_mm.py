@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels.batch_invariance import is_batch_invariant
-from liger_models.kernels.dispatch import LIBRARY, cuda_capability, on_device_of, register_autograd, tl, triton
-from liger_models.kernels.invariant_linear import invariant_linear
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import cuda_capability, on_device_of, tl, triton
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
+from liger_models.kernels.matmul.invariant_linear import invariant_linear
 
 PRODUCT_BLOCKS = {2: (128, 128, 64), 4: (64, 64, 32)}
 PRODUCT_WARPS = {2: 8, 4: 4}

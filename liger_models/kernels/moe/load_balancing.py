@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import Group, sum_over
-
-from .routing import route
+from liger_models.common.errors import check
+from liger_models.distributed.collectives import Group, sum_over
+from liger_models.kernels.moe.routing import route
 
 
 def load_balancing_loss(

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.float8_blocks import blocks_dense
-from liger_models.kernels.frozen_float8_linear import float8_dense, quantize_rows_reference
-from liger_models.kernels.nf4_linear import nf4_dense, nf4_dense_reference, nf4_layout, scales_per_factor
+from liger_models.kernels.frozen.float8_blocks import blocks_dense
+from liger_models.kernels.frozen.frozen_float8_linear import float8_dense, quantize_rows_reference
+from liger_models.kernels.frozen.nf4_linear import nf4_dense, nf4_dense_reference, nf4_layout, scales_per_factor
 
 ATTRIBUTES = ("codes", "scales", "factors", "means", "table")
 

@@ -19,9 +19,10 @@ Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2510.11370 (rout
 import torch
 from torch import Tensor
 
-from liger_models.kernels.batch_invariance import is_batch_invariant
-from liger_models.kernels.checks import check, check_floating, check_values
-from liger_models.kernels.dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
+from liger_models.common.errors import check, check_floating, check_values
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.overlap import await_previous, overlap
 
 ROUTE_ROWS, ROUTE_TILE = 32, 4096

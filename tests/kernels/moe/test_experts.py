@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from liger_models.kernels.activation.gated_act import ACTIVATIONS
 from liger_models.kernels.dispatch import reference_backend
-from liger_models.kernels.gated_act import ACTIVATIONS
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import load_balancing_loss, moe_mlp, moe_mlp_reference, route
 from liger_models.kernels.moe.grouped_mm import grouped_outer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_models.kernels.batch_invariance import batch_invariant
+from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.few import few_product, takes_few, takes_few_copies

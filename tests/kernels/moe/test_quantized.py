@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from liger_models.kernels.frozen.quantized_weight import QuantizedWeight
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.quantized import (
@@ -15,7 +16,6 @@ from liger_models.kernels.moe.quantized import (
     experts_for_op,
     quantize_experts,
 )
-from liger_models.kernels.quantized_weight import QuantizedWeight
 
 from ...late import Late
 from ..oracle import opcheck, run

@@ -1,0 +1,351 @@
+"""Collectives of tensor, sequence, context and expert parallelism, as ops on tensors and as differentiable functions.
+
+A layer whose weights are sharded begins with `copy_to_region` and ends with `reduce_from_region` (Megatron's f and g).
+In between each rank computes a partial sum::
+
+    tokens between layers   copy to region         its backward           reduce from region     its backward
+    replicated              identity               all-reduce             all-reduce             identity
+    sharded (sequence)      all-gather             reduce-scatter         reduce-scatter         all-gather
+
+Token shards are in rank order: of [..., T, C] rank 0 has the first T / R tokens.
+
+With replicated weights and sharded tokens (context parallelism) attention needs all tokens: `to_heads` before it trades
+token shards for head shards, `to_tokens` after it trades back.
+
+Source: https://arxiv.org/abs/1909.08053 (tensor parallelism), https://arxiv.org/abs/2205.05198 (sequence parallelism),
+https://arxiv.org/abs/2309.14509 (head shards for token shards: Ulysses).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_models.common.ops import LIBRARY
+
+# torch 2.13 renamed these and deprecates the old names. PyTorch without distributed has neither.
+_gather_into: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+reduce_into: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
+
+_groups: dict[str, Any] = {}
+"""Process groups by the names that the ops take as arguments."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group whose ranks each hold a shard of a layer.
+
+    Attributes:
+        name: name of the process group, see `group_of`.
+        size: number of ranks, R.
+        rank: the calling rank, 0 to R - 1.
+        sequence_parallel: between layers each rank holds only its shard of the tokens (sequence parallelism).
+    """
+
+    name: str
+    size: int
+    rank: int
+    sequence_parallel: bool = False
+
+    @property
+    def process_group(self) -> Any:
+        """The ``torch.distributed.ProcessGroup``."""
+        return _groups[self.name]
+
+    @property
+    def members(self) -> list[int]:
+        """Ranks of the processes in the default process group."""
+        return dist.get_process_group_ranks(self.process_group)
+
+    def local_slice(self, tokens: int) -> slice:
+        """The calling rank's shard of ``tokens`` tokens."""
+        each = tokens // self.size
+        return slice(each * self.rank, each * (self.rank + 1))
+
+
+def group_of(group: Any, *, sequence_parallel: bool = False) -> Group:
+    """Register a ``torch.distributed.ProcessGroup`` for the ops, and describe it as `Group`."""
+    _groups[group.group_name] = group
+    return Group(group.group_name, group.size(), dist.get_rank(group), sequence_parallel)
+
+
+LIBRARY.define("all_reduce(Tensor x, str group) -> Tensor")
+LIBRARY.define("all_gather(Tensor x, str group) -> Tensor")
+LIBRARY.define("reduce_scatter(Tensor x, str group) -> Tensor")
+LIBRARY.define("all_to_all(Tensor x, SymInt[] sent, SymInt[] received, str group) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "all_reduce", "CompositeExplicitAutograd")
+def _all_reduce(x: Tensor, group: str) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=_groups[group])
+    return total
+
+
+@torch.library.impl(LIBRARY, "all_gather", "CompositeExplicitAutograd")
+def _all_gather(x: Tensor, group: str) -> Tensor:
+    gathered = x.new_empty(_groups[group].size(), *x.shape)
+    _gather_into(gathered.flatten(), x.contiguous().flatten(), group=_groups[group])
+    return gathered
+
+
+@torch.library.impl(LIBRARY, "reduce_scatter", "CompositeExplicitAutograd")
+def _reduce_scatter(x: Tensor, group: str) -> Tensor:
+    total = x.new_empty(x.shape[1:])
+    reduce_into(total.view(-1), x.contiguous().view(-1), group=_groups[group])
+    return total
+
+
+@torch.library.impl(LIBRARY, "all_to_all", "CompositeExplicitAutograd")
+def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=_groups[group])
+    return out
+
+
+@torch.library.register_fake("liger_models::all_reduce", lib=LIBRARY)
+def _all_reduce_fake(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("liger_models::all_gather", lib=LIBRARY)
+def _all_gather_fake(x: Tensor, group: str) -> Tensor:
+    return x.new_empty(_groups[group].size(), *x.shape)
+
+
+@torch.library.register_fake("liger_models::reduce_scatter", lib=LIBRARY)
+def _reduce_scatter_fake(x: Tensor, group: str) -> Tensor:
+    return x.new_empty(x.shape[1:])
+
+
+@torch.library.register_fake("liger_models::all_to_all", lib=LIBRARY)
+def _all_to_all_fake(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    return x.new_empty(sum(received), *x.shape[1:])
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Sum over the ranks. Not differentiable."""
+    total: Tensor = torch.ops.liger_models.all_reduce(x, group.name)
+    return total
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """The tensors of all ranks, [R, ...]. Not differentiable."""
+    gathered: Tensor = torch.ops.liger_models.all_gather(x, group.name)
+    return gathered
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """Sum x [R, ...] over the ranks; rank r gets part r, [...]. Not differentiable."""
+    total: Tensor = torch.ops.liger_models.reduce_scatter(x, group.name)
+    return total
+
+
+def by_rank(x: Tensor, size: int) -> Tensor:
+    """[..., T, C] -> [R, ..., T / R, C]: the token shard of each rank."""
+    parts: Tensor = x.unflatten(-2, (size, -1)).movedim(-3, 0)
+    return parts
+
+
+def in_order(x: Tensor) -> Tensor:
+    """[R, ..., t, C] -> [..., R · t, C]: the inverse of `by_rank`."""
+    tokens: Tensor = x.movedim(0, -3).flatten(-3, -2)
+    return tokens
+
+
+def gather_rows(rows: Tensor, group: Group | None) -> Tensor:
+    """With sequence parallelism all-gather the rows, [n, C] -> [R · n, C]; otherwise return them unchanged."""
+    return all_gather(rows, group).flatten(0, 1) if group is not None and group.sequence_parallel else rows
+
+
+def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
+    """Sum partial rows over the ranks; with sequence parallelism keep only the calling rank's rows.
+
+    For use inside ops: ``rows`` may be overwritten.
+    """
+    if group is not None and group.sequence_parallel:
+        return reduce_scatter(rows.unflatten(0, (group.size, -1)), group)
+    if group is not None:
+        dist.all_reduce(rows, group=_groups[group.name])
+    return rows
+
+
+def rows_by_rank(tokens: Tensor, group: Group | None) -> Tensor:
+    """[..., T, C] -> [N, C]; with sequence parallelism in rank order, the rows of rank 0 first."""
+    tokens = tokens if group is None or not group.sequence_parallel else by_rank(tokens, group.size)
+    return tokens.reshape(-1, tokens.shape[-1])
+
+
+def rows_in_order(rows: Tensor, shape: torch.Size, group: Group | None) -> Tensor:
+    """The inverse of `rows_by_rank`; ``shape`` [..., t] is that of the calling rank's tokens."""
+    if group is None or not group.sequence_parallel:
+        return rows.view(*shape, rows.shape[-1])
+    return in_order(rows.view(group.size, *shape, rows.shape[-1])).contiguous()
+
+
+def gathered_shape(shape: torch.Size, group: Group | None) -> tuple[int, ...]:
+    """Shape [..., t] of the calling rank's tokens -> shape [..., T] of all tokens, with sequence parallelism."""
+    return (*shape[:-1], shape[-1] * group.size) if group is not None and group.sequence_parallel else tuple(shape)
+
+
+def ranks_from_op(group: str = "", size: int = 1, sequence: bool = False) -> Group | None:
+    """`Group` from the arguments of an op; the inverse of `for_op`."""
+    return Group(group, size, 0, sequence) if size > 1 else None
+
+
+def for_op(group: Group | None) -> tuple[str, int, bool]:
+    """`Group` as arguments of an op: group name, size, sequence."""
+    return ("", 1, False) if group is None else (group.name, group.size, group.sequence_parallel)
+
+
+class _CopyToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sequence: bool) -> Tensor:
+        ctx.group, ctx.sequence = group, sequence
+        return in_order(all_gather(x, group)) if sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        group = ctx.group
+        return reduce_scatter(by_rank(dy, group.size), group) if ctx.sequence else all_reduce(dy, group), None, None
+
+
+class _ReduceFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(by_rank(x, group.size), group) if group.sequence_parallel else all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return in_order(all_gather(dy, ctx.group)) if ctx.group.sequence_parallel else dy, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return all_reduce(dy, ctx.group), None
+
+
+class _LocalTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return by_rank(x, group.size)[group.rank].clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return in_order(all_gather(dy, ctx.group)), None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return in_order(all_gather(x, group))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return by_rank(dy, ctx.group.size)[ctx.group.rank], None
+
+
+class _GatherVocab(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, V: int) -> Tensor:
+        ctx.group, ctx.vocab_shard = group, x.shape[-1]
+        each = -(-V // group.size)
+        gathered = all_gather(torch.nn.functional.pad(x, (0, each - x.shape[-1])), group)
+        return gathered.movedim(0, -2).flatten(-2)[..., :V]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        start = -(-dy.shape[-1] // ctx.group.size) * ctx.group.rank
+        return dy[..., start : start + ctx.vocab_shard], None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        exchanged: Tensor = torch.ops.liger_models.all_to_all(x, sent, received, group.name)
+        return exchanged
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dx = torch.ops.liger_models.all_to_all(dy, ctx.received, ctx.sent, ctx.group.name)
+        return dx, None, None, None
+
+
+class _DivideGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, divisor: float) -> Tensor:
+        ctx.divisor = divisor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy / ctx.divisor, None
+
+
+def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
+    """Begin a layer that computes a partial sum on each rank (see the table above); identity without ranks."""
+    return x if group is None else _CopyToRegion.apply(x, group, group.sequence_parallel)
+
+
+def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
+    """End such a layer: sum the partial results (see the table above); identity without ranks."""
+    return x if group is None else _ReduceFromRegion.apply(x, group)
+
+
+def sum_gradient(x: Tensor, group: Group) -> Tensor:
+    """Identity for a replicated tensor; its gradient is summed over the ranks."""
+    return _CopyToRegion.apply(x, group, False)  # type: ignore[no-any-return]
+
+
+def sum_over(x: Tensor, group: Group) -> Tensor:
+    """Sum over the ranks, differentiable: the gradient is summed, too, since each rank uses the sum differently."""
+    return _Sum.apply(x, group)  # type: ignore[no-any-return]
+
+
+def local_tokens(x: Tensor, group: Group) -> Tensor:
+    """The calling rank's shard of replicated tokens: [..., T, C] -> [..., T / R, C]."""
+    return _LocalTokens.apply(x, group)  # type: ignore[no-any-return]
+
+
+def gather_tokens(x: Tensor, group: Group) -> Tensor:
+    """All-gather token shards, [..., T / R, C] -> [..., T, C], for replicated computation (no sum of gradients)."""
+    return _GatherTokens.apply(x, group)  # type: ignore[no-any-return]
+
+
+def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:
+    """All-gather vocabulary shards (as by ``torch.chunk``) to [..., V], for replicated computation."""
+    return _GatherVocab.apply(x, group, V)  # type: ignore[no-any-return]
+
+
+def all_to_all(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """Exchange rows: [Σ sent, ...], in the order of the receivers -> [Σ received, ...], in the order of the senders."""
+    return _AllToAll.apply(x, sent, received, group)  # type: ignore[no-any-return]
+
+
+def to_heads(x: Tensor, group: Group) -> Tensor:
+    """Trade the token shard [B, T / R, C] for the head shard [B, T, C / R]: all tokens, 1 / R of the columns."""
+    each = [1] * group.size
+    return in_order(all_to_all(x.unflatten(-1, (group.size, -1)).movedim(-2, 0), each, each, group))
+
+
+def to_tokens(x: Tensor, group: Group) -> Tensor:
+    """The inverse of `to_heads`: [B, T, C / R] -> [B, T / R, C]."""
+    each = [1] * group.size
+    return all_to_all(by_rank(x, group.size), each, each, group).movedim(0, -2).flatten(-2)
+
+
+def divide_gradient(x: Tensor, divisor: float) -> Tensor:
+    """Identity; the gradient is divided by ``divisor``."""
+    return _DivideGradient.apply(x, divisor)  # type: ignore[no-any-return]

@@ -1,0 +1,231 @@
+"""Gated activations (SwiGLU, GeGLU) of a packed projection with gate and up interleaved.
+
+Element 2f of ``gate_up`` is gate f and element 2f + 1 is up f, so a shard over f is a plain slice of the rows of the
+projection's weight. Forward, with the activation in fp32::
+
+    a = cast(act(s · gate))               cast to the input dtype before the product, as Hugging Face's models do
+    y = cast(a · up)
+
+Backward, in fp32, with a recomputed through the same cast::
+
+    dgate = s · dy · up · act'(s · gate),   dup = dy · a
+
+    silu         act(g) = g · σ(g)                       act'(g) = σ(g) · (1 + g · (1 − σ(g)))
+    gelu_tanh    act(g) = g · σ(2z)                      act'(g) = σ(2z) + g · σ(2z) · (1 − σ(2z)) · 2z'(g)
+                 z(g) = √(2/π) · (g + 0.044715 · g³)     since (1 + tanh(z)) / 2 = σ(2z)
+    gelu         act(g) = g · Φ(g)                       act'(g) = Φ(g) + g · φ(g)
+
+s is a factor of the gate, usually 1. Saved: only gate_up. On request the backward kernel also writes y, which the next
+projection's weight gradient needs.
+
+Source: https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/1606.08415.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.overlap import await_previous, overlap
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+BLOCK = 1024
+NUM_WARPS = 8
+"""Results and warps of a program. In bf16 a thread loads 4 pairs in one 16-byte vector and holds their results, so that
+neither the split nor the interleaving goes through shared memory; with 8 pairs per thread both would."""
+
+
+def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
+    """`gated_act` in plain torch (differentiable; fp64 stays fp64)."""
+    gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
+    gate = gate if gate_scale == 1.0 else gate * gate_scale
+    if act == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none") * up
+
+
+@triton.jit
+def _activation(g, ACT: tl.constexpr):
+    """act(g) and act'(g), in fp32."""
+    if ACT == "silu":
+        s = tl.sigmoid(g)
+        return g * s, s * (1.0 + g * (1.0 - s))
+    elif ACT == "gelu_tanh":
+        slope = 1.5957691216057308  # 2 · √(2/π)
+        s = tl.sigmoid(slope * g * (1.0 + 0.044715 * g * g))
+        return g * s, s + g * s * (1.0 - s) * slope * (1.0 + 0.134145 * g * g)
+    elif ACT == "quick_gelu":  # used by act_linear only
+        s = tl.sigmoid(1.702 * g)
+        return g * s, s + 1.702 * g * s * (1.0 - s)
+    elif ACT == "relu2":  # used by act_linear only
+        r = tl.maximum(g, 0.0)
+        return r * r, 2.0 * r
+    else:
+        cdf = 0.5 + 0.5 * tl.erf(g * 0.7071067811865476)
+        return g * cdf, cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
+
+
+@triton.jit
+def _load_pairs(pointer, left, BLOCK: tl.constexpr):
+    """Gate and up of BLOCK results, in fp32; ``left`` results remain from the pointer on."""
+    elements = tl.arange(0, 2 * BLOCK)
+    pairs = tl.load(pointer + elements, mask=elements < 2 * left, other=0.0)
+    gate, up = tl.split(tl.reshape(pairs, [BLOCK, 2]))
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _gated_act_kernel(
+    gate_up_ptr, y_ptr, count, gate_scale, ACT: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    await_previous(OVERLAPS)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    left = count - start  # int64, so twice that does not overflow
+    gate, up = _load_pairs(gate_up_ptr + 2 * start, left, BLOCK)
+    a, _ = _activation(gate_scale * gate, ACT)
+    dtype = y_ptr.dtype.element_ty
+    results = tl.arange(0, BLOCK)
+    tl.store(y_ptr + start + results, (a.to(dtype).to(tl.float32) * up).to(dtype), mask=results < left)
+
+
+@triton.jit
+def _gated_act_backward_kernel(
+    dy_ptr, gate_up_ptr, d_gate_up_ptr, product_ptr, count, gate_scale,
+    ACT: tl.constexpr, STORE_PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    left = count - start
+    results = tl.arange(0, BLOCK)
+    gate, up = _load_pairs(gate_up_ptr + 2 * start, left, BLOCK)
+    dy = tl.load(dy_ptr + start + results, mask=results < left, other=0.0).to(tl.float32)
+    a, slope = _activation(gate_scale * gate, ACT)
+    dtype = d_gate_up_ptr.dtype.element_ty
+    a = a.to(dtype).to(tl.float32)
+    elements = tl.arange(0, 2 * BLOCK)
+    gradient = tl.interleave((gate_scale * dy * up * slope).to(dtype), (dy * a).to(dtype))
+    tl.store(d_gate_up_ptr + 2 * start + elements, gradient, mask=elements < 2 * left)
+    if STORE_PRODUCT:
+        tl.store(product_ptr + start + results, (a * up).to(dtype), mask=results < left)
+
+
+def gated_act_forward(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
+    """Launch the forward kernel."""
+    gate_up = gate_up.contiguous()
+    y = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    if y.numel():
+        with on_device_of(gate_up):
+            _gated_act_kernel[(triton.cdiv(y.numel(), BLOCK),)](
+                gate_up, y, y.numel(), gate_scale, ACT=act, BLOCK=BLOCK, **overlap(y), num_warps=NUM_WARPS
+            )
+    return y
+
+
+def gated_act_backward(
+    dy: Tensor,
+    gate_up: Tensor,
+    act: str,
+    need_product: bool,
+    gate_scale: float = 1.0,
+    *,
+    overwrite_dy: bool = False,
+    overwrite_gate_up: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the backward kernel: ``(d_gate_up, product or None)``; the product is the forward's output.
+
+    With ``overwrite_dy`` the product goes into dy, with ``overwrite_gate_up`` d_gate_up goes into gate_up, for callers
+    that own these tensors and no longer need them.
+    """
+    dy, gate_up = dy.contiguous(), gate_up.contiguous()
+    d_gate_up = gate_up if overwrite_gate_up else torch.empty_like(gate_up)
+    product = (dy if overwrite_dy else torch.empty_like(dy)) if need_product else None
+    if dy.numel():
+        with on_device_of(gate_up):
+            _gated_act_backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](
+                # A pointer argument that the constants disable must still be a tensor.
+                dy, gate_up, d_gate_up, dy if product is None else product, dy.numel(), gate_scale,
+                ACT=act, STORE_PRODUCT=need_product, BLOCK=BLOCK, num_warps=NUM_WARPS,
+            )  # fmt: skip
+    return d_gate_up, product
+
+
+LIBRARY.define("gated_act(Tensor gate_up, str act, float gate_scale=1.0) -> Tensor")
+LIBRARY.define("gated_act_backward(Tensor dy, Tensor gate_up, str act, float gate_scale=1.0) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "gated_act", "CompositeExplicitAutograd")
+def _gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
+    return gated_act_forward(gate_up, act, gate_scale)
+
+
+@torch.library.impl(LIBRARY, "gated_act_backward", "CompositeExplicitAutograd")
+def _gated_act_backward(dy: Tensor, gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
+    return gated_act_backward(dy, gate_up, act, False, gate_scale)[0]
+
+
+@torch.library.register_fake("liger_models::gated_act", lib=LIBRARY)
+def _gated_act_fake(gate_up: Tensor, *_: object) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@torch.library.register_fake("liger_models::gated_act_backward", lib=LIBRARY)
+def _gated_act_backward_fake(dy: Tensor, gate_up: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx, inputs, output):
+    gate_up, *ctx.constants = inputs
+    ctx.save_for_backward(gate_up)
+
+
+def _backward(ctx, dy):
+    (gate_up,) = ctx.saved_tensors
+    return torch.ops.liger_models.gated_act_backward(dy, gate_up, *ctx.constants), None, None
+
+
+register_autograd("gated_act", _backward, _setup)
+
+
+def check_act(op: str, act: str) -> None:
+    """Raise ValueError unless ``act`` names one of `ACTIVATIONS`."""
+    check(act in ACTIVATIONS, f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}.")
+
+
+def gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
+    """``act(gate_scale · gate) · up`` for gate = gate_up[..., 0::2] and up = gate_up[..., 1::2].
+
+    Args:
+        gate_up: [..., 2 F]; element 2f is gate f and element 2f + 1 is up f. float32, float16 or bfloat16.
+        act: "silu", "gelu_tanh" or "gelu".
+        gate_scale: factor of the gate.
+
+    Returns:
+        [..., F] in the dtype of gate_up.
+
+    Raises:
+        ValueError: the activation is unknown, or the last dimension is odd.
+        TypeError: the tensor is not floating-point.
+    """
+    check_act("gated_act", act)
+    check_floating("gated_act", gate_up=gate_up)
+    check(
+        gate_up.dim() > 0 and gate_up.shape[-1] % 2 == 0,
+        f"gated_act: the last dimension of gate_up must be even (gate and up pairs), got {list(gate_up.shape)}.",
+    )
+    if not use_triton(gate_up):
+        return gated_act_reference(gate_up, act, gate_scale)
+    y: Tensor = torch.ops.liger_models.gated_act(gate_up, act, gate_scale)
+    return y
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) · up``; otherwise as `gated_act`."""
+    return gated_act(gate_up, "silu")
+
+
+def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
+    """``gelu(gate) · up`` with GELU by tanh, or by erf (``approximate="none"``); otherwise as `gated_act`."""
+    check(approximate in ("tanh", "none"), f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}.")
+    return gated_act(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")

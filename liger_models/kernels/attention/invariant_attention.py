@@ -1,0 +1,248 @@
+"""Causal attention whose result for a token has the same bits in training, prefill and decoding, and in every batch.
+
+Token i sees the keys from max(first_i, last_i − window + 1) to last_i: ``first`` is the start of its document and
+``last`` its own place. With s_j = scale · q · k_j, or c · tanh(scale · q · k_j / c) with a softcap c, in fp32::
+
+    lse = log(Σ_j exp(s_j) + exp(z))      with a sink z of the head; without, exp(z) = 0
+    o   = Σ_j exp(s_j − lse) · v_j
+
+The keys of a document are read in blocks that start with its first token, one after the other and never by several
+programs. A program takes the heads of a group that share keys, for a few tokens. If these belong to several documents,
+it reads the blocks of each of them; what a token does not see multiplies its sums by 1 and adds 0. So neither the other
+tokens of the program nor the way in which keys are stored, one after the other or in pages, changes a bit. There are
+always as many rows in a product, since other instructions would add in another order.
+
+There is no backward: `layers.attention` runs that of ordinary attention.
+
+Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2309.06180,
+https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY
+from liger_models.kernels.attention.causal_attention import LOG2_E, MOST_HEAD_DIM, _precision
+from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
+from liger_models.kernels.loss.cross_entropy import _transformed
+from liger_models.kernels.rope.rope import contiguous_rows
+
+
+class Tile(NamedTuple):
+    """Rows (tokens times heads) and keys of a product, warps and pipeline stages of a program."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+TILES = {2: (Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)), 4: (Tile(32, 32, 4, 2), Tile(16, 16, 4, 2))}
+"""By the bytes of an element: for heads of up to 128, and for wider ones. Nothing else may choose it."""
+
+NOWHERE = tl.constexpr(2147483647)
+
+
+def invariant_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    table: Tensor | None = None,
+) -> Tensor:
+    """`invariant_attention` in plain torch (fp64 stays fp64), token by token, on copies of the keys that it sees."""
+    (N, H, D), G = q.shape, k.shape[-2]
+    compute = torch.promote_types(q.dtype, torch.float32)
+    column = None if sinks is None else sinks.to(compute).view(G, H // G, 1)
+    keys, values = (x.reshape(-1, G, D) for x in (k, v))
+    out = torch.empty(N, H, D, dtype=q.dtype, device=q.device)
+    for n, (start, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+        place = torch.arange(start if window is None else max(start, end - window + 1), end + 1, device=q.device)
+        if table is not None:
+            place = table[n, place // k.shape[1]].long() * k.shape[1] + place % k.shape[1]
+        rows, mine, theirs = q[n].reshape(G, -1, D).clone(), keys[place].transpose(0, 1), values[place].transpose(0, 1)
+        scores = (rows @ mine.transpose(1, 2).contiguous()).to(compute) * scale  # [G, H / G, keys]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores if column is None else torch.cat([scores, column], 2)
+        out[n] = (scores.softmax(2)[..., : len(place)].to(q.dtype) @ theirs.contiguous()).view(H, D)
+    return out
+
+
+@triton.jit(do_not_specialize=["N"])
+def _invariant_attention_kernel(
+    q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, table_ptr, sinks_ptr, out_ptr, N, q_n, q_h, k_n, k_g, v_n, v_g, table_n,
+    window, scale, softcap, G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    parts: tl.constexpr = (QUERIES + HEADS - 1) // HEADS
+    group = tl.program_id(1) // parts
+    row = tl.arange(0, BLOCK_M)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + row // HEADS
+    query = tl.program_id(1) % parts * HEADS + row % HEADS
+    head = group * QUERIES + query
+    inside = (row < TOKENS * HEADS) & (token < N) & (query < QUERIES)
+    column = tl.arange(0, BLOCK_D)
+    places = tl.arange(0, BLOCK_N)
+    mine = inside[:, None] & (column < D)[None, :]
+    q = tl.load(q_ptr + token[:, None] * q_n + head[:, None] * q_h + column[None, :], mask=mine, other=0.0)
+    first = tl.load(first_ptr + token, mask=inside, other=NOWHERE)
+    last = tl.load(last_ptr + token, mask=inside, other=-1)
+    lowest = first
+    if HAS_WINDOW:
+        lowest = tl.maximum(first, last - window + 1)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    document = tl.min(first, 0)
+    while document < NOWHERE:
+        here = first == document
+        begin = tl.min(tl.where(here, lowest, NOWHERE), 0)
+        begin = document + (begin - document) // BLOCK_N * BLOCK_N
+        end = tl.max(tl.where(here, last, -1), 0) + 1
+        for start in range(begin, end, BLOCK_N):
+            key = start + places
+            if PAGE == 0:
+                place = key.to(tl.int64)
+            else:
+                page = tl.load(table_ptr + tl.program_id(0) * table_n + key // PAGE, mask=key < end, other=0)
+                place = page.to(tl.int64) * PAGE + key % PAGE
+            exists = (key < end)[:, None] & (column < D)[None, :]
+            k = tl.load(k_ptr + place[:, None] * k_n + group * k_g + column[None, :], mask=exists, other=0.0)
+            v = tl.load(v_ptr + place[:, None] * v_n + group * v_g + column[None, :], mask=exists, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = _transformed(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
+            seen = here[:, None] & (key[None, :] >= lowest[:, None]) & (key[None, :] <= last[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+            larger = tl.maximum(most, tl.max(scores, 1))
+            finite = tl.where(larger == float("-inf"), 0.0, larger)  # a row that has seen no key yet
+            p = tl.exp2(scores - finite[:, None])
+            shrink = tl.exp2(most - finite)
+            weight = weight * shrink + tl.sum(p, 1)
+            total = tl.dot(p.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
+            most = larger
+        document = tl.min(tl.where(first > document, first, NOWHERE), 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+        larger = tl.maximum(most, sink)
+        shrink = tl.exp2(most - larger)
+        weight = weight * shrink + tl.exp2(sink - larger)
+        total *= shrink[:, None]
+    total /= tl.where(weight == 0.0, 1.0, weight)[:, None]
+    out = out_ptr + (token[:, None] * (G * QUERIES) + head[:, None]) * D + column[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mine)
+
+
+LIBRARY.define(
+    "invariant_attention(Tensor q, Tensor k, Tensor v, Tensor first, Tensor last, float scale, int? window,"
+    " float? softcap, Tensor? sinks, Tensor? table) -> Tensor"
+)
+
+
+@torch.library.impl(LIBRARY, "invariant_attention", "CompositeExplicitAutograd")
+def _invariant_attention(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float, window: int | None,
+    softcap: float | None, sinks: Tensor | None, table: Tensor | None,
+) -> Tensor:  # fmt: skip
+    q, first, last = contiguous_rows(q), first.contiguous(), last.contiguous()
+    k, v = (contiguous_rows(x) if table is None else x.contiguous() for x in (k, v))
+    (N, H, D), G = q.shape, k.shape[-2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tile = TILES[q.itemsize][D > 128]
+    heads = min(triton.next_power_of_2(H // G), tile.rows)
+    tokens = tile.rows // heads if table is None else 1
+    block_d = max(triton.next_power_of_2(D), 16)
+    if out.numel():
+        with on_device_of(q):
+            _invariant_attention_kernel[(triton.cdiv(N, tokens), G * triton.cdiv(H // G, heads))](
+                q, k, v, first, last, first if table is None else contiguous_rows(table),
+                q if sinks is None else sinks.contiguous(), out, N, *q.stride()[:2], k.stride(-3), k.stride(-2),
+                v.stride(-3), v.stride(-2), 0 if table is None else table.stride(0), window or 0, scale, softcap or 0.0,
+                G=G, QUERIES=H // G, D=D, PAGE=0 if table is None else k.shape[1], TOKENS=tokens, HEADS=heads,
+                HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
+                PRECISION=_precision(q), BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_d, num_warps=tile.warps,
+                num_stages=fitting_stages(q, tile.stages, 2 * tile.keys * block_d * q.itemsize),
+            )  # fmt: skip
+    return out
+
+
+@torch.library.register_fake("liger_models::invariant_attention", lib=LIBRARY)
+def _invariant_attention_fake(q, k, v, first, last, scale, window, softcap, sinks, table):
+    return q.new_empty(q.shape)
+
+
+def invariant_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    table: Tensor | None = None,
+) -> Tensor:
+    """Causal attention, where the bits of a token's result depend on its query and the keys that it sees alone.
+
+    Args:
+        q: [N, H, D], float32, float16 or bfloat16, D at most 512.
+        k, v: [S, G, D] in the dtype of q; H is a multiple of G. With ``table`` pages [pages, P, G, D], in which keys
+            are numbered by row, as the table orders its pages.
+        first: [N] int32, the first key of each token's document.
+        last: [N] int32, the last key that each token sees, at least ``first``: its own.
+        scale: factor of q·k.
+        window: number of tokens that a token sees, itself included; None for all.
+        softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
+        sinks: [H], a score of each head that no key belongs to and that takes its share of the softmax; None for none.
+        table: [N, M] int32, the pages of each token's row in the order of its keys; None for keys that are not paged.
+
+    Returns:
+        [N, H, D] in the dtype of q, without a backward.
+
+    Raises:
+        ValueError: shapes do not match, heads are wider than 512, or the window is below 1.
+        TypeError: the tensors are not floating-point or differ in dtype, or first, last and table are not int32.
+    """
+    op = "invariant_attention"
+    check_floating(op, q=q, k=k, v=v, sinks=sinks)
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}. Cast them.")
+    if not first.dtype == last.dtype == (first if table is None else table).dtype == torch.int32:
+        raise TypeError(f"{op}: first, last and table must be int32, got {first.dtype} and {last.dtype}. Cast them.")
+    fits = q.dim() == 3 and k.dim() == (3 if table is None else 4) and k.shape == v.shape and q.shape[2] == k.shape[-1]
+    if not (fits and k.shape[-2] > 0 and q.shape[1] % k.shape[-2] == 0):
+        raise ValueError(
+            f"{op}: q must be [N, H, D], k and v [S, G, D], or [pages, P, G, D] with a table, with H a multiple of G, "
+            f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
+        )
+    N, H, D = q.shape
+    check(1 <= D <= MOST_HEAD_DIM, f"{op}: heads must be 1 to {MOST_HEAD_DIM} wide, got {D}. Use ordinary attention.")
+    check(
+        first.shape == last.shape == (N,) and (table is None or (table.dim() == 2 and len(table) == N)),
+        f"{op}: first and last must be [{N}] and table [{N}, M], got {list(first.shape)}, {list(last.shape)} and "
+        f"{None if table is None else list(table.shape)}.",
+    )
+    check(window is None or window >= 1, f"{op}: window must be at least 1, got {window}. None is for no window.")
+    check(
+        sinks is None or sinks.shape == (H,),
+        f"{op}: sinks must be [{H}], got {None if sinks is None else list(sinks.shape)}. Pass one for each head.",
+    )
+    if not use_triton(q):
+        return invariant_attention_reference(
+            q, k, v, first, last, scale=scale, window=window, softcap=softcap, sinks=sinks, table=table
+        )
+    out: Tensor = torch.ops.liger_models.invariant_attention(q, k, v, first, last, scale, window, softcap, sinks, table)
+    return out

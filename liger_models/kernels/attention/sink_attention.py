@@ -1,0 +1,341 @@
+"""Causal attention with sinks: each head has one more score, of no key, which takes its share of the softmax.
+
+With the scores s_ij = scale · q_i · k_j of the keys that a token attends to, and z the sink of the head::
+
+    l_i = log Σ_j exp(s_ij),   o_i = Σ_j exp(s_ij − l_i) · v_j      a flash kernel's log-sum-exp and output
+    l'_i = log(exp(l_i) + exp(z))
+    y_i = exp(l_i − l'_i) · o_i = σ(l_i − z) · o_i
+
+Backward. With P'_ij = exp(s_ij − l'_i), which is what a flash kernel recomputes if it is given y and l' instead of
+o and l::
+
+    dS_ij = P'_ij · (dy_i · v_j − dy_i · y_i)    and dq, dk, dv from it, as without a sink
+    dz = −Σ_i exp(z − l'_i) · (dy_i · y_i)
+
+The flash kernels are PyTorch's: cuDNN's where it is the fastest (plainly causal, whole multiples of `CUDNN_STEP`), and
+the variable-length one elsewhere. The kernels here turn o and l into y and l' in place, and sum dz.
+
+Saved: q, k, v, y, l' and the sinks; without sinks it is as much.
+
+Source: https://arxiv.org/abs/2309.17453, https://arxiv.org/abs/2508.10925.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+
+CUDNN_STEP = 128
+"""cuDNN runs only for lengths that are multiples of this, because it builds a plan for every new length."""
+
+ROWS = 64
+"""Tokens of one head that a program reads: with 64 dimensions in bf16 a thread holds four 16-byte vectors."""
+
+
+def sink_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """`sink_attention` in plain torch (differentiable; fp64 stays fp64). All scores are in memory."""
+    B, T, H, _ = shape = q.shape
+    compute = torch.promote_types(q.dtype, torch.float32)
+    if cu_seqlens is not None:  # documents may be anywhere in the flattened tokens
+        q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q, k, v))
+    visible = _visible(1 if cu_seqlens is None else B, T, window, cu_seqlens, q.device)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    scores = ((q @ k.transpose(2, 3)) * scale).to(compute).masked_fill(~visible, float("-inf"))
+    column = sinks.to(compute).view(1, H, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1].to(v.dtype)
+    return (weights @ v).transpose(1, 2).reshape(shape)
+
+
+def _visible(B: int, T: int, window: int | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """[B · T, B · T] bool: which tokens see which."""
+    index = torch.arange(B * T, device=device)
+    distance = index[:, None] - index
+    row = index // T if T else index
+    visible = (distance >= 0) & (row[:, None] == row)
+    if window is not None:
+        visible = visible & (distance < window)
+    if cu_seqlens is not None:
+        document = torch.searchsorted(cu_seqlens.to(device).contiguous(), index.to(cu_seqlens.dtype), right=True)
+        visible = visible & (document[:, None] == document)
+    return visible
+
+
+@triton.jit
+def _apply_sinks_kernel(
+    out_ptr, lse_ptr, sinks_ptr, N, H, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    head = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    sink = tl.load(sinks_ptr + head).to(tl.float32)
+    lse_at = lse_ptr + head.to(tl.int64) * N + rows
+    lse = tl.load(lse_at, mask=rows < N, other=0.0)
+    largest = tl.maximum(lse, sink)
+    total = largest + tl.log(tl.exp(lse - largest) + tl.exp(sink - largest))
+    at = out_ptr + (rows.to(tl.int64) * H + head)[:, None] * D + columns[None, :]
+    inside = (rows < N)[:, None] & (columns < D)[None, :]
+    out = tl.load(at, mask=inside, other=0.0).to(tl.float32) * tl.exp(lse - total)[:, None]
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(lse_at, total, mask=rows < N)
+
+
+@triton.jit
+def _sinks_backward_kernel(
+    dy_ptr, y_ptr, lse_ptr, sinks_ptr, sums_ptr, N, H, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    head = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    sink = tl.load(sinks_ptr + head).to(tl.float32)
+    lse = tl.load(lse_ptr + head.to(tl.int64) * N + rows, mask=rows < N, other=float("inf"))
+    at = (rows.to(tl.int64) * H + head)[:, None] * D + columns[None, :]
+    inside = (rows < N)[:, None] & (columns < D)[None, :]
+    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sum(tl.exp(sink - lse) * tl.sum(dy * y, 1), 0)
+    tl.store(sums_ptr + head * tl.num_programs(0) + tl.program_id(0), -share)
+
+
+def _grid(N: int, H: int, D: int) -> tuple[tuple[int, int], dict[str, int]]:
+    return (triton.cdiv(N, ROWS), H), {"D": D, "ROWS": ROWS, "BLOCK_D": max(triton.next_power_of_2(D), 16)}
+
+
+def _cudnn_runs(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN computes plainly causal attention of [B, T, heads, D]."""
+    if not q.is_cuda or q.shape[1] % CUDNN_STEP or torch.version.hip is not None:
+        return False
+    arguments: Any = *(x.transpose(1, 2) for x in (q, k, v)), None, 0.0, True, q.shape[2] != k.shape[2]
+    return bool(torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(*arguments)))
+
+
+def _bounds(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[Tensor, int]:
+    """The segments that the variable-length kernel sees: the documents, or the rows of the batch."""
+    B, T = q.shape[:2]
+    if cu_seqlens is not None:
+        return cu_seqlens, max_seqlen
+    return torch.arange(0, (B + 1) * T, T, device=q.device, dtype=torch.int32), T
+
+
+def _on_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int) -> tuple[list[Tensor], Tensor]:
+    """Heads [1, H, N, D] and a mask that is added to the scores, for PyTorch's flash attention on the CPU."""
+    B, T, H, _ = q.shape
+    heads = [x.reshape(1, B * T, *x.shape[2:]).transpose(1, 2) for x in (q, k, v)]
+    visible = _visible(B, T, window or None, cu_seqlens, q.device)
+    added = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, float("-inf"))
+    return [x.repeat_interleave(H // x.shape[1], 1) for x in heads], added[None, None]
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """Attention without sinks: ``(o [B, T, H, D], l [H, B · T] fp32)``, both of their own memory."""
+    B, T, H, D = q.shape
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        heads, added = _on_cpu(q, k, v, cu_seqlens, window)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads, attn_mask=added, scale=scale)
+        return out.transpose(1, 2).contiguous().view(B, T, H, D), lse.reshape(H, B * T).float().contiguous()
+    if cu_seqlens is None and not window and _cudnn_runs(q, k, v):
+        heads = [x.transpose(1, 2) for x in (q, k, v)]
+        out, lse = aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, True, False, scale=scale)[:2]
+        return out.transpose(1, 2).contiguous(), lse.reshape(B, H, T).transpose(0, 1).reshape(H, B * T).contiguous()
+    bounds, longest = _bounds(q, cu_seqlens, max_seqlen)
+    rows = [x.reshape(B * T, *x.shape[2:]) for x in (q, k, v)]
+    out, lse = aten._flash_attention_forward(
+        *rows, bounds, bounds, longest, longest, 0.0, not window, False, scale=scale,
+        window_size_left=window - 1 if window else -1, window_size_right=0,
+    )[:2]  # fmt: skip
+    return out.contiguous().view(B, T, H, D), lse.reshape(H, B * T).contiguous()
+
+
+def _flash_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, cu_seqlens: Tensor | None, max_seqlen: int,
+    scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    B, T, H, D = q.shape
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        heads, added = _on_cpu(q, k, v, cu_seqlens, window)
+        results = (x.view(1, B * T, H, D).transpose(1, 2) for x in (dy, y))
+        dq, *shared = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            next(results), *heads, next(results), lse[None], 0.0, False, attn_mask=added, scale=scale
+        )
+        dk, dv = (x.unflatten(1, (k.shape[2], -1)).sum(2).transpose(1, 2).reshape(k.shape) for x in shared)
+        return dq.transpose(1, 2).reshape(q.shape), dk, dv
+    if cu_seqlens is None and not window and _cudnn_runs(q, k, v):
+        heads = [x.transpose(1, 2) for x in (q, k, v, y)]
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout
+        statistics = lse.view(H, B, T).transpose(0, 1).reshape(B, H, T, 1).contiguous()
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            dy.transpose(1, 2), *heads, statistics, state, state, None, None, None, T, T, 0.0, True, scale=scale
+        )
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return dq, dk, dv
+    bounds, longest = _bounds(q, cu_seqlens, max_seqlen)
+    rows = [x.reshape(B * T, *x.shape[2:]) for x in (dy, q, k, v, y)]
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    grads = aten._flash_attention_backward(
+        *rows, lse, bounds, bounds, longest, longest, 0.0, not window, state, torch.empty(0, device=q.device),
+        scale=scale, window_size_left=window - 1 if window else -1, window_size_right=0,
+    )  # fmt: skip
+    dq, dk, dv = (grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+LIBRARY.define(
+    "sink_attention(Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor? cu_seqlens, SymInt max_seqlen, float scale,"
+    " int window) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "sink_attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Tensor sinks,"
+    " Tensor? cu_seqlens, SymInt max_seqlen, float scale, int window, bool[2] needs)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "sink_attention", "CompositeExplicitAutograd")
+def _sink_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B, T, H, D = q.shape
+    if q.numel() == 0:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(H, B * T, dtype=torch.float32)
+    out, lse = _flash(q, k, v, cu_seqlens, max_seqlen, scale, window)
+    grid, constants = _grid(B * T, H, D)
+    with on_device_of(q):
+        _apply_sinks_kernel[grid](out, lse, sinks.contiguous(), B * T, H, **constants)
+    return out, lse
+
+
+@torch.library.impl(LIBRARY, "sink_attention_backward", "CompositeExplicitAutograd")
+def _sink_attention_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, sinks: Tensor, cu_seqlens: Tensor | None,
+    max_seqlen: int, scale: float, window: int, needs: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    need_qkv, need_sinks = needs
+    B, T, H, D = q.shape
+    likes = q, k, v, sinks
+    if q.numel() == 0:
+        return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in likes)
+    dy = dy.contiguous()
+    grads: list[Tensor] = [x.new_empty(0) for x in likes]
+    if need_sinks:
+        grid, constants = _grid(B * T, H, D)
+        sums = torch.empty(H, grid[0], dtype=torch.float32, device=q.device)
+        with on_device_of(q):
+            _sinks_backward_kernel[grid](dy, y, lse, sinks.contiguous(), sums, B * T, H, **constants)
+        grads[3] = sums.sum(1).to(sinks.dtype)
+    if need_qkv:
+        grads[:3] = _flash_backward(dy, q, k, v, y, lse, cu_seqlens, max_seqlen, scale, window)
+    return tuple(grad.contiguous() for grad in grads)
+
+
+@torch.library.register_fake("liger_models::sink_attention", lib=LIBRARY)
+def _sink_attention_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    B, T, H, _D = q.shape
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(H, B * T, dtype=torch.float32)
+
+
+@torch.library.register_fake("liger_models::sink_attention_backward", lib=LIBRARY)
+def _sink_attention_backward_fake(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, sinks: Tensor, cu_seqlens: Tensor | None,
+    max_seqlen: int, scale: float, window: int, needs: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    need_qkv, need_sinks = needs
+    each = zip((q, k, v, sinks), (need_qkv, need_qkv, need_qkv, need_sinks), strict=True)
+    return tuple(x.new_empty(x.shape if need or q.numel() == 0 else 0) for x, need in each)
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, sinks, cu_seqlens, *ctx.constants = inputs
+    y, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, y, lse, sinks, cu_seqlens)
+
+
+def _backward(ctx, dy, _d_lse):
+    if dy is None:
+        return (None,) * 8
+    need = ctx.needs_input_grad
+    grads = torch.ops.liger_models.sink_attention_backward(
+        dy, *ctx.saved_tensors, *ctx.constants, [any(need[:3]), need[3]]
+    )
+    return *(grad if each else None for grad, each in zip(grads, need, strict=False)), *(None,) * 4
+
+
+register_autograd("sink_attention", _backward, _setup)
+
+
+def is_fused(q: Tensor) -> bool:
+    """Whether `sink_attention` keeps no scores of such heads in memory: in half precision, up to 256 dimensions."""
+    half = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    return use_triton(q) and (half or q.device.type == "cpu")
+
+
+def sink_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Causal attention in which each head has one more score, its sink, that no key and no value belongs to.
+
+    Args:
+        q: [B, T, H, D], float32, float16 or bfloat16. Where `is_fused` is False all scores are in memory.
+        k, v: [B, T, G, D] in the dtype of q; H is a multiple of G.
+        sinks: [H], of any floating-point dtype.
+        scale: factor of q·k.
+        window: number of tokens that a token attends to, itself included; None for all.
+        cu_seqlens: [n + 1] int32, bounds of documents over the B · T flattened tokens, the bounds of all rows among
+            them. None: each row is a document.
+        max_seqlen: upper bound of the length of a document; T by default.
+
+    Returns:
+        [B, T, H, D] in the dtype of q.
+
+    Raises:
+        ValueError: the shapes do not match, or the window is not positive.
+        TypeError: a tensor is not floating-point, or q, k and v differ in dtype.
+    """
+    check_floating("sink_attention", q=q, k=k, v=v, sinks=sinks)
+    check(q.dim() == 4, f"sink_attention: q must be [B, T, H, D], got {list(q.shape)}.")
+    B, T, H, D = q.shape
+    check(
+        k.dim() == 4 and k.shape == v.shape and k.shape[:2] == q.shape[:2] and k.shape[3] == D and H % k.shape[2] == 0,
+        f"sink_attention: k and v must be [{B}, {T}, G, {D}] with {H} a multiple of G, got {list(k.shape)} and "
+        f"{list(v.shape)}.",
+    )
+    check(tuple(sinks.shape) == (H,), f"sink_attention: sinks must be [{H}], got {list(sinks.shape)}.")
+    check(window is None or window > 0, f"sink_attention: window must be positive or None, got {window}.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"sink_attention: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
+    if not is_fused(q):
+        return sink_attention_reference(q, k, v, sinks, scale=scale, window=window, cu_seqlens=cu_seqlens)
+    padding = -D % 8 if q.device.type != "cpu" else 0  # the flash kernels read 16 bytes at a time
+    if padding:
+        q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
+    longest = T if max_seqlen is None else max_seqlen
+    y: Tensor = torch.ops.liger_models.sink_attention(q, k, v, sinks, cu_seqlens, longest, scale, window or 0)[0]
+    return y[..., :D]

@@ -1,0 +1,633 @@
+"""Rounding of matrices to float8, and products of what was rounded.
+
+A matrix is rounded with one scale, or with a scale of each row::
+
+    s = MAX / max(|x|)                    the maximum over the tensor or the row, MAX the largest number of the format;
+                                          with ``power_of_2`` s is rounded down to a power of 2
+    q = float8(x · s)
+
+The hardware contracts the last dimension of both factors, each stored by rows, and applies the scales to the sum::
+
+    a @ bᵀ = cast((qa @ qbᵀ) / sa / sb)
+
+A linear layer has three products, ``y = x @ Wᵀ``, ``dx = dy @ W`` and ``dW = dyᵀ @ x``. The second needs the columns of
+W as rows, the third those of dy and x. Kernels therefore write a matrix by rows, by columns (transposed), or both. They
+compute what they round on the way: a matrix may be given as a tensor, or as a norm, a gated product or the gradient of
+gate and up, which then never exists in another format.
+
+    tensorwise            one scale for a tensor; dy in e5m2, all else in e4m3
+    rowwise               a scale, a power of 2, for each row of each factor; all in e4m3
+    rowwise_with_gw_hp    the same, but one scale for W in dx, and dW is computed from dy and x as they are
+
+Devices without such products multiply what was rounded in fp32.
+
+Source: https://arxiv.org/abs/2209.05433 (formats); the recipes are those of torchao.float8.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.kernels.activation.gated_act import _activation, _load_pairs
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.norm.rms_norm import _num_warps, _scaled
+
+ROWS, COLUMNS, TILES = 64, 128, 4
+"""Tile of a program, and the number of tiles that a program takes one after the other to find maxima of columns."""
+
+FLAT, FLAT_BLOCKS = 2048, 4
+"""Elements of a block, which are neighbours, and blocks of a program that finds the maximum of a tensor."""
+
+WRITE_ROWS, WRITE_COLUMNS, WRITE_TILES = 128, 64, 8
+"""Tile of a program that rounds, and tiles beside each other that run together. With columns as rows, 128 bytes of each
+are neighbours."""
+
+ROW_BLOCK = 2048
+"""Columns of a row that a program rounds at a time. It reads the row twice, the second time from the cache."""
+
+NUM_WARPS = 8
+
+MULTIPLE = 16
+"""The hardware multiplies float8 matrices whose sizes are multiples of this."""
+
+TINY = 1e-12
+"""The least maximum, which keeps the scale of zeros finite."""
+
+
+class Recipe(NamedTuple):
+    """How the factors of a linear layer's products are rounded.
+
+    Attributes:
+        by_row: a scale for each row of a factor, instead of one for the tensor.
+        wide_gradients: gradients are in e5m2, which has a wider range than e4m3 and one bit less.
+        power_of_2: scales are powers of 2.
+        rounds_dw: the product for the weight gradient is in float8, too.
+    """
+
+    by_row: bool
+    wide_gradients: bool
+    power_of_2: bool
+    rounds_dw: bool
+
+
+RECIPES = {
+    "tensorwise": Recipe(False, True, False, True),
+    "rowwise": Recipe(True, False, True, True),
+    "rowwise_with_gw_hp": Recipe(True, False, True, False),
+}
+
+
+class Float8(NamedTuple):
+    """A rounded matrix.
+
+    Attributes:
+        data: [R, K] in a float8 dtype.
+        inverse: 1 / scale in fp32, [] of the tensor or [R] of its rows.
+    """
+
+    data: Tensor
+    inverse: Tensor
+
+
+class Matrix(NamedTuple):
+    """A matrix [N, C] to be rounded, and what kernels compute it from.
+
+    ======================  ==========================  =============================================
+    kind                    x, other, rstd              values
+    ======================  ==========================  =============================================
+    ``plain``               [N, C]                      x
+    ``rms_norm``            [N, C], [C], [N]            `rms_norm` of x with weight ``other``
+    ``product``             [N, 2 C]                    `gated_act` of x
+    ``gradient``            [N, C], [N, C / 2]          gradient of x, given that of `gated_act` of x
+    ======================  ==========================  =============================================
+    """
+
+    kind: str
+    x: Tensor
+    other: Tensor | None = None
+    rstd: Tensor | None = None
+    act: str = ""
+    weight_offset: float = 0.0
+    scale_in_fp32: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and C."""
+        return self.x.shape[0], self.x.shape[1] // (2 if self.kind == "product" else 1)
+
+
+def plain(x: Tensor) -> Matrix:
+    """A tensor [..., C] as a matrix [N, C]."""
+    return Matrix("plain", x.reshape(-1, x.shape[-1]).contiguous())
+
+
+def is_fnuz(device: torch.device) -> bool:
+    """Whether a device has the formats without negative zero and infinities (AMD MI300)."""
+    if torch.version.hip is None or device.type != "cuda":
+        return False
+    return str(torch.cuda.get_device_properties(device).gcnArchName).startswith("gfx94")
+
+
+def float8_dtype(device: torch.device, wide: bool = False) -> torch.dtype:
+    """The format of a device with 3 bits of mantissa, or ``wide`` with 2 and a larger range."""
+    if is_fnuz(device):
+        return torch.float8_e5m2fnuz if wide else torch.float8_e4m3fnuz
+    return torch.float8_e5m2 if wide else torch.float8_e4m3fn
+
+
+def round_reference(x: Tensor, dtype: torch.dtype, by_row: bool, power_of_2: bool) -> Float8:
+    """A matrix [R, K] rounded to float8, in plain torch."""
+    if x.numel() == 0:
+        amax = x.new_zeros(x.shape[0] if by_row else ())
+    else:
+        amax = x.abs().amax(1) if by_row else x.abs().amax()
+    limit = torch.finfo(dtype).max
+    scale = (limit / amax.double().clamp_min(TINY)).float()
+    if power_of_2:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    scaled = x.float() * (scale[:, None] if by_row else scale)
+    return Float8(scaled.clamp(-limit, limit).to(dtype), scale.reciprocal())
+
+
+@triton.jit
+def _scale(amax, LIMIT: tl.constexpr, TINY: tl.constexpr, POWER_OF_2: tl.constexpr):
+    scale = tl.div_rn(tl.zeros_like(amax) + LIMIT, tl.maximum(amax, TINY))
+    if POWER_OF_2:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _inverse(scale):
+    return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+
+
+@triton.jit
+def _gated(gate, up, ACT: tl.constexpr, dtype: tl.constexpr):
+    """`gated_act` of gate and up, rounded to dtype as there, in fp32."""
+    a, _ = _activation(gate, ACT)
+    return (a.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _gated_gradient(gate, up, dy, ACT: tl.constexpr, dtype: tl.constexpr):
+    """The gradients of gate and up in dtype, given that of `gated_act` of them."""
+    a, slope = _activation(gate, ACT)
+    return (dy * up * slope).to(dtype), (dy * a.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _values(
+    x_ptr, other_ptr, rstd_ptr, row, start, N, C, weight_offset,
+    KIND: tl.constexpr, ACT: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLUMNS] of a `Matrix`, from a column on, in fp32 as rounded to the dtype of x; 0 outside."""
+    dtype = x_ptr.dtype.element_ty
+    exists = row < N
+    column = start + tl.arange(0, COLUMNS)[None, :]
+    inside = exists & (column < C)
+    if KIND == "plain":
+        return tl.load(x_ptr + row * C + column, mask=inside, other=0.0).to(tl.float32)
+    elif KIND == "rms_norm":
+        h = tl.load(x_ptr + row * C + column, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(other_ptr + column, mask=column < C, other=0.0)
+        n = h * tl.load(rstd_ptr + row, mask=exists, other=0.0)
+        return _scaled(n, w, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
+    elif KIND == "product":
+        element = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
+        pairs = tl.load(x_ptr + row * (2 * C) + element, mask=exists & (element < 2 * C), other=0.0)
+        gate, up = tl.split(tl.reshape(pairs, [ROWS, COLUMNS, 2]))
+        return _gated(gate.to(tl.float32), up.to(tl.float32), ACT, dtype)
+    else:
+        pairs = tl.load(x_ptr + row * C + column, mask=inside, other=0.0)
+        gate, up = tl.split(tl.reshape(pairs, [ROWS, COLUMNS // 2, 2]))
+        half = start // 2 + tl.arange(0, COLUMNS // 2)[None, :]
+        dy = tl.load(other_ptr + row * (C // 2) + half, mask=exists & (half < C // 2), other=0.0).to(tl.float32)
+        d_gate, d_up = _gated_gradient(gate.to(tl.float32), up.to(tl.float32), dy, ACT, dtype)
+        return tl.interleave(d_gate, d_up).to(tl.float32)
+
+
+@triton.jit
+def _amax_kernel(
+    x_ptr, other_ptr, rstd_ptr, amax_ptr, N, C, weight_offset,
+    KIND: tl.constexpr, ACT: tl.constexpr, SCALE_IN_FP32: tl.constexpr, PER_COLUMN: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    # Numbers that are not negative have the order of their bits, and every device has the maximum of integers.
+    start = tl.program_id(1) * COLUMNS
+    largest = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for tile in range(TILES):
+        row = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)[:, None]
+        x = _values(
+            x_ptr, other_ptr, rstd_ptr, row, start, N, C, weight_offset, KIND, ACT, SCALE_IN_FP32, ROWS, COLUMNS
+        )  # fmt: skip
+        largest = tl.maximum(largest, tl.abs(x))
+    amax = tl.max(largest, 0)
+    if PER_COLUMN:
+        column = start + tl.arange(0, COLUMNS)
+        tl.atomic_max(amax_ptr + column, amax.to(tl.int32, bitcast=True), mask=column < C)
+    else:
+        tl.atomic_max(amax_ptr, tl.max(amax, 0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _flat_amax_kernel(
+    x_ptr, other_ptr, amax_ptr, count, KIND: tl.constexpr, ACT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    # In the order of memory, which reads faster than tiles. BLOCK elements of x are that many values, or pairs.
+    dtype = x_ptr.dtype.element_ty
+    amax = tl.zeros([BLOCK if KIND == "plain" else BLOCK // 2], tl.float32)
+    for block in range(BLOCKS):
+        start = (tl.program_id(0).to(tl.int64) * BLOCKS + block) * BLOCK
+        if KIND == "plain":
+            element = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + element, mask=element < count, other=0.0).to(tl.float32)
+            amax = tl.maximum(amax, tl.abs(x))
+        else:
+            gate, up = _load_pairs(x_ptr + start, (count - start) // 2, BLOCK // 2)
+            if KIND == "product":
+                amax = tl.maximum(amax, tl.abs(_gated(gate, up, ACT, dtype)))
+            else:
+                pair = start // 2 + tl.arange(0, BLOCK // 2)
+                dy = tl.load(other_ptr + pair, mask=pair < count // 2, other=0.0).to(tl.float32)
+                d_gate, d_up = _gated_gradient(gate, up, dy, ACT, dtype)
+                larger = tl.maximum(tl.abs(d_gate.to(tl.float32)), tl.abs(d_up.to(tl.float32)))
+                amax = tl.maximum(amax, larger)
+    tl.atomic_max(amax_ptr, tl.max(amax, 0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _store_columns(pointer, q, row, column, C, padded):
+    """Store q [ROWS, COLUMNS] as columns that are ``padded`` long."""
+    place = column.to(tl.int64)[:, None] * padded + tl.trans(row)
+    tl.store(pointer + place, tl.trans(q), mask=(column < C)[:, None] & tl.trans(row < padded))
+
+
+@triton.jit
+def _round_kernel(
+    x_ptr, other_ptr, rstd_ptr, amax_ptr, product_amax_ptr, rows_ptr, columns_ptr, product_ptr, inverse_ptr,
+    product_inverse_ptr, N, C, padded, weight_offset,
+    KIND: tl.constexpr, ACT: tl.constexpr, SCALE_IN_FP32: tl.constexpr, PER_COLUMN: tl.constexpr,
+    STORE_ROWS: tl.constexpr, STORE_COLUMNS: tl.constexpr, STORE_PRODUCT: tl.constexpr, LIMIT: tl.constexpr,
+    PRODUCT_LIMIT: tl.constexpr, TINY: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    # Programs that run together take tiles beside each other, so that they read neighbours in memory.
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    start = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * COLUMNS
+    is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
+    column = start + tl.arange(0, COLUMNS)
+    x = _values(x_ptr, other_ptr, rstd_ptr, row, start, N, C, weight_offset, KIND, ACT, SCALE_IN_FP32, ROWS, COLUMNS)
+    if PER_COLUMN:
+        scale = _scale(tl.load(amax_ptr + column, mask=column < C, other=0.0), LIMIT, TINY, POWER_OF_2)
+        if tl.program_id(1) == 0:
+            tl.store(inverse_ptr + column, _inverse(scale), mask=column < C)
+        x *= scale[None, :]
+    else:
+        scale = _scale(tl.load(amax_ptr), LIMIT, TINY, POWER_OF_2)
+        if is_first:
+            tl.store(inverse_ptr, _inverse(scale))
+        x *= scale
+    q = x.to(rows_ptr.dtype.element_ty)
+    if STORE_PRODUCT:  # of the same gate and up
+        p = _values(
+            x_ptr, other_ptr, rstd_ptr, row, start // 2, N, C // 2, weight_offset, "product", ACT, SCALE_IN_FP32,
+            ROWS, COLUMNS // 2,
+        )  # fmt: skip
+        scale = _scale(tl.load(product_amax_ptr), PRODUCT_LIMIT, TINY, POWER_OF_2)
+        if is_first:
+            tl.store(product_inverse_ptr, _inverse(scale))
+        half = start // 2 + tl.arange(0, COLUMNS // 2)
+        _store_columns(product_ptr, (p * scale).to(product_ptr.dtype.element_ty), row, half, C // 2, padded)
+    if STORE_ROWS:
+        tl.store(rows_ptr + row * C + column[None, :], q, mask=(row < N) & (column < C)[None, :])
+    if STORE_COLUMNS:
+        _store_columns(columns_ptr, q, row, column, C, padded)
+
+
+@triton.jit
+def _round_rows_kernel(
+    x_ptr, other_ptr, rstd_ptr, rows_ptr, inverse_ptr, N, C, weight_offset,
+    KIND: tl.constexpr, ACT: tl.constexpr, SCALE_IN_FP32: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    POWER_OF_2: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) + tl.zeros([1, 1], tl.int64)
+    largest = tl.zeros([1, COLUMNS], tl.float32)
+    for start in range(0, C, COLUMNS):
+        x = _values(x_ptr, other_ptr, rstd_ptr, row, start, N, C, weight_offset, KIND, ACT, SCALE_IN_FP32, 1, COLUMNS)
+        largest = tl.maximum(largest, tl.abs(x))
+    scale = _scale(tl.max(tl.max(largest, 1), 0), LIMIT, TINY, POWER_OF_2)
+    tl.store(inverse_ptr + tl.program_id(0), _inverse(scale))
+    for start in range(0, C, COLUMNS):
+        x = _values(x_ptr, other_ptr, rstd_ptr, row, start, N, C, weight_offset, KIND, ACT, SCALE_IN_FP32, 1, COLUMNS)
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        tl.store(rows_ptr + row * C + column, (x * scale).to(rows_ptr.dtype.element_ty), mask=column < C)
+
+
+@triton.jit
+def _rms_norm_round_kernel(
+    x_ptr, residual_ptr, w_ptr, h_ptr, rstd_ptr, amax_ptr, rows_ptr, inverse_ptr, C, eps, weight_offset,
+    ADD: tl.constexpr, SCALE_IN_FP32: tl.constexpr, BY_ROW: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    POWER_OF_2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * C
+    column = tl.arange(0, BLOCK)
+    inside = column < C
+    h = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
+    if ADD:
+        x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
+        h = (h.to(tl.float32) + x.to(tl.float32)).to(h.dtype)
+        tl.store(h_ptr + row + column, h, mask=inside)
+    wide = h.to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / C + eps)
+    tl.store(rstd_ptr + tl.program_id(0), rstd)
+    w = tl.load(w_ptr + column, mask=inside, other=0.0)
+    y = _scaled(wide * rstd, w, weight_offset, SCALE_IN_FP32, h.dtype).to(h.dtype).to(tl.float32)
+    amax = tl.max(tl.abs(y), 0)
+    if BY_ROW:
+        scale = _scale(amax, LIMIT, TINY, POWER_OF_2)
+        tl.store(inverse_ptr + tl.program_id(0), _inverse(scale))
+        tl.store(rows_ptr + row + column, (y * scale).to(rows_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.atomic_max(amax_ptr, amax.to(tl.int32, bitcast=True))
+
+
+def _arguments(matrix: Matrix) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, object]]:
+    x = matrix.x
+    # A pointer argument that the constants switch off still has to be a tensor.
+    pointers = x, x if matrix.other is None else matrix.other, x if matrix.rstd is None else matrix.rstd
+    return pointers, {"KIND": matrix.kind, "ACT": matrix.act, "SCALE_IN_FP32": matrix.scale_in_fp32}
+
+
+def _limits(dtype: torch.dtype, power_of_2: bool) -> dict[str, object]:
+    return {"LIMIT": torch.finfo(dtype).max, "TINY": TINY, "POWER_OF_2": power_of_2}
+
+
+def add_amax(matrix: Matrix, amax: Tensor) -> None:
+    """Raise amax in fp32, [1] or [C], to the largest absolute value of the matrix, or of each column."""
+    N, C = matrix.shape
+    pointers, constants = _arguments(matrix)
+    count = matrix.x.numel()
+    if N * C and amax.numel() == 1 and matrix.rstd is None:
+        with on_device_of(matrix.x):
+            _flat_amax_kernel[(triton.cdiv(count, FLAT * FLAT_BLOCKS),)](
+                *pointers[:2], amax.view(torch.int32), count, KIND=matrix.kind, ACT=matrix.act, BLOCKS=FLAT_BLOCKS,
+                BLOCK=FLAT, num_warps=NUM_WARPS,
+            )  # fmt: skip
+    elif N * C:
+        with on_device_of(matrix.x):
+            _amax_kernel[(triton.cdiv(N, ROWS * TILES), triton.cdiv(C, COLUMNS))](
+                *pointers, amax.view(torch.int32), N, C, matrix.weight_offset, PER_COLUMN=amax.numel() > 1,
+                TILES=TILES, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS, **constants,
+            )  # fmt: skip
+
+
+def round_tiles(
+    matrix: Matrix, amax: Tensor, dtype: torch.dtype, power_of_2: bool, *, rows: bool, columns: bool,
+    product_amax: Tensor | None = None,
+) -> tuple[Float8 | None, Float8 | None, Float8 | None]:  # fmt: skip
+    """The matrix rounded by a known amax, [1] of the tensor or [C] of its columns: by rows and by columns, on request.
+
+    The columns are [C, N], where N is padded with zeros to a multiple of 16. With an amax of each column only they may
+    be asked for. The third result, for a gradient of gate and up with a ``product_amax`` [1], is the columns of the
+    product of gate and up.
+    """
+    N, C = matrix.shape
+    x = matrix.x
+    padded = -(-N // MULTIPLE) * MULTIPLE
+    by_rows = torch.empty((N, C) if rows else 0, dtype=dtype, device=x.device)
+    by_columns = torch.empty((C, padded) if columns else 0, dtype=dtype, device=x.device)
+    per_column = amax.numel() > 1
+    inverse = torch.ones(C if per_column else (), dtype=torch.float32, device=x.device)
+    product, product_inverse, wants_product = by_columns, inverse, product_amax is not None
+    if wants_product:
+        product = torch.empty(C // 2, padded, dtype=float8_dtype(x.device), device=x.device)
+        product_inverse = torch.ones((), dtype=torch.float32, device=x.device)
+    pointers, constants = _arguments(matrix)
+    # Where one conversion of fp32 to float8 feeds both stores, the assembler of Triton 3.6 reads some of its results
+    # from another register.
+    launches = [(True, False), (False, True)] if rows and columns and x.dtype == torch.float32 else [(rows, columns)]
+    for store_rows, store_columns in launches if N * C else ():
+        with on_device_of(x):
+            tiles = triton.cdiv(C, WRITE_COLUMNS)
+            beside = min(tiles, WRITE_TILES)
+            _round_kernel[(beside, triton.cdiv(padded, WRITE_ROWS), triton.cdiv(tiles, beside))](
+                *pointers, amax, amax if product_amax is None else product_amax, by_rows, by_columns, product, inverse,
+                product_inverse, N, C, padded, matrix.weight_offset, PER_COLUMN=per_column, STORE_ROWS=store_rows,
+                STORE_COLUMNS=store_columns, STORE_PRODUCT=wants_product and store_columns == columns,
+                PRODUCT_LIMIT=torch.finfo(product.dtype).max, ROWS=WRITE_ROWS, COLUMNS=WRITE_COLUMNS,
+                num_warps=NUM_WARPS, **_limits(dtype, power_of_2), **constants,
+            )  # fmt: skip
+    return (
+        Float8(by_rows, inverse) if rows else None,
+        Float8(by_columns, inverse) if columns else None,
+        Float8(product, product_inverse) if wants_product else None,
+    )
+
+
+def round_rows(matrix: Matrix, dtype: torch.dtype, power_of_2: bool) -> Float8:
+    """The matrix rounded with a scale of each row, read once."""
+    N, C = matrix.shape
+    rows = torch.empty(N, C, dtype=dtype, device=matrix.x.device)
+    inverse = torch.empty(N, dtype=torch.float32, device=matrix.x.device)
+    pointers, constants = _arguments(matrix)
+    block = min(triton.next_power_of_2(C), ROW_BLOCK)
+    if N * C:
+        with on_device_of(matrix.x):
+            _round_rows_kernel[(N,)](
+                *pointers, rows, inverse, N, C, matrix.weight_offset, COLUMNS=block, num_warps=max(block // 512, 1),
+                **_limits(dtype, power_of_2), **constants,
+            )  # fmt: skip
+    return Float8(rows, inverse)
+
+
+def round_matrix(
+    matrix: Matrix,
+    recipe: Recipe,
+    *,
+    gradient: bool = False,
+    rows: bool = True,
+    columns: bool = False,
+    amax: Tensor | None = None,
+    known: bool = False,
+) -> tuple[Float8, Float8]:
+    """A factor as a recipe rounds it, by rows and by columns; only what is asked for may be used.
+
+    Args:
+        matrix: [N, C].
+        recipe: one of `RECIPES`.
+        gradient: whether it is a gradient, which some recipes round to e5m2.
+        rows, columns: what is asked for: [N, C], and the transposed [C, N] with N padded to a multiple of 16.
+        amax: [1] in fp32, an upper bound so far of the absolute values (0 at first), which is raised to that of the
+            matrix. Only for one scale for the tensor.
+        known: amax already is such a bound.
+    """
+    dtype = float8_dtype(matrix.x.device, gradient and recipe.wide_gradients)
+    by_rows = by_columns = None
+    if recipe.by_row and rows:
+        by_rows = round_rows(matrix, dtype, recipe.power_of_2)
+    if recipe.by_row and columns:
+        amax = torch.zeros(matrix.shape[1], dtype=torch.float32, device=matrix.x.device)
+        add_amax(matrix, amax)
+        _, by_columns, _ = round_tiles(matrix, amax, dtype, recipe.power_of_2, rows=False, columns=True)
+    if not recipe.by_row and (rows or columns):
+        amax = torch.zeros(1, dtype=torch.float32, device=matrix.x.device) if amax is None else amax
+        if not known:
+            add_amax(matrix, amax)
+        by_rows, by_columns, _ = round_tiles(matrix, amax, dtype, recipe.power_of_2, rows=rows, columns=columns)
+    return by_rows, by_columns  # type: ignore[return-value]
+
+
+def round_columns(matrix: Matrix, recipe: Recipe, amax: Tensor | None = None) -> Float8:
+    """`round_matrix` by columns alone; amax, if given, is known."""
+    return round_matrix(matrix, recipe, rows=False, columns=True, amax=amax, known=amax is not None)[1]
+
+
+def round_gradient(
+    gate_up: Tensor, d_product: Tensor, act: str, recipe: Recipe, amax: Tensor | None, *,
+    rows: bool, columns: bool, product: bool,
+) -> tuple[Float8, Float8, Float8]:  # fmt: skip
+    """Rounded: the gradient of gate_up by rows and by columns, and the columns of the gated product.
+
+    Args:
+        gate_up: [N, 2 F].
+        d_product: [N, F], the gradient of the product.
+        act: the activation.
+        recipe: one of `RECIPES`.
+        amax: [1], a known bound of the product, as in `round_matrix`; None where it is not known.
+        rows, columns, product: what is asked for; only that may be used.
+    """
+    gradient, of_product = Matrix("gradient", gate_up, d_product, act=act), Matrix("product", gate_up, act=act)
+    parts: tuple[Float8 | None, ...]
+    if recipe.by_row:
+        parts = round_matrix(gradient, recipe, gradient=True, rows=rows, columns=columns)
+        parts = *parts, round_columns(of_product, recipe) if product else None
+    else:
+        bounds = torch.zeros(2, dtype=torch.float32, device=gate_up.device)
+        add_amax(gradient, bounds[:1])
+        if amax is None and product:
+            amax = bounds[1:]
+            add_amax(of_product, amax)
+        parts = round_tiles(
+            gradient, bounds[:1], float8_dtype(gate_up.device, recipe.wide_gradients), recipe.power_of_2,
+            rows=rows, columns=columns, product_amax=amax if product else None,
+        )  # fmt: skip
+    return parts  # type: ignore[return-value]
+
+
+def round_known(x: Tensor, dtype: torch.dtype, amax: Tensor) -> Tensor:
+    """x [R, K] rounded with one scale, from a known amax [1] in fp32; in a float8 dtype."""
+    if use_triton(x):
+        by_rows, _, _ = round_tiles(plain(x), amax, dtype, False, rows=True, columns=False)
+        assert by_rows is not None
+        return by_rows.data
+    limit = torch.finfo(dtype).max
+    return (x.float() * tensor_scale(amax, dtype)).clamp(-limit, limit).to(dtype)
+
+
+def tensor_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale, not a power of 2, of tensors with these maxima, in fp32 and of the shape of amax."""
+    return (torch.finfo(dtype).max / amax.double().clamp_min(TINY)).float()
+
+
+def transposed(matrix: Float8) -> Float8:
+    """A matrix [R, K] with one scale as its columns: [K, R], R a multiple of 16."""
+    codes = matrix.data
+    if not use_triton(matrix.inverse):
+        return Float8(codes.view(torch.uint8).t().contiguous().view(codes.dtype), matrix.inverse)
+    # An amax that is the largest number of the format makes the scale 1.
+    amax = torch.full((1,), torch.finfo(codes.dtype).max, dtype=torch.float32, device=codes.device)
+    _, by_columns, _ = round_tiles(plain(codes), amax, codes.dtype, False, rows=False, columns=True)
+    assert by_columns is not None
+    return Float8(by_columns.data, matrix.inverse)
+
+
+def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
+    """A weight [O, C] as y needs it; amax [1] is raised to its largest absolute value where the recipe uses that.
+
+    ``gathered`` is the weight as ranks have rounded it, each its rows, with one scale. The values of ``weight`` are not
+    read then.
+    """
+    return round_matrix(plain(weight), recipe, amax=amax)[0] if gathered is None else gathered
+
+
+def weight_columns(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
+    """A weight [O, C] as dx needs it, [C, O], with the amax that `weight_rows` has found."""
+    if gathered is not None:
+        return transposed(gathered)
+    if recipe.by_row and not recipe.rounds_dw:  # one scale, for which the forward has sought no maximum
+        return round_columns(plain(weight), recipe._replace(by_row=False))
+    return round_columns(plain(weight), recipe, amax)
+
+
+def float8_pair(codes: Tensor | None, inverse: Tensor | None) -> Float8 | None:
+    """What ops take as two tensors."""
+    return None if codes is None or inverse is None else Float8(codes, inverse)
+
+
+def rms_norm_round(
+    x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool,
+    recipe: Recipe, amax: Tensor,
+) -> tuple[Float8, Tensor, Tensor]:  # fmt: skip
+    """``h = residual + x``, and `rms_norm` of h rounded by rows, which have at most `rms_norm.MAX_TILE` columns.
+
+    Returns ``(rows, h, rstd)``. With scales of rows this is one kernel. Otherwise a first one raises amax [1] to the
+    maximum, and a second one rounds.
+    """
+    residual = residual.contiguous()
+    C = residual.shape[-1]
+    N = residual.numel() // C
+    h = residual if x is None else torch.empty_like(residual)
+    rstd = torch.empty(residual.shape[:-1], dtype=torch.float32, device=h.device)
+    dtype = float8_dtype(h.device)
+    rows = torch.empty((N, C) if recipe.by_row else 0, dtype=dtype, device=h.device)
+    inverse = torch.empty(N if recipe.by_row else 0, dtype=torch.float32, device=h.device)
+    block = max(triton.next_power_of_2(C), 128)
+    weight = weight.contiguous()
+    if N:
+        with on_device_of(h):
+            _rms_norm_round_kernel[(N,)](
+                residual if x is None else x.contiguous(), residual, weight, h, rstd, amax.view(torch.int32), rows,
+                inverse, C, eps, weight_offset, ADD=x is not None, SCALE_IN_FP32=scale_in_fp32, BY_ROW=recipe.by_row,
+                BLOCK=block, num_warps=_num_warps(block), **_limits(dtype, recipe.power_of_2),
+            )  # fmt: skip
+    if recipe.by_row:
+        return Float8(rows, inverse), h, rstd
+    matrix = normed_matrix(h, weight, rstd, weight_offset, scale_in_fp32)
+    return round_matrix(matrix, recipe, amax=amax, known=True)[0], h, rstd
+
+
+def normed_matrix(h: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float, scale_in_fp32: bool) -> Matrix:
+    """`rms_norm` of h [..., C] as a matrix, from the saved rstd."""
+    rows = h.reshape(-1, h.shape[-1]).contiguous()
+    return Matrix("rms_norm", rows, weight.contiguous(), rstd.reshape(-1), "", weight_offset, scale_in_fp32)
+
+
+def pad_columns(data: Tensor) -> Tensor:
+    """[R, K], with zeros up to a multiple of 16 columns."""
+    missing = -data.shape[1] % MULTIPLE
+    return F.pad(data.view(torch.uint8), (0, missing)).view(data.dtype) if missing else data
+
+
+def scaled_product(a: Float8, b: Float8, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """``a @ bᵀ`` [M, N] in ``dtype``, of a [M, K] and b [N, K].
+
+    N must be a multiple of 16. ``fast`` lets NVIDIA's hardware keep fewer bits of the sums, as it suffices for y.
+    """
+    M, N = a.data.shape[0], b.data.shape[0]
+    if M == 0 or a.data.shape[1] == 0:
+        return a.inverse.new_zeros(M, N, dtype=dtype)
+    if a.data.device.type != "cuda":
+        with torch.autocast(a.data.device.type, enabled=False):
+            y = a.data.float() @ b.data.float().t()
+        return y.mul_(a.inverse.view(-1, 1)).mul_(b.inverse.view(1, -1)).to(dtype)
+    by_row = a.inverse.dim() + b.inverse.dim() > 0
+    scale_a, scale_b = a.inverse, b.inverse
+    if by_row:  # both factors or none
+        scale_a, scale_b = scale_a.expand(M).contiguous()[:, None], scale_b.expand(N).contiguous()[None]
+    left, right = (pad_columns(each.data) for each in (a, b))
+    out_dtype = torch.bfloat16 if by_row else dtype
+    y = torch._scaled_mm(left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=fast)
+    return y.to(dtype)

@@ -1,0 +1,213 @@
+"""A frozen weight in float8 (e4m3) with a scale for each block of a checkpoint, as DeepSeek-V3 and Qwen3-FP8 have them.
+
+    W = bf16(code · scale)        one scale for 128 numbers of a row, which share it with the rows of their block
+
+It has these scales for every row, so that rows of several matrices may be interleaved, as packed projections do. W is
+dequantised in one pass for each product and freed after it. Its numbers are those of the checkpoint read in bfloat16.
+
+The forward of few rows, as in a step of decoding, reads the codes instead: a tile of W is dequantised in registers, to
+the same numbers, right before it is multiplied. Only the order of the sums differs.
+
+Source: https://arxiv.org/abs/2412.19437, section 3.3.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.dispatch import has_ptx, on_device_of, tl, triton, use_triton
+from liger_models.kernels.frozen.frozen_float8_linear import takes_float8_rows
+from liger_models.kernels.matmul.row_linear import (
+    LowRank,
+    load_B,
+    low_rank_arguments,
+    low_rank_row,
+    store_row,
+    store_rows,
+)
+from liger_models.kernels.overlap import end_previous, start_next
+
+ROWS = 4
+COLUMNS = 1024
+NUM_WARPS = 4
+"""Rows and columns that a program dequantises, and its warps."""
+
+WIDTHS = 16, 1024
+"""Few rows need blocks of a power of 2 of columns, from the first number to the second."""
+
+ROW_TILE = (4, 1024, 2)
+"""Tile of the kernel for a single row of x: results of a program, columns that it reads in a step, and its warps."""
+
+RUN = tl.constexpr(16)
+"""Columns that a thread of this kernel reads at once, and adds up."""
+
+TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
+"""Tiles of the kernel for several rows, each up to a number of rows of x: that number, the results of a program, the
+columns that a warp reads in a step, and the warps of a program, which share the columns."""
+
+ROUND = tl.constexpr("""{
+.reg .b32 pair;
+cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000;
+}""")
+"""PTX that rounds two numbers in float32 to bfloat16 at once. Compilers round each by itself, which is slow."""
+
+
+@triton.jit
+def _numbers(codes, scales):
+    """The products of codes and scales in float32, which the weight rounds to bfloat16."""
+    return codes.to(tl.float32) * scales.to(tl.float32)
+
+
+@triton.jit
+def _block_weight_kernel(
+    code_ptr, scale_ptr, w_ptr, N, K, G, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < N)[:, None] & (column < K)[None, :]
+    codes = tl.load(code_ptr + row[:, None] * K + column[None, :], mask=mask, other=0.0)
+    scales = tl.load(scale_ptr + row[:, None] * G + (column // WIDTH)[None, :], mask=mask, other=0.0)
+    numbers = _numbers(codes, scales).to(tl.bfloat16).to(w_ptr.dtype.element_ty)
+    tl.store(w_ptr + row[:, None] * K + column[None, :], numbers, mask=mask)
+
+
+def blocks_dense_reference(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """What `blocks_dense` computes, in plain torch."""
+    factors = scales.float().repeat_interleave(width, 1)[:, : codes.shape[1]]
+    return (codes.float() * factors).bfloat16().to(dtype)
+
+
+def blocks_dense(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The weight [O, C], rounded to bfloat16 and then cast to ``dtype``.
+
+    Args:
+        codes: [O, C] in float8_e4m3fn, contiguous.
+        scales: [O, C / width], rounded up, in a floating-point dtype.
+        width: columns that share a scale.
+        dtype: float32, float16 or bfloat16.
+    """
+    if not use_triton(scales):
+        return blocks_dense_reference(codes, scales, width, dtype)
+    (N, K), G = codes.shape, scales.shape[1]
+    weight = torch.empty(N, K, dtype=dtype, device=codes.device)
+    with on_device_of(codes):
+        _block_weight_kernel[(triton.cdiv(N, ROWS), triton.cdiv(K, COLUMNS))](
+            codes, scales, weight, N, K, G, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
+        )
+    return weight
+
+
+@triton.jit
+def _block_row_kernel(
+    x_ptr, code_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, N, K, G, R, WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, LOW: tl.constexpr,
+    OVERLAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """ROWS results of a single row of x; a step reads BLOCKS blocks of each row of W."""
+    start_next(OVERLAPS)
+    COLUMNS: tl.constexpr = BLOCKS * WIDTH
+    RUNS: tl.constexpr = COLUMNS // RUN
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = row.to(tl.int64)[:, None]
+    known = (row < N)[:, None]
+    if RANKS:
+        B = load_B(B_ptr, row, N, R, RANKS)
+    total = tl.zeros([ROWS, RUNS], tl.float32)
+    if LOW != "awaited":
+        end_previous(OVERLAPS)
+    for start in range(0, G, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        column = start * WIDTH + tl.arange(0, COLUMNS)
+        codes = tl.load(
+            code_ptr + at * K + column[None, :], mask=known & (column < K)[None, :], other=0.0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        scales = tl.load(scale_ptr + at * G + block[None, :], mask=known & (block < G)[None, :], other=0.0)
+        # Two loads, as a thread reads half as many numbers of x at once: so it has those that it multiplies.
+        half = start * WIDTH + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN // 2)[None, :]
+        first = tl.load(x_ptr + half, mask=half < K, other=0.0)
+        second = tl.load(x_ptr + half + RUN // 2, mask=half + RUN // 2 < K, other=0.0)
+        x = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [RUNS, RUN]).to(tl.float32)
+        numbers = _numbers(tl.reshape(codes, [ROWS, BLOCKS, WIDTH]), scales[:, :, None])
+        if PTX:
+            numbers = tl.inline_asm_elementwise(ROUND, "=f,=f,f,f", [numbers], tl.float32, True, 2)
+        else:
+            numbers = numbers.to(tl.bfloat16).to(tl.float32)
+        total += tl.sum(tl.reshape(numbers, [ROWS, RUNS, RUN]) * x[None, :, :], 2)
+    y = tl.sum(total, 1)
+    if RANKS:
+        y += low_rank_row(B, low_ptr, R, RANKS, LOW)
+    store_row(y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
+
+
+@triton.jit
+def _block_rows_kernel(
+    x_ptr, code_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, K, G, R, WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """ROWS results of each of up to COLUMNS rows of x; a step reads PARTS times BLOCK columns of each row of W.
+
+    BLOCK columns share a scale.
+    """
+    start_next(OVERLAPS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    at = row.to(tl.int64)[None, :]
+    known = (row < N)[None, :]
+    total = tl.zeros([PARTS, ROWS, COLUMNS], tl.float32)
+    for start in range(0, K, BLOCK * PARTS):
+        first = start + tl.arange(0, PARTS) * BLOCK
+        k = first[:, None] + tl.arange(0, BLOCK)[None, :]
+        inside = (k < K)[:, None, :] & known[:, :, None]
+        codes = tl.load(
+            code_ptr + at[:, :, None] * K + k[:, None, :], mask=inside, other=0.0, eviction_policy="evict_first"
+        )
+        scales = tl.load(scale_ptr + at * G + (first // WIDTH)[:, None], mask=(first < K)[:, None] & known, other=0.0)
+        there = (k < K)[:, :, None] & (column < M)[None, None, :]
+        x = tl.load(x_ptr + column[None, None, :] * K + k[:, :, None], mask=there, other=0.0)
+        numbers = _numbers(codes, scales[:, :, None]).to(tl.bfloat16).to(x.dtype)
+        total = tl.dot(numbers, x, total)
+    y = tl.sum(total, 0)
+    store_rows(y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
+
+
+def takes_width(width: int) -> bool:
+    """Whether kernels for few rows take blocks of so many columns."""
+    return WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0
+
+
+def takes_block_rows(x: Tensor, codes: Tensor, scales: Tensor, width: int) -> bool:
+    """Whether `block_rows` takes x: few rows, as `takes_float8_rows` has them, and blocks whose width fits."""
+    return takes_width(width) and scales.is_contiguous() and takes_float8_rows(x, codes)
+
+
+def block_rows(
+    x: Tensor, codes: Tensor, scales: Tensor, width: int, bias: Tensor | None, act: str = "",
+    low_rank: LowRank | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch a kernel for few rows x [..., C]: ``(y [..., O], act(gate) · up [..., O / 2])``.
+
+    The second is empty without an activation. ``low_rank`` has the dtype of x.
+    """
+    (N, K), G = codes.shape, scales.shape[1]
+    y, M, x = x.new_empty(*x.shape[:-1], N), x.numel() // K, x.contiguous()
+    product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
+    bias = None if bias is None else bias.contiguous()
+    (low, B, R), constants = low_rank_arguments(x, low_rank)
+    constants |= {"WIDTH": width, "HAS_BIAS": bias is not None, "ACT": act}
+    with on_device_of(x):
+        if M == 1:
+            rows, columns, warps = ROW_TILE
+            blocks = max(min(columns // width, triton.next_power_of_2(G)), 1)
+            _block_row_kernel[(triton.cdiv(N, rows),)](
+                x, codes, scales, bias, y, product, low, B, N, K, G, R, PTX=has_ptx(x), ROWS=rows,
+                BLOCKS=blocks, **constants, num_warps=warps,
+            )  # fmt: skip
+        else:
+            rows, block, warps = next(tile for most, *tile in TILES if most >= M)
+            _block_rows_kernel[(triton.cdiv(N, rows),)](
+                x, codes, scales, bias, y, product, low, B, M, N, K, G, R, ROWS=rows,
+                COLUMNS=max(triton.next_power_of_2(M), 8), BLOCK=min(block, width), PARTS=warps, **constants,
+                num_warps=warps,
+            )  # fmt: skip
+    return y, product

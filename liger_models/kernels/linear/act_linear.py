@@ -1,0 +1,175 @@
+"""An activation and the linear layer after it; only the activation's input is saved.
+
+Forward, with the activation in fp32::
+
+    a = cast(act(x))
+    y = a · Wᵀ + b
+
+Backward, where a is recomputed in the pass over x that the activation's gradient needs anyway::
+
+    da = dy · W,   dx = da · act'(x),   dW = dyᵀ · a,   db = Σ dy
+
+    gelu         act(x) = x · Φ(x)                       act'(x) = Φ(x) + x · φ(x)
+    gelu_tanh    act(x) = x · σ(2z)                      z(x) = √(2/π) · (x + 0.044715 · x³), see gated_act.py
+    quick_gelu   act(x) = x · σ(1.702 · x)               act'(x) = σ + 1.702 · x · σ · (1 − σ)
+    relu2        act(x) = max(x, 0)²                     act'(x) = 2 · max(x, 0)
+
+Saved: x and W. Saving a as well would cost F more numbers per token.
+
+Source: https://arxiv.org/abs/1606.08415, relu2 https://arxiv.org/abs/2109.08668.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.activation.gated_act import _activation
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.linear.norm_linear import check_linear, given_or_empty, linear
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu2")
+
+BLOCK = 2048
+NUM_WARPS = 8
+"""Elements and warps of a program: one 16-byte vector of bf16 per thread."""
+
+
+def act_reference(x: Tensor, act: str) -> Tensor:
+    """The activation alone, in plain torch: [..., F] in the dtype of x."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if act == "quick_gelu":
+        return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
+    if act == "relu2":
+        return F.relu(wide).square().to(x.dtype)
+    return F.gelu(wide, approximate="tanh" if act == "gelu_tanh" else "none").to(x.dtype)
+
+
+def act_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """`act_linear` in plain torch (differentiable; fp64 stays fp64)."""
+    return linear(act_reference(x, act), weight, bias)
+
+
+@triton.jit
+def _act_kernel(x_ptr, a_ptr, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    elements = tl.arange(0, BLOCK)
+    inside = elements < count - start
+    x = tl.load(x_ptr + start + elements, mask=inside, other=0.0).to(tl.float32)
+    a, _ = _activation(x, ACT)
+    tl.store(a_ptr + start + elements, a.to(a_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _act_backward_kernel(
+    da_ptr, x_ptr, dx_ptr, a_ptr, count, ACT: tl.constexpr, STORE_A: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    elements = tl.arange(0, BLOCK)
+    inside = elements < count - start
+    x = tl.load(x_ptr + start + elements, mask=inside, other=0.0).to(tl.float32)
+    da = tl.load(da_ptr + start + elements, mask=inside, other=0.0).to(tl.float32)
+    a, slope = _activation(x, ACT)
+    tl.store(dx_ptr + start + elements, (da * slope).to(dx_ptr.dtype.element_ty), mask=inside)
+    if STORE_A:
+        tl.store(a_ptr + start + elements, a.to(a_ptr.dtype.element_ty), mask=inside)
+
+
+def _activate(x: Tensor, act: str) -> Tensor:
+    x = x.contiguous()
+    a = torch.empty_like(x)
+    if x.numel():
+        with on_device_of(x):
+            _act_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, a, x.numel(), ACT=act, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    return a
+
+
+def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[Tensor, Tensor | None]:
+    """``(dx, a or None)``. a overwrites da, which this op owns."""
+    x = x.contiguous()
+    da = da.contiguous().to(x.dtype)
+    dx = torch.empty_like(x)
+    if x.numel():
+        with on_device_of(x):
+            _act_backward_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+                da, x, dx, da, x.numel(), ACT=act, STORE_A=need_a, BLOCK=BLOCK, num_warps=NUM_WARPS
+            )
+    return dx, da if need_a else None
+
+
+LIBRARY.define("act_linear(Tensor x, Tensor weight, Tensor? bias, str act) -> Tensor")
+LIBRARY.define(
+    "act_linear_backward(Tensor dy, Tensor x, Tensor weight, str act, bool[3] needs) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "act_linear", "CompositeExplicitAutograd")
+def _act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    return linear(_activate(x, act), weight, bias)
+
+
+@torch.library.impl(LIBRARY, "act_linear_backward", "CompositeExplicitAutograd")
+def _act_linear_backward(dy: Tensor, x: Tensor, weight: Tensor, act: str, needs: list[bool]) -> tuple[Tensor, ...]:
+    need_x, need_weight, need_bias = needs
+    dy = dy.reshape(-1, dy.shape[-1])
+    dx = a = None
+    if need_x:
+        dx, a = _activate_backward((dy @ weight).view(x.shape), x, act, need_weight)
+    elif need_weight:
+        a = _activate(x, act)
+    d_weight = None if a is None else dy.t() @ a.view(-1, x.shape[-1]).to(weight.dtype)
+    return given_or_empty((dx, d_weight, dy.sum(0) if need_bias else None), (x, weight, weight))
+
+
+@torch.library.register_fake("liger_models::act_linear", lib=LIBRARY)
+def _act_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    return weight.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.register_fake("liger_models::act_linear_backward", lib=LIBRARY)
+def _act_linear_backward_fake(dy: Tensor, x: Tensor, weight: Tensor, act: str, needs: list[bool]) -> tuple[Tensor, ...]:
+    likes = (x, weight, weight[:, 0])
+    return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
+
+
+def _setup(ctx, inputs, output):
+    x, weight, bias, ctx.act = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx, dy):
+    needs = list(ctx.needs_input_grad[:3])
+    grads = torch.ops.liger_models.act_linear_backward(dy, *ctx.saved_tensors, ctx.act, needs)
+    dx, d_weight, d_bias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
+    return dx, d_weight, None if d_bias is None else d_bias.to(ctx.bias_dtype), None
+
+
+register_autograd("act_linear", _backward, _setup)
+
+
+def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """``act(x) @ weightᵀ + bias``; the activation's output is not saved.
+
+    Args:
+        x: [..., F], float32, float16 or bfloat16.
+        weight: [O, F]. Its dtype is the result's; it may differ from x's, and autocast does not change it.
+        bias: [O] or None.
+        act: "gelu", "gelu_tanh", "quick_gelu" or "relu2".
+
+    Returns:
+        [..., O] in the dtype of the weight.
+
+    Raises:
+        ValueError: the activation is unknown, or the shapes do not match.
+        TypeError: a tensor is not floating-point.
+    """
+    check(act in ACTIVATIONS, f"act_linear: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}.")
+    check_floating("act_linear", x=x)
+    check(x.dim() > 0, "act_linear: x must be [..., F], got a scalar.")
+    check_linear("act_linear", "weight", weight, bias, x.shape[-1])
+    if not use_triton(x):
+        return act_linear_reference(x, weight, bias, act)
+    y: Tensor = torch.ops.liger_models.act_linear(x, weight, bias, act)
+    return y

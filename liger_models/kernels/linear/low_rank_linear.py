@@ -1,0 +1,65 @@
+"""A linear layer with a low-rank term (LoRA), as decoding calls it.
+
+::
+
+    y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ        x @ Aᵀ is rounded; for few rows all else is summed in fp32 and rounded once
+
+Few rows, for which W has a kernel (`row_linear`, `nf4_linear`, `frozen_float8_linear`, `float8_blocks`), take two
+launches: one for x @ Aᵀ, and the one that multiplies with W, which adds the term to its sums. `norm_linear` and
+`gated_mlp` do the same.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.common.ops import LIBRARY
+from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.frozen.quantized_weight import SCHEMA, Weight, weight_for_op, weight_from_op
+from liger_models.kernels.linear.norm_linear import check_linear, check_low_rank, linear, linear_forward
+from liger_models.kernels.matmul.row_linear import LowRank
+
+low_rank_linear_reference = linear
+"""What `low_rank_linear` computes, in plain torch."""
+
+LIBRARY.define(
+    f"low_rank_linear(Tensor x, Tensor weight, Tensor? bias, Tensor A, Tensor B, {SCHEMA.format('')}) -> Tensor"
+)
+
+
+@torch.library.impl(LIBRARY, "low_rank_linear", "CompositeExplicitAutograd")
+def _low_rank_linear(x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, *rest: Any) -> Tensor:
+    return linear_forward(x, weight_from_op(weight, rest), bias, (A, B))
+
+
+@torch.library.register_fake("liger_models::low_rank_linear", lib=LIBRARY)
+def _low_rank_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, *rest: Any) -> Tensor:
+    return A.new_empty(*x.shape[:-1], B.shape[0])
+
+
+def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank) -> Tensor:
+    """``x @ weightᵀ + bias + (x @ Aᵀ) @ Bᵀ``, without a backward.
+
+    Args:
+        x: [..., C], cast to the weight's dtype.
+        weight: [O, C], a tensor or a frozen `QuantizedWeight`; float32, float16 or bfloat16.
+            Autocast does not change it.
+        bias: [O].
+        low_rank: ``(A [R, C], B [O, R])`` in the weight's dtype.
+
+    Returns:
+        [..., O] in the weight's dtype.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+        TypeError: a tensor that is not floating-point, or a low-rank term of another dtype than the weight.
+    """
+    op = "low_rank_linear"
+    check_linear(op, "weight", weight, bias, x.shape[-1])
+    check_low_rank(op, "low_rank", low_rank, weight)
+    if not use_triton(x):
+        return low_rank_linear_reference(x, weight, bias, low_rank)
+    codes, rest = weight_for_op(weight)
+    y: Tensor = torch.ops.liger_models.low_rank_linear(x, codes, bias, *low_rank, *rest)
+    return y

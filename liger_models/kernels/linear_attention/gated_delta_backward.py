@@ -1,0 +1,331 @@
+"""Backward kernels of the gated delta rule: two scans over the chunks, then the gradients within each chunk.
+
+`gated_delta_rule.py` has the formulas.
+"""
+
+from liger_models.kernels.dispatch import tl, triton
+from liger_models.kernels.linear_attention.documents import locate
+from liger_models.kernels.linear_attention.gated_delta_forward import decays, load_rows, owned_columns, scan
+
+
+@triton.jit
+def _scan_back(
+    program, q_ptr, k_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, d_out_ptr, d_final_ptr, d_states_ptr, dx_ptr,
+    d_initial_ptr, tokens, q_t, q_h, k_t, k_h, d_out_t, d_out_h, Hv: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dX, the gradient of the state after each chunk, and that of the initial state; steps as in `scan`."""
+    n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
+    start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
+    inside_v = (v_columns < DV)[None, :]
+    inside_k = (k_columns < DK)[None, :]
+    inside_state = (k_columns < DK)[:, None] & inside_v
+    at_state = k_columns[:, None] * DV + v_columns[None, :]
+    at_q, at_k = index[:, None] * q_t + k_columns[None, :], index[:, None] * k_t + k_columns[None, :]
+    at_d_out, at_dx = index[:, None] * d_out_t + v_columns[None, :], index[:, None] * DV + v_columns[None, :]
+    at_a = index[:, None] * C + index[None, :]
+    length = (end - start).to(tl.int32)
+    chunks = tl.cdiv(length, C)
+    last = start + (chunks - 1) * C
+    q_ptr += key_head * q_h + last * q_t
+    k_ptr += key_head * k_h + last * k_t
+    d_out_ptr += head * d_out_h + last * d_out_t
+    dx_ptr += (head * tokens + last) * DV
+    a_ptr += (head * tokens + last) * C
+    p_ptr += (head * tokens + last) * C
+    total_ptr += head * tokens + last
+    factor_ptr += 4 * head * tokens + last
+    d_states_ptr += ((start // C + n + chunks - 1) * Hv + head) * (DK * DV)
+    d_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if HAS_FINAL:
+        d_state = tl.load(d_final_ptr + (n * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        left = length - (chunks - 1 - step) * C
+        inside = index < left
+        rows = inside[:, None]
+        k = tl.load(k_ptr + at_k, mask=rows & inside_k, other=0.0)
+        a = tl.load(a_ptr + at_a, mask=rows, other=0.0)
+        taken = tl.load(factor_ptr + tokens + index, mask=inside, other=0.0)
+        kept = tl.load(factor_ptr + 2 * tokens + index, mask=inside, other=0.0)
+        whole = tl.load(total_ptr + tl.minimum(left, C) - 1)
+        rounded = d_state.to(dtype)
+        tl.store(d_states_ptr + at_state, rounded, mask=inside_state)
+        dd = tl.dot(k, rounded, input_precision=PRECISION) * kept[:, None]
+        d_state *= tl.exp(whole)
+        if HAS_OUT:
+            q = tl.load(q_ptr + at_q, mask=rows & inside_k, other=0.0)
+            p = tl.load(p_ptr + at_a, mask=rows, other=0.0)
+            q_factor = tl.load(factor_ptr + 3 * tokens + index, mask=inside, other=0.0)
+            d_out = tl.load(d_out_ptr + at_d_out, mask=rows & inside_v, other=0.0)
+            dd = tl.dot(tl.trans(p), d_out, dd, input_precision=PRECISION)
+            scaled = d_out.to(tl.float32) * q_factor[:, None]
+            d_state = tl.dot(tl.trans(q), scaled.to(dtype), d_state, input_precision=PRECISION)
+        dx = tl.dot(tl.trans(a), dd.to(dtype), input_precision=PRECISION)
+        tl.store(dx_ptr + at_dx, dx.to(dtype), mask=rows & inside_v)
+        gone = (-dx * taken[:, None]).to(dtype)
+        d_state = tl.dot(tl.trans(k), gone, d_state, input_precision=PRECISION)
+        q_ptr -= C * q_t
+        k_ptr -= C * k_t
+        d_out_ptr -= C * d_out_t
+        dx_ptr -= C * DV
+        a_ptr -= C * C
+        p_ptr -= C * C
+        total_ptr -= C
+        factor_ptr -= C
+        d_states_ptr -= Hv * DK * DV
+    if STORE_INITIAL:
+        tl.store(d_initial_ptr + (n * Hv + head) * (DK * DV) + at_state, d_state, mask=inside_state)
+
+
+@triton.jit
+def scans_kernel(
+    q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, states_ptr, d_ptr, d_out_ptr,
+    d_final_ptr, d_states_ptr, dx_ptr, d_initial_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, d_out_t, d_out_h,
+    Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_OUT: tl.constexpr,
+    HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Both scans of the backward, which do not depend on each other: half of the programs for one, half for the other.
+
+    The longer one comes first. On an H200 one launch takes 0.8 of the time of one after the other.
+    """
+    programs = tl.num_programs(0) // 2
+    program = tl.program_id(0)
+    if program < programs:
+        _scan_back(
+            program, q_ptr, k_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, d_out_ptr, d_final_ptr, d_states_ptr,
+            dx_ptr, d_initial_ptr, tokens, q_t, q_h, k_t, k_h, d_out_t, d_out_h, Hv, GROUP, C, DK, BLOCK_K, DV,
+            BLOCK_V, HAS_OUT, HAS_FINAL, HAS_INITIAL, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        scan(
+            program - programs, q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, d_ptr,
+            initial_ptr, states_ptr, d_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, Hv, GROUP, C, DK, BLOCK_K, DV,
+            BLOCK_V, HAS_INITIAL, False, True, PRECISION, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A part of matrix i of a tensor of matrices, of which a descriptor is given; 0 outside of the matrix."""
+    return tensor.load([i, row, column]).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def pair_kernel(
+    d, d_out, dx, v, q_ptr, k_ptr, cu_ptr, total_ptr, factor_ptr, q_norm_ptr, k_norm_ptr, dv_ptr, for_q_ptr, for_k_ptr,
+    d_total_ptr, d_beta_ptr, tokens, documents, q_t, q_h, k_t, k_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
+    DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The matrices between the tokens of one chunk and key head in the backward, and dV.
+
+    They are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads, with the inverse norms of both sides; and the
+    parts of dβ and of the gradients of the running sums of g that come from them. Tiles are loaded by descriptors,
+    which know no end of a document: rows that follow it are dropped from the products.
+    """
+    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
+    if first == end:
+        return
+    key_head, rows, at = tl.program_id(1).to(tl.int64), tl.arange(0, C), first.to(tl.int32)
+    count = end.to(tl.int32) - at
+    inside, square = rows < count, rows[:, None] * C + rows[None, :]
+    keep, strict = (rows[:, None] >= rows[None, :]) & inside[:, None], rows[:, None] > rows[None, :]
+    k = load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
+    k_norm = tl.load(k_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
+    at_pairs = (key_head * tokens + first) * C
+    kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    kk = tl.where(strict, kk * (k_norm[:, None] * k_norm[None, :]), 0.0)
+    pairs = tl.zeros([C, C], tl.float32)
+    for n in range(GROUP):
+        head = key_head * GROUP + n
+        matrix, at_head = head.to(tl.int32), head * tokens + first
+        total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
+        beta = tl.load(factor_ptr + 3 * head * tokens + at_head + rows, mask=inside, other=0.0)
+        product, along = tl.zeros_like(kk), tl.zeros([C], tl.float32)
+        for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+            written, x = _tile(d, matrix, at, start, C, BLOCK_V), _tile(dx, matrix, at, start, C, BLOCK_V)
+            product = tl.dot(x, tl.trans(written), product, input_precision=PRECISION)
+            wide, columns = x.to(tl.float32), start + tl.arange(0, BLOCK_V)[None, :]
+            along += tl.sum(wide * _tile(v, matrix, at, start, C, BLOCK_V).to(tl.float32), 1)
+            at_dv = dv_ptr + (first * Hv + head) * DV + (rows[:, None] * (Hv * DV) + columns)
+            tl.store(at_dv, (wide * beta[:, None]).to(k.dtype), mask=inside[:, None] & (columns < DV))
+        product = tl.where(keep, product * decays(total, total, keep), 0.0)
+        by_decay = product * kk
+        by_row = tl.sum(by_decay, 1)
+        tl.store(d_beta_ptr + at_head + rows, along - by_row, mask=inside)
+        pairs -= product * beta[:, None]
+        by_decay *= beta[:, None]
+        tl.store(d_total_ptr + at_head + rows, tl.sum(by_decay, 0) - by_row * beta, mask=inside)
+    pairs = tl.where(strict, pairs * (k_norm[:, None] * k_norm[None, :]), 0.0)
+    tl.store(for_k_ptr + at_pairs + square, pairs.to(k.dtype), mask=inside[:, None])
+    if HAS_OUT:
+        tl.debug_barrier()  # the sums are read again below, by other threads
+        k = load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
+        q = load_rows(q_ptr + key_head * q_h + first * q_t, rows, q_t, count, DK, BLOCK_K)
+        q_norm = tl.load(q_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0) * scale
+        k_norm = tl.load(k_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (q_norm[:, None] * k_norm[None, :])
+        pairs = tl.zeros([C, C], tl.float32)
+        for n in range(GROUP):
+            head = key_head * GROUP + n
+            matrix, at_head = head.to(tl.int32), head * tokens + first
+            product = tl.zeros_like(qk)
+            for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+                written, out = _tile(d, matrix, at, start, C, BLOCK_V), _tile(d_out, matrix, at, start, C, BLOCK_V)
+                product = tl.dot(out, tl.trans(written), product, input_precision=PRECISION)
+            total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
+            product = tl.where(keep, product * decays(total, total, keep), 0.0)
+            pairs += product
+            product *= qk
+            d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
+            tl.store(d_total_ptr + at_head + rows, d_total + tl.sum(product, 1) - tl.sum(product, 0), mask=inside)
+        pairs *= q_norm[:, None] * k_norm[None, :]
+        tl.store(for_q_ptr + at_pairs + square, pairs.to(k.dtype), mask=inside[:, None])
+
+
+@triton.jit
+def _through_state(
+    x, states, head, row, slot, factor, y, key_head, inside, C: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """factor · x Sᵀ for a chunk of x, and the products of its rows with those of y."""
+    product = tl.zeros([C, BLOCK_K], tl.float32)
+    for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+        state = tl.trans(_tile(states, slot, 0, start, BLOCK_K, BLOCK_V))
+        product = tl.dot(_tile(x, head, row, start, C, BLOCK_V), state, product, input_precision=PRECISION)
+    product *= factor[:, None]
+    along = tl.sum(product * _tile(y, key_head, row, 0, C, BLOCK_K).to(tl.float32), 1)
+    return product, tl.where(inside, along, 0.0)
+
+
+@triton.jit
+def _add_pairs(sum, pairs, x, once, PRECISION: tl.constexpr):
+    """``sum`` + pairs @ x. In a loop of its own, or Triton gives the product to half of the warps."""
+    for _ in tl.range(0, once, num_stages=1):
+        sum = tl.dot(pairs, x, sum, input_precision=PRECISION)
+    return sum
+
+
+@triton.jit
+def _store_gradient(
+    ptr, dx, x, norm, inside, row_size: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of x, q or k, given that of x · norm with the inverse L2 norms of the rows, times norm."""
+    if NORMALIZE:
+        unit = x.to(tl.float32) * norm[:, None]
+        dx -= unit * tl.sum(dx * unit, 1)[:, None]
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    at = ptr + tl.arange(0, C)[:, None] * row_size + columns
+    tl.store(at, dx.to(ptr.dtype.element_ty), mask=inside[:, None] & (columns < DK))
+
+
+@triton.jit
+def query_gradients_kernel(
+    d_out, states, queries, k_ptr, cu_ptr, total_ptr, q_norm_ptr, for_q_ptr, d_total_ptr, dq_ptr, tokens, documents,
+    k_t, k_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dq of one chunk and key head, and what goes through the states of the gradients of the running sums of g.
+
+    Where rows of q and k are multiplied with those of a product, element by element, they are loaded by descriptors:
+    for loads by pointers, Triton changed the layout of the whole product before its sums.
+    """
+    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
+    if first == end:
+        return
+    key_head, rows, at = tl.program_id(1).to(tl.int64), tl.arange(0, C), first.to(tl.int32)
+    slot, count = tl.program_id(0) * Hv, end.to(tl.int32) - at
+    inside, once = rows < count, tl.minimum(count, 1)
+    square, both = rows[:, None] * C + rows[None, :], inside[:, None] & inside[None, :]
+    at_rows, key_matrix = key_head * tokens + first, key_head.to(tl.int32)
+    q_norm = tl.load(q_norm_ptr + at_rows + rows, mask=inside, other=0.0)
+    dq = tl.zeros([C, BLOCK_K], tl.float32)
+    for n in range(GROUP):
+        head = key_head * GROUP + n
+        at_head = head * tokens + first
+        total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
+        read, along = _through_state(
+            d_out, states, head.to(tl.int32), at, slot + head.to(tl.int32), tl.exp(total) * q_norm * scale, queries,
+            key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
+        )  # fmt: skip
+        dq += read
+        along += tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
+        tl.store(d_total_ptr + at_head + rows, along, mask=inside)
+    pairs = tl.load(for_q_ptr + at_rows * C + square, mask=both, other=0.0)
+    k = load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
+    dq = _add_pairs(dq, pairs, k, once, PRECISION)
+    q = _tile(queries, key_matrix, at, 0, C, BLOCK_K)
+    at_x = first * (Hv // GROUP * DK) + key_head * DK
+    _store_gradient(dq_ptr + at_x, dq, q, q_norm, inside, Hv // GROUP * DK, DK, C, BLOCK_K, NORMALIZE)
+
+
+@triton.jit
+def key_gradients_kernel(
+    d, dx, states, d_states, keys, q_ptr, k_ptr, cu_ptr, total_ptr, factor_ptr, k_norm_ptr, for_q_ptr, for_k_ptr,
+    d_total_ptr, d_beta_ptr, dk_ptr, dg_ptr, dbeta_ptr, tokens, documents, q_t, q_h, k_t, k_h, Hv: tl.constexpr,
+    GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr,
+    BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dk, dβ and dg of one chunk and key head: what goes through the states, and what the kernels before have left.
+
+    S ∘ dS is summed in a loop of its own: with an accumulator beside it, registers were spilled.
+    """
+    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
+    if first == end:
+        return
+    key_head, rows, at = tl.program_id(1).to(tl.int64), tl.arange(0, C), first.to(tl.int32)
+    slot, count = tl.program_id(0) * Hv, end.to(tl.int32) - at
+    inside, once = rows < count, tl.minimum(count, 1)
+    square, both = rows[:, None] * C + rows[None, :], inside[:, None] & inside[None, :]
+    at_rows, key_matrix = key_head * tokens + first, key_head.to(tl.int32)
+    k_norm = tl.load(k_norm_ptr + at_rows + rows, mask=inside, other=0.0)
+    dk = tl.zeros([C, BLOCK_K], tl.float32)
+    for n in range(GROUP):
+        head = key_head * GROUP + n
+        at_head, at_out = head * tokens + first, first * Hv + head + rows * Hv
+        total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
+        beta = tl.load(factor_ptr + 3 * head * tokens + at_head + rows, mask=inside, other=0.0)
+        whole = tl.load(total_ptr + at_head + count - 1)
+        product = tl.zeros([BLOCK_K], tl.float32)
+        for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+            d_state = _tile(d_states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
+            state = _tile(states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
+            product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+        carried = tl.sum(product, 0) * tl.exp(whole)
+        read, along = _through_state(
+            dx, states, head.to(tl.int32), at, slot + head.to(tl.int32), tl.exp(total) * k_norm, keys,
+            key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
+        )  # fmt: skip
+        dk -= read * beta[:, None]
+        d_beta = tl.load(d_beta_ptr + at_head + rows, mask=inside, other=0.0) - along
+        tl.store(dbeta_ptr + at_out, d_beta, mask=inside)
+        d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0) - along * beta
+        factor = tl.exp(tl.where(inside, whole - total, float("-inf"))) * k_norm
+        written, along = _through_state(
+            d, d_states, head.to(tl.int32), at, slot + head.to(tl.int32), factor, keys, key_matrix, inside, C, BLOCK_K,
+            DV, BLOCK_V, PRECISION, STAGES,
+        )  # fmt: skip
+        dk += written
+        dg = tl.cumsum(d_total - along, 0, reverse=True) + (carried + tl.sum(along, 0))
+        tl.store(dg_ptr + at_out, dg, mask=inside)
+    q_ptr += key_head * q_h + first * q_t
+    k_ptr += key_head * k_h + first * k_t
+    if HAS_OUT:
+        pairs = tl.load(for_q_ptr + at_rows * C + square, mask=both, other=0.0)
+        q = load_rows(q_ptr, rows, q_t, count, DK, BLOCK_K)
+        dk = _add_pairs(dk, tl.trans(pairs), q, once, PRECISION)
+    k = load_rows(k_ptr, rows, k_t, count, DK, BLOCK_K)
+    pairs = tl.load(for_k_ptr + at_rows * C + square, mask=both, other=0.0)
+    dk = _add_pairs(dk, pairs, k, once, PRECISION)
+    dk = _add_pairs(dk, tl.trans(pairs), k, once, PRECISION)
+    k = _tile(keys, key_matrix, at, 0, C, BLOCK_K)
+    at_x = first * (Hv // GROUP * DK) + key_head * DK
+    _store_gradient(dk_ptr + at_x, dk, k, k_norm, inside, Hv // GROUP * DK, DK, C, BLOCK_K, NORMALIZE)

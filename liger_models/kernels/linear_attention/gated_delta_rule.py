@@ -1,0 +1,546 @@
+"""Gated delta rule: a layer that is linear in the tokens, whose state is a matrix for each head.
+
+Forward, for each value head and token in fp32, with S [Dk, Dv] the state, q̂ and k̂ the L2-normalised query and key::
+
+    S ← exp(g) · S,   d = β · (v − k̂ᵀ S),   S ← S + k̂ dᵀ,   o = scale · q̂ᵀ S
+
+The kernels take `CHUNK` tokens at a time. With S the state before the chunk, G_i = Σ_{j ≤ i} g_j within it, G its last
+value, E_ij = exp(G_i − G_j) for i ≥ j and 0 otherwise, and rows of matrices for tokens::
+
+    M_ij = β_i · E_ij · k̂_i·k̂_j  (i > j),   A = (I + M)⁻¹,   P_ij = scale · E_ij · q̂_i·k̂_j
+    X = β · (V − e^{G_i} · K̂ S),   D = A X,   O = scale · e^{G_i} · Q̂ S + P D,   S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D
+
+P of all chunks comes from one kernel, with the factors of rows of Q, K and X, and A from a second one. A third goes
+through the chunks in order, each program with some columns of S in registers. Backward, with dS the gradient of the
+state after the chunk, in the opposite order::
+
+    dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
+    dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
+
+S and D, which do not depend on these, are recomputed at the same time. The other gradients of a chunk need what its
+queries and keys read, and what its keys write, ∘ for element by element::
+
+    dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
+    R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
+    W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
+
+Where a key head serves several value heads, one program adds up what they give: a first kernel E ∘ dO Dᵀ and
+β · E ∘ dX Dᵀ, two others what goes through S and dS, to which they add the products with those sums. Products are in
+the dtype of q, k and v and are summed in fp32; the state and the decay are in fp32, and products within the inverse
+have errors of at most 2⁻¹⁶. Saved: the inputs, and A in their dtype. The backward recomputes P, S and D.
+
+A few tokens without gradients (decoding) have a kernel of their own, which follows the recurrence.
+
+Source: https://arxiv.org/abs/2412.06464; the form in chunks: https://arxiv.org/abs/2406.06484.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.common.errors import check, check_documents, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import INTERPRET, TensorDescriptor, fitting_stages, on_device_of, triton, use_triton
+from liger_models.kernels.linear_attention.documents import bounds, flat, slots
+from liger_models.kernels.linear_attention.gated_delta_backward import (
+    key_gradients_kernel,
+    pair_kernel,
+    query_gradients_kernel,
+    scans_kernel,
+)
+from liger_models.kernels.linear_attention.gated_delta_forward import (
+    inverse_kernel,
+    scan_kernel,
+    similarity_kernel,
+    step_kernel,
+)
+
+CHUNK = 64
+"""Tokens that are computed together: four blocks of 16, the least that tensor cores multiply."""
+
+L2_EPS = 1e-6
+
+STEP_TOKENS = 16
+"""Most tokens for which the recurrence is followed token by token, where no gradient is needed."""
+
+SIMILARITY_WARPS, INVERSE_WARPS, INVERSE_STAGES = 8, 1, 3
+SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
+"""In the kernels that go through the chunks in order, each program has this many columns of the state of one head. With
+32, heads of 128 have four programs, which fill a GPU where there is one text with 32 heads."""
+
+BACK_STAGES = 2
+"""Stages in the scans of the backward: with more, the shared memory of Hopper would not hold two programs."""
+
+GRADIENT_WARPS, GRADIENT_STAGES, GRADIENT_COLUMNS = 4, 2, 64
+"""The kernels with the other gradients take this many columns of v at a time, and at most half of them. Four warps took
+less time on Hopper than eight, with as many registers as they ask for or with 128."""
+
+KEY_COLUMNS = 64
+"""Kernels take this many columns of q and k, or twice as many. Other numbers gave wrong results on Hopper with
+Triton 3.6."""
+
+STEP_WARPS, STEP_COLUMNS = 4, 32
+
+
+def gated_delta_rule_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    normalize: bool = True,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and final states of `gated_delta_rule` in plain torch (differentiable; fp64 stays fp64)."""
+    result_dtype, dtype = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    (B, T, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
+    g, beta = (x.to(dtype).transpose(1, 2) for x in (g, beta))
+    if normalize:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
+    q = q * (Dk**-0.5 if scale is None else scale)
+    q, k = (x.repeat_interleave(Hv // Hk, 1) for x in (q, k))
+    token = torch.arange(T, device=v.device)
+    edges = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()
+    document = torch.searchsorted(edges, token, right=True) - 1  # not of edges[1:]: Inductor takes no slice (2.11)
+    state = v.new_zeros(B, Hv, Dk, Dv)
+    initial = None if initial_state is None else initial_state.to(dtype)
+    if cu_seqlens is None:
+        state, initial = state if initial is None else initial, None
+    finals = v.new_zeros(len(edges) - 1, Hv, Dk, Dv)
+    if initial is not None:
+        finals = initial * (edges.diff() == 0)[:, None, None, None]
+
+    def chunk(start: int, state: Tensor, finals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        Q, K, V, decay, b = (x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta))
+        here = document[start : start + CHUNK]
+        causal = torch.ones(len(here), len(here), dtype=torch.bool, device=v.device).tril()
+        causal = causal & (here[:, None] == here)
+        # Documents that began before this chunk continue from `state`, the others start from their initial one.
+        carried = here == document[max(start - 1, 0)]
+        carried = (carried if start or cu_seqlens is None else carried & False).to(dtype)[:, None]
+        total = decay.cumsum(-1)
+        first = (here[:, None] > here).sum(-1)  # token in this chunk of the token's document
+        since = (total - (total - decay)[..., first]).exp()[..., None]
+        between = (total[..., :, None] - total[..., None, :]).masked_fill(~causal, -torch.inf).exp()
+
+        def seen(x: Tensor) -> Tensor:
+            """``x`` times the state that its document had before this chunk, decayed up to the token."""
+            out = (x @ state) * carried
+            if initial is not None:
+                out = out + torch.einsum("bhtk,thkv->bhtv", x, initial[here]) * (1 - carried)
+            return out * since
+
+        system = (K @ K.mT * between * b[..., None]).tril(-1)
+        d = torch.linalg.solve_triangular(system, b[..., None] * (V - seen(K)), upper=False, unitriangular=True)
+        out = seen(Q) + (Q @ K.mT * between) @ d
+        # The state after the last token; with documents after each token, since a document may end at any.
+        which = slice(-1, None) if cu_seqlens is None else slice(None)
+        after = (between[:, :, which, :, None] * K[:, :, None]).mT @ d[:, :, None]
+        previous = state[:, :, None] * carried[which, :, None]
+        if initial is not None:
+            previous = previous + initial[here[which]].transpose(0, 1) * (1 - carried[which, :, None])
+        after = after + previous * since[:, :, which, :, None]
+        if cu_seqlens is not None:
+            ends = (token[start : start + CHUNK] + 1 == edges[here + 1]).to(dtype)
+            finals = finals.index_add(0, here, after[0].transpose(0, 1) * ends[:, None, None, None])
+        return out, after[:, :, -1], finals
+
+    outputs = [v[:, :, :0]]
+    for start in range(0, T, CHUNK):
+        out, state, finals = chunk(start, state, finals)
+        outputs.append(out)
+    return torch.cat(outputs, 2).transpose(1, 2).to(result_dtype), state if cu_seqlens is None else finals
+
+
+class _Sizes:
+    """Sizes and constants that the kernels of one call share."""
+
+    def __init__(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
+        (self.B, self.T, self.Hk, self.Dk), (self.Hv, self.Dv) = k.shape, v.shape[2:]
+        self.tokens = self.B * self.T
+        self.cu = bounds(k, cu_seqlens)
+        self.documents = len(self.cu) - 1
+        self.slots = slots(self.tokens, self.documents, CHUNK)
+        block_k = KEY_COLUMNS if self.Dk <= KEY_COLUMNS else 2 * KEY_COLUMNS
+        block_v = max(triton.next_power_of_2(self.Dv), 16)
+        columns = min(block_v, SCAN_COLUMNS)
+        self.shape = {"GROUP": self.Hv // self.Hk, "C": CHUNK, "DK": self.Dk, "BLOCK_K": block_k}
+        # Three products of TF32 are as good as one of fp32, and tensor cores have them. Three of bfloat16 take half of
+        # the instructions, with errors of 2⁻¹⁶, far below those of an inverse that is stored in half precision, but the
+        # interpreter of Triton does not know them.
+        is_amd, in_half = torch.version.hip is not None, k.element_size() == 2 and not INTERPRET
+        self.precision = {"PRECISION": "ieee" if is_amd else "tf32x3"}
+        self.inverse_precision = "ieee" if is_amd else "bf16x3" if in_half else "tf32x3"
+        self.chunked = {"DOCUMENTS": triton.next_power_of_2(self.documents)}
+        self.scan_programs = self.documents * self.Hv * triton.cdiv(self.Dv, columns)
+        self.columns, self.block_v = columns, block_v
+
+    def scan(self, k: Tensor, stages: int) -> dict[str, Any]:
+        """Constants of the kernels that go through the chunks."""
+        # A chunk of q, k, A, P and v or dO, as many times as there are stages.
+        stage = CHUNK * (2 * self.shape["BLOCK_K"] + 2 * CHUNK + self.columns) * k.element_size()
+        return self.shape | self.precision | {
+            "Hv": self.Hv, "DV": self.Dv, "BLOCK_V": self.columns, "STAGES": fitting_stages(k, stages, stage),
+            "num_warps": SCAN_WARPS,
+        }  # fmt: skip
+
+
+def _prepare(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: _Sizes, scale: float, normalize: bool, need_p: bool,
+    inverse: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """A, unless it is given; P, running sums of g, factors of rows, and inverse norms of q and k; the heads first."""
+    p = k.new_empty(sizes.Hv, sizes.tokens, CHUNK)
+    total = k.new_empty(sizes.Hv, sizes.tokens, dtype=torch.float32)
+    q_norm, k_norm = (total.new_empty(sizes.Hk, sizes.tokens) for _ in range(2))
+    factors = total.new_empty(sizes.Hv, 4, sizes.tokens)
+    counts = sizes.tokens, sizes.documents
+    similarity_kernel[(sizes.slots, sizes.Hk)](
+        q, k, g, beta, sizes.cu, p, total, q_norm, k_norm, factors, *counts, *q.stride()[:2], *k.stride()[:2],
+        *g.stride(), *beta.stride(), scale, NORMALIZE=normalize, EPS=L2_EPS, NEED_P=need_p,
+        num_warps=SIMILARITY_WARPS, **sizes.shape, **sizes.precision, **sizes.chunked,
+    )  # fmt: skip
+    if inverse is None:
+        inverse = torch.empty_like(p)
+        inverse_kernel[(sizes.slots, sizes.Hv)](
+            k, total, factors, k_norm, sizes.cu, inverse, *counts, *k.stride()[:2], GROUP=sizes.Hv // sizes.Hk,
+            C=CHUNK, DK=sizes.Dk, BLOCK=KEY_COLUMNS, PRECISION=sizes.inverse_precision, STAGES=INVERSE_STAGES,
+            num_warps=INVERSE_WARPS, **sizes.chunked,
+        )  # fmt: skip
+    return inverse, p, total, factors, q_norm, k_norm
+
+
+def _matrices(x: Tensor, rows: int, columns: int) -> Any:
+    """A descriptor of a tensor of matrices, of which programs load ``rows`` x ``columns`` at a time."""
+    if x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:2]):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
+
+
+LIBRARY.define(
+    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens,"
+    " float scale, bool normalize, bool need_out) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "gated_delta_rule_backward(Tensor? d_out, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,"
+    " Tensor? initial_state, Tensor? cu_seqlens, Tensor inverse, float scale, bool normalize)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "gated_delta_step(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, float scale,"
+    " bool normalize) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "gated_delta_rule", "CompositeExplicitAutograd")
+def _gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, normalize: bool, need_out: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    sizes = _Sizes(k, v, cu_seqlens)
+    out, final = _outputs(k, v, cu_seqlens, need_out)
+    if not final.numel() or not sizes.tokens:
+        if initial_state is not None:
+            final.copy_(initial_state)
+        return out, final if initial_state is not None else final.zero_(), _inverse_like(k, v)
+    q, k, v, g, beta = map(flat, (q, k, v, g, beta))
+    initial = final if initial_state is None else initial_state.contiguous()
+    with on_device_of(k):
+        made = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)[:4]
+        # A pointer argument that the constants switch off still has to be a tensor.
+        scan_kernel[(sizes.scan_programs,)](
+            q, k, v, sizes.cu, *made, initial, out, final, sizes.tokens, *q.stride()[:2], *k.stride()[:2],
+            *v.stride()[:2], HAS_INITIAL=initial_state is not None, STORE_OUT=need_out, **sizes.scan(k, SCAN_STAGES),
+        )  # fmt: skip
+    return out, final, made[0]
+
+
+@torch.library.impl(LIBRARY, "gated_delta_rule_backward", "CompositeExplicitAutograd")
+def _gated_delta_rule_backward(
+    d_out: Tensor | None, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, inverse: Tensor, scale: float, normalize: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    sizes = _Sizes(k, v, cu_seqlens)
+    grads = dq, dk, dv, dg, dbeta, d_initial = _gradients_like(d_out, q, k, v, g, beta, initial_state)
+    if not k.numel() or not v.numel():
+        if d_final is not None and initial_state is not None:
+            d_initial.copy_(d_final)
+        return grads
+    has_out, has_final = d_out is not None, d_final is not None
+    q, k, v, g, beta = map(flat, (q, k, v, g, beta))
+    d_out = v if d_out is None else flat(d_out)
+    states, d_states = (k.new_empty(sizes.slots * sizes.Hv, sizes.Dk, sizes.Dv) for _ in range(2))
+    d, dx = (k.new_empty(sizes.Hv, sizes.tokens, sizes.Dv) for _ in range(2))
+    counts, strides = (sizes.tokens, sizes.documents), (*q.stride()[:2], *k.stride()[:2])
+    with on_device_of(k):
+        *made, q_norm, k_norm = _prepare(q, k, g, beta, sizes, scale, normalize, has_out, inverse)
+        total, factors = made[2:]
+        # A pointer argument that the constants switch off still has to be a tensor.
+        scans_kernel[(2 * sizes.scan_programs,)](
+            q, k, v, sizes.cu, *made, total if initial_state is None else initial_state.contiguous(), states, d, d_out,
+            total if d_final is None else d_final.contiguous(), d_states, dx, d_initial, sizes.tokens, *strides,
+            *v.stride()[:2], *d_out.stride()[:2], HAS_INITIAL=initial_state is not None, HAS_OUT=has_out,
+            HAS_FINAL=has_final, **sizes.scan(k, BACK_STAGES),
+        )  # fmt: skip
+        block_v = max(min(sizes.block_v // 2, GRADIENT_COLUMNS), 16)
+        stage = (2 * sizes.shape["BLOCK_K"] + CHUNK) * block_v * k.element_size()  # S, dS and D
+        common = sizes.shape | sizes.chunked | sizes.precision | {
+            "Hv": sizes.Hv, "DV": sizes.Dv, "BLOCK_V": block_v, "STAGES": fitting_stages(k, GRADIENT_STAGES, stage),
+            "num_warps": GRADIENT_WARPS,
+        }  # fmt: skip
+        grid = sizes.slots, sizes.Hk
+        written, d_outputs, read = (_matrices(x, CHUNK, block_v) for x in (d, d_out.transpose(0, 1), dx))
+        by_state = [_matrices(x, sizes.shape["BLOCK_K"], block_v) for x in (states, d_states)]
+        queries, keys = (_matrices(x.transpose(0, 1), CHUNK, sizes.shape["BLOCK_K"]) for x in (q, k))
+        for_q, for_k = (k.new_empty(sizes.Hk, sizes.tokens, CHUNK) for _ in range(2))
+        d_total, d_beta = (torch.empty_like(total) for _ in range(2))
+        pair_kernel[grid](
+            written, d_outputs, read, _matrices(v.transpose(0, 1), CHUNK, block_v), q, k, sizes.cu, total, factors,
+            q_norm, k_norm, dv, for_q, for_k, d_total, d_beta, *counts, *strides, scale, HAS_OUT=has_out, **common,
+        )  # fmt: skip
+        if has_out:
+            query_gradients_kernel[grid](
+                d_outputs, by_state[0], queries, k, sizes.cu, total, q_norm, for_q, d_total, dq, *counts,
+                *k.stride()[:2], scale, NORMALIZE=normalize, **common,
+            )  # fmt: skip
+        key_gradients_kernel[grid](
+            written, read, *by_state, keys, q, k, sizes.cu, total, factors, k_norm, for_q, for_k, d_total, d_beta, dk,
+            dg, dbeta, *counts, *strides, HAS_OUT=has_out, NORMALIZE=normalize, **common,
+        )  # fmt: skip
+    return grads
+
+
+@torch.library.impl(LIBRARY, "gated_delta_step", "CompositeExplicitAutograd")
+def _gated_delta_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sizes = _Sizes(k, v, None)
+    out, final = _outputs(k, v, None, True)
+    if final.numel():
+        q, k, v, g, beta = map(flat, (q, k, v, g, beta))
+        columns = min(sizes.block_v, STEP_COLUMNS)
+        with on_device_of(k):
+            step_kernel[(sizes.B * sizes.Hv * triton.cdiv(sizes.Dv, columns),)](
+                q, k, v, g, beta, final if initial_state is None else initial_state.contiguous(), out, final, sizes.T,
+                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride(), *beta.stride(), scale,
+                Hv=sizes.Hv, GROUP=sizes.Hv // sizes.Hk, DK=sizes.Dk, BLOCK_K=sizes.shape["BLOCK_K"], DV=sizes.Dv,
+                BLOCK_V=columns, HAS_INITIAL=initial_state is not None, NORMALIZE=normalize, EPS=L2_EPS,
+                num_warps=STEP_WARPS,
+            )  # fmt: skip
+    return out, final
+
+
+def _outputs(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, need_out: bool) -> tuple[Tensor, Tensor]:
+    documents = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    out = v.new_empty(v.shape if need_out else 0)
+    return out, v.new_empty(documents, v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
+
+
+def _inverse_like(k: Tensor, v: Tensor) -> Tensor:
+    return k.new_empty(v.shape[2], k.shape[0] * k.shape[1], CHUNK)
+
+
+def _gradients_like(
+    d_out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Empty gradients; without one of the output there is none of q."""
+    d_initial = (
+        g.new_empty(0, dtype=torch.float32)
+        if initial_state is None
+        else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
+    )
+    return q.new_empty(0 if d_out is None else q.shape), *(x.new_empty(x.shape) for x in (k, v, g, beta)), d_initial
+
+
+@torch.library.register_fake("liger_models::gated_delta_rule", lib=LIBRARY)
+def _gated_delta_rule_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, need_out):
+    return *_outputs(k, v, cu_seqlens, need_out), _inverse_like(k, v)
+
+
+@torch.library.register_fake("liger_models::gated_delta_rule_backward", lib=LIBRARY)
+def _gated_delta_rule_backward_fake(d_out, d_final, q, k, v, g, beta, initial_state, *_):
+    return _gradients_like(d_out, q, k, v, g, beta, initial_state)
+
+
+@torch.library.register_fake("liger_models::gated_delta_step", lib=LIBRARY)
+def _gated_delta_step_fake(q, k, v, *_):
+    return _outputs(k, v, None, True)
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.normalize, _ = inputs
+    inverse = output[2]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(inverse)
+    ctx.save_for_backward(*tensors, inverse)
+
+
+def _backward(ctx, d_out, d_final, _):
+    if d_out is None and d_final is None:
+        return (None,) * 10
+    saved = ctx.saved_tensors  # once: checkpointing recomputes what it unpacks
+    grads = torch.ops.liger_models.gated_delta_rule_backward(d_out, d_final, *saved, ctx.scale, ctx.normalize)
+    # The initial state is the sixth input; the output, the only thing that q affects, may have no gradient.
+    given = d_out is not None, *(True,) * 4, saved[5] is not None
+    return *(grad if use else None for grad, use in zip(grads, given, strict=True)), *(None,) * 4
+
+
+register_autograd("gated_delta_rule", _backward, _setup)
+
+
+def _check(
+    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:  # fmt: skip
+    check_floating(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
+    check(
+        q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2],
+        f"{op}: q and k must be [B, T, Hk, Dk] and v [B, T, Hv, Dv], "
+        f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}.",
+    )
+    (B, T, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
+    check(Hv % Hk == 0, f"{op}: the number of value heads ({Hv}) must be a multiple of that of key heads ({Hk}).")
+    check(
+        g.shape == beta.shape == v.shape[:3],
+        f"{op}: g and beta must be {list(v.shape[:3])}, got {list(g.shape)} and {list(beta.shape)}.",
+    )
+    documents = check_documents(op, cu_seqlens, B, T)
+    if initial_state is not None and initial_state.dtype != torch.promote_types(v.dtype, torch.float32):
+        raise TypeError(f"{op}: initial_state must be float32, got {initial_state.dtype}.")
+    check(
+        initial_state is None or initial_state.shape == (documents, Hv, Dk, Dv),
+        f"{op}: initial_state must be {[documents, Hv, Dk, Dv]}, "
+        f"got {list(initial_state.shape) if initial_state is not None else None}.",
+    )
+
+
+def is_fused(k: Tensor, v: Tensor) -> bool:
+    """Whether kernels compute the rule: in half precision on an accelerator, where heads fit them.
+
+    Heads have whole 16 bytes, and those of k at most 128 columns. In float32 the backward was wrong on a GPU, so plain
+    torch runs there.
+    """
+    in_half = k.dtype != torch.float32 or k.device.type == "cpu"
+    fits = k.shape[-1] <= 2 * KEY_COLUMNS and not any(x.shape[-1] * x.itemsize % 16 for x in (k, v))
+    return use_triton(k) and in_half and fits
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    normalize: bool = True,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The gated delta rule over whole sequences, packed documents, or the next tokens of a sequence.
+
+    Args:
+        q, k: [B, T, Hk, Dk], float32, float16 or bfloat16. Where `is_fused` is False, plain torch computes.
+        v: [B, T, Hv, Dv], of the same dtype. Each key head serves Hv / Hk consecutive value heads.
+        g: [B, T, Hv], the logarithm of the decay, at most 0; float32.
+        beta: [B, T, Hv], how far a token's value replaces what the state has for its key.
+        scale: multiplies the queries; None for Dk^-0.5.
+        normalize: divide each query and key by its L2 norm, ``x · rsqrt(Σ x² + 1e-6)``.
+        initial_state: [B, Hv, Dk, Dv] float32, the state before the first token, or one for each document; None for 0.
+        return_state: also return the state after the last token.
+        cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, from 0 to T, for B = 1. No document
+            sees another one.
+
+    Returns:
+        [B, T, Hv, Dv] in the dtype of v; with ``return_state`` also the final state, of the shape of ``initial_state``.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+        TypeError: a tensor has the wrong dtype.
+    """
+    _check("gated_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens)
+    T, Dk = k.shape[1], k.shape[3]
+    scale = Dk**-0.5 if scale is None else float(scale)
+    inputs = q, k, v, g, beta, initial_state
+    if not is_fused(k, v):
+        out, state = gated_delta_rule_reference(
+            q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
+        )
+    elif cu_seqlens is None and T <= STEP_TOKENS and not _differentiable(*inputs):
+        out, state = torch.ops.liger_models.gated_delta_step(*inputs, scale, normalize)
+    else:
+        out, state, _ = torch.ops.liger_models.gated_delta_rule(*inputs, cu_seqlens, scale, normalize, True)
+    return (out, state) if return_state else out
+
+
+def _differentiable(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def gated_delta_transition(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, normalize: bool = True, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What tokens do to the state, whatever it was before: ``state after = A @ state before + b``.
+
+    Ranks that hold consecutive parts of a sequence exchange A and b, whose sizes do not depend on the number of tokens.
+    `states_before` then has the initial state of each.
+
+    Args:
+        k, v, g, beta, normalize: as in `gated_delta_rule`.
+        cu_seqlens: as there; the state before is that of the first document, and the state after that of the last.
+
+    Returns:
+        ``(A, b)``: [B, Hv, Dk, Dk] and [B, Hv, Dk, Dv], float32.
+
+    Raises:
+        ValueError, TypeError: as in `gated_delta_rule`.
+    """
+    _check("gated_delta_transition", k, k, v, g, beta, None, cu_seqlens)
+    (B, T, _, Dk), Hv = k.shape, v.shape[2]
+    identity = torch.eye(Dk, device=k.device, dtype=torch.promote_types(k.dtype, torch.float32))
+    first = last = None
+    if cu_seqlens is not None:  # empty documents, before the first token and after the last, have no part in this
+        last = torch.searchsorted(cu_seqlens, torch.full([1], T, device=k.device)) - 1
+        first = torch.searchsorted(cu_seqlens, torch.zeros(1, dtype=torch.int64, device=k.device), right=True) - 1
+        identity = identity * (torch.arange(len(cu_seqlens) - 1, device=k.device) == first)[:, None, None, None]
+        identity = identity.expand(-1, Hv, -1, -1)
+    else:
+        identity = identity.expand(B, Hv, Dk, Dk)
+
+    def final_state(v: Tensor, initial_state: Tensor | None) -> Tensor:
+        if is_fused(k, v):
+            inputs = k, k, v, g, beta, initial_state, cu_seqlens
+            state: Tensor = torch.ops.liger_models.gated_delta_rule(*inputs, 1.0, normalize, False)[1]
+        else:
+            _, state = gated_delta_rule_reference(
+                k, k, v, g, beta, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
+            )
+        return state if last is None else state.index_select(0, last)
+
+    none = v.new_zeros(1, 1, 1, Dk).expand(B, T, Hv, Dk)
+    return final_state(none, identity), final_state(v, None)
+
+
+def states_before(A: Tensor, b: Tensor, initial_state: Tensor | None = None) -> Tensor:
+    """The state before each of several consecutive parts of a sequence.
+
+    Args:
+        A, b: [parts, B, Hv, Dk, Dk] and [parts, B, Hv, Dk, Dv], from `gated_delta_transition` of each part.
+        initial_state: [B, Hv, Dk, Dv], the state before the first part; None for 0.
+
+    Returns:
+        [parts, B, Hv, Dk, Dv].
+    """
+    states = [torch.zeros_like(b[0]) if initial_state is None else initial_state]
+    for part in range(len(A) - 1):
+        states.append(A[part] @ states[-1] + b[part])
+    return torch.stack(states)

@@ -1,0 +1,339 @@
+"""Causal depthwise convolution over a few tokens, with its activation.
+
+Forward, for each channel, in fp32, with x before the sequence or document taken from the state, or 0::
+
+    p_t = bias + Σ_j w_j · x_{t − K + 1 + j},   j < K,      y = cast(p · σ(p)), or cast(p) without activation
+
+Backward, with p recomputed and dp = dy · σ(p) · (1 + p · (1 − σ(p)))::
+
+    dx_t = Σ_j w_j · dp_{t + K − 1 − j},   dw_j = Σ_t dp_t · x_{t − K + 1 + j},   dbias = Σ_t dp_t
+
+The sums do not leave the document. Saved: x, the weight, the bias and the state. A program goes through consecutive
+tokens of some channels with the last inputs in registers, so each is read once. The gradients of weight and bias are
+summed in fp32: a partial result of each program, then `sum_partials`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.common.errors import check, check_documents, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.linear_attention.documents import bounds, flat, locate, slots
+from liger_models.kernels.norm.partial_sums import sum_partials
+
+MAX_WIDTH = 4
+"""Most weights of a channel; the kernels hold one input less in registers."""
+
+TOKENS, CHANNELS, WARPS, UNROLL, STAGES = 128, 512, 2, 4, 3
+"""Tokens and channels of a program, its warps, tokens of a step, and steps that it has in flight. Triton keeps none in
+flight if a step is one token: what it loads is then handed from step to step."""
+
+
+def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
+    """x [B, T, C] at the tokens ``at`` of the given documents, and before a document its initial state."""
+    if not x.shape[1]:
+        x = x.new_zeros(len(x), 1, x.shape[2])
+    before = edges[document]
+    own = x[:, at.clamp(0, x.shape[1] - 1)]
+    earlier = torch.zeros_like(own)
+    if initial_state is not None:
+        place = (K - 1 + at - before).clamp(0, K - 2)
+        if len(edges) == 2:  # the same tokens of each row
+            earlier = initial_state[:, :, place].transpose(1, 2).to(x.dtype)
+        else:
+            earlier = initial_state[document, :, place][None].to(x.dtype)
+    return torch.where((at >= before)[:, None], own, earlier)
+
+
+def _edges(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return torch.arange(2, device=x.device) * x.shape[1] if cu_seqlens is None else cu_seqlens.long()
+
+
+def _final_state(x: Tensor, K: int, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    edges = _edges(x, cu_seqlens)
+    document = torch.arange(len(edges) - 1, device=x.device)
+    last = [_inputs(x, edges[1:] - (K - 1) + j, document, edges, initial_state, K) for j in range(K - 1)]
+    return torch.stack(last, 3).flatten(0, 1)
+
+
+def short_conv_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and final states of `short_conv` in plain torch (differentiable; fp64 stays fp64)."""
+    K, dtype, edges = weight.shape[1], torch.promote_types(x.dtype, torch.float32), _edges(x, cu_seqlens)
+    token = torch.arange(x.shape[1], device=x.device)
+    document = torch.searchsorted(edges[1:], token, right=True)
+    out = torch.zeros_like(x, dtype=dtype) if bias is None else bias.to(dtype).expand(x.shape)
+    for j in range(K):
+        inputs = _inputs(x, token - (K - 1) + j, document, edges, initial_state, K)
+        out = out + inputs.to(dtype) * weight[:, j].to(dtype)
+    out = F.silu(out) if activation == "silu" else out
+    return out.to(x.dtype), _final_state(x, K, initial_state, cu_seqlens)
+
+
+@triton.jit
+def _before(x_ptr, initial_ptr, t, start, x_t, at_initial, inside, K: tl.constexpr, HAS_INITIAL: tl.constexpr):
+    """The inputs of token t, or of the state if the document starts behind it, in fp32."""
+    x = tl.load(x_ptr + t * x_t, mask=inside & (t >= start), other=0.0).to(tl.float32)
+    if HAS_INITIAL:
+        place = K - 1 + t - start
+        mask = inside & (t < start) & (place >= 0)
+        x += tl.load(initial_ptr + at_initial + place, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _weight(weight_ptr, channels, J: tl.constexpr, inside, K: tl.constexpr):
+    """Weight J of four, in fp32; the first ones are 0 where a channel has fewer."""
+    place = J - 4 + K
+    return tl.load(weight_ptr + channels * K + place, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_ptr, out_ptr, C, documents, x_t, K: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    n, start, _, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
+    if first == last:
+        return
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channels < C
+    w0, w1 = _weight(weight_ptr, channels, 0, inside, K), _weight(weight_ptr, channels, 1, inside, K)
+    w2, w3 = _weight(weight_ptr, channels, 2, inside, K), _weight(weight_ptr, channels, 3, inside, K)
+    bias = tl.zeros([CHANNELS], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    x_ptr += channels
+    at_initial = (n * C + channels) * (K - 1)
+    x3 = _before(x_ptr, initial_ptr, first - 3, start, x_t, at_initial, inside, K, HAS_INITIAL)
+    x2 = _before(x_ptr, initial_ptr, first - 2, start, x_t, at_initial, inside, K, HAS_INITIAL)
+    x1 = _before(x_ptr, initial_ptr, first - 1, start, x_t, at_initial, inside, K, HAS_INITIAL)
+    for step in tl.range(0, last - first, UNROLL, num_stages=STAGES):
+        for i in tl.static_range(UNROLL):
+            t = first + step + i
+            mask = inside & (t < last)
+            x0 = tl.load(x_ptr + t * x_t, mask=mask, other=0.0).to(tl.float32)
+            p = bias + w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
+            if SILU:
+                p = p * tl.sigmoid(p)
+            tl.store(out_ptr + t * C + channels, p.to(out_ptr.dtype.element_ty), mask=mask)
+            x3, x2, x1 = x2, x1, x0
+
+
+@triton.jit
+def _conv_backward_kernel(
+    d_out_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_ptr, dx_ptr, partial_ptr, d_initial_ptr, C, documents,
+    d_out_t, x_t, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """dx, the gradient of the initial state, and partial sums of those of weight [C, K] and bias [C]."""
+    n, start, end, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channels < C
+    w0, w1 = _weight(weight_ptr, channels, 0, inside, K), _weight(weight_ptr, channels, 1, inside, K)
+    w2, w3 = _weight(weight_ptr, channels, 2, inside, K), _weight(weight_ptr, channels, 3, inside, K)
+    none = tl.zeros([CHANNELS], tl.float32)
+    bias, dw0, dw1, dw2, dw3, d_bias = none, none, none, none, none, none
+    if first < last:
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+        x_at, d_out_at = x_ptr + channels, d_out_ptr + channels
+        at_initial = (n * C + channels) * (K - 1)
+        x3 = _before(x_at, initial_ptr, first - 3, start, x_t, at_initial, inside, K, HAS_INITIAL)
+        x2 = _before(x_at, initial_ptr, first - 2, start, x_t, at_initial, inside, K, HAS_INITIAL)
+        x1 = _before(x_at, initial_ptr, first - 1, start, x_t, at_initial, inside, K, HAS_INITIAL)
+        # dx of the last three tokens as far as it is known. To keep three d0 would be simpler, but Triton 3.6 and 3.7
+        # drop values that a loop only hands from one variable to the next if they start from the same constant.
+        dx1, dx2, dx3 = none, none, none
+        # The gradient of token t − 3 needs that of p up to token t, so three more tokens of the document are visited.
+        for step in tl.range(0, last - first + 3, UNROLL, num_stages=STAGES):
+            for i in tl.static_range(UNROLL):
+                t = first + step + i
+                x0 = tl.load(x_at + t * x_t, mask=inside & (t < end), other=0.0).to(tl.float32)
+                d0 = tl.load(d_out_at + t * d_out_t, mask=inside & (t < end), other=0.0).to(tl.float32)
+                if SILU:
+                    p = bias + w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
+                    s = tl.sigmoid(p)
+                    d0 = d0 * s * (1.0 + p * (1.0 - s))
+                own = tl.where(t < last, d0, 0.0)
+                dw0 += own * x3
+                dw1 += own * x2
+                dw2 += own * x1
+                dw3 += own * x0
+                if HAS_BIAS:
+                    d_bias += own
+                dx = dx3 + w0 * d0
+                mask = inside & (t - 3 >= first) & (t - 3 < last)
+                tl.store(dx_ptr + (t - 3) * C + channels, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                if HAS_INITIAL:
+                    place = K - 1 + t - 3 - start
+                    mask = inside & (t - 3 < start) & (first == start) & (place >= 0)
+                    tl.store(d_initial_ptr + at_initial + place, dx.to(d_initial_ptr.dtype.element_ty), mask=mask)
+                x3, x2, x1 = x2, x1, x0
+                dx3, dx2, dx1 = dx2 + w1 * d0, dx1 + w2 * d0, w3 * d0
+    partial_ptr += tl.program_id(0).to(tl.int64) * (C * (K + HAS_BIAS))
+    at_weight = partial_ptr + channels * K + K - 4
+    tl.store(at_weight, dw0, mask=inside & (K == 4))
+    tl.store(at_weight + 1, dw1, mask=inside & (K >= 3))
+    tl.store(at_weight + 2, dw2, mask=inside)
+    tl.store(at_weight + 3, dw3, mask=inside)
+    if HAS_BIAS:
+        tl.store(partial_ptr + K * C + channels, d_bias, mask=inside)
+
+
+LIBRARY.define(
+    "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, bool silu) -> Tensor"
+)
+LIBRARY.define(
+    "short_conv_backward(Tensor d_out, Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state,"
+    " Tensor? cu_seqlens, bool silu) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _launch(x: Tensor, weight: Tensor, cu: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and constants of both kernels."""
+    C, documents = x.shape[2], len(cu) - 1
+    channels = min(triton.next_power_of_2(C), CHANNELS)
+    grid = slots(x.shape[0] * x.shape[1], documents, TOKENS), triton.cdiv(C, channels)
+    constants = {"K": weight.shape[1], "TOKENS": TOKENS, "CHANNELS": channels, "UNROLL": UNROLL, "STAGES": STAGES}
+    return grid, constants | {"DOCUMENTS": triton.next_power_of_2(documents), "num_warps": WARPS}
+
+
+@torch.library.impl(LIBRARY, "short_conv", "CompositeExplicitAutograd")
+def _short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool
+) -> Tensor:
+    out = x.new_empty(x.shape)
+    if not x.numel():
+        return out
+    cu = bounds(x, cu_seqlens)
+    grid, constants = _launch(x, weight, cu)
+    weight, rows = weight.contiguous(), flat(x)
+    with on_device_of(x):
+        # A pointer argument that the constants switch off still has to be a tensor.
+        _conv_kernel[grid](
+            rows, weight, weight if bias is None else bias.contiguous(),
+            weight if initial_state is None else initial_state.contiguous(), cu, out, x.shape[2], len(cu) - 1,
+            rows.stride(0), HAS_BIAS=bias is not None, HAS_INITIAL=initial_state is not None, SILU=silu, **constants,
+        )  # fmt: skip
+    return out
+
+
+@torch.library.impl(LIBRARY, "short_conv_backward", "CompositeExplicitAutograd")
+def _short_conv_backward(
+    d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    (C, K), dx, has_bias = weight.shape, x.new_empty(x.shape), bias is not None
+    d_initial = x.new_zeros(0) if initial_state is None else initial_state.new_zeros(initial_state.shape)
+    if not x.numel():
+        return dx, weight.new_zeros(C, K), weight.new_zeros(has_bias * C), d_initial
+    cu = bounds(x, cu_seqlens)
+    grid, constants = _launch(x, weight, cu)
+    partial = torch.empty(grid[0], C * (K + has_bias), dtype=torch.float32, device=x.device)
+    weight, rows, d_rows = weight.contiguous(), flat(x), flat(d_out)
+    d_weight, d_bias = torch.empty_like(weight), weight.new_empty(has_bias * C)
+    with on_device_of(x):
+        _conv_backward_kernel[grid](
+            d_rows, rows, weight, weight if bias is None else bias.contiguous(),
+            weight if initial_state is None else initial_state.contiguous(), cu, dx, partial, d_initial, C,
+            len(cu) - 1, d_rows.stride(0), rows.stride(0), HAS_BIAS=has_bias,
+            HAS_INITIAL=initial_state is not None, SILU=silu, **constants,
+        )  # fmt: skip
+    sum_partials(partial, d_weight, d_bias)
+    return dx, d_weight, d_bias, d_initial
+
+
+@torch.library.register_fake("liger_models::short_conv", lib=LIBRARY)
+def _short_conv_fake(x, *_):
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("liger_models::short_conv_backward", lib=LIBRARY)
+def _short_conv_backward_fake(d_out, x, weight, bias, initial_state, *_):
+    d_initial = x.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
+    d_bias = weight.new_empty(0 if bias is None else weight.shape[0])
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias, d_initial
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, d_out):
+    saved = ctx.saved_tensors  # once: checkpointing recomputes what it unpacks
+    _, _, bias, initial_state, _ = saved
+    dx, d_weight, d_bias, d_initial = torch.ops.liger_models.short_conv_backward(d_out, *saved, ctx.silu)
+    d_bias = None if bias is None else d_bias.to(bias.dtype)
+    return dx, d_weight, d_bias, None if initial_state is None else d_initial, None, None
+
+
+register_autograd("short_conv", _backward, _setup)
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Each channel's causal convolution with a few weights of its own, then the activation.
+
+    Args:
+        x: [B, T, C], float32, float16 or bfloat16.
+        weight: [C, K], K from 2 to 4; the last weight is that of the token itself.
+        bias: [C].
+        activation: "silu", or None.
+        initial_state: [B, C, K − 1], the inputs before the first token, the latest last, or one for each document;
+            None for 0.
+        return_state: also return the last K − 1 inputs, from which the next tokens continue.
+        cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, from 0 to T, for B = 1. No document
+            sees another one.
+
+    Returns:
+        [B, T, C] in the dtype of x; with ``return_state`` also the final state, of the shape of ``initial_state``.
+
+    Raises:
+        ValueError: the shapes do not fit together, or another activation.
+        TypeError: a tensor has the wrong dtype.
+    """
+    op = "short_conv"
+    check_floating(op, x=x, weight=weight, bias=bias, initial_state=initial_state)
+    check(activation in ("silu", None), f'{op}: activation must be "silu" or None, got {activation!r}.')
+    check(
+        x.dim() == 3 and weight.dim() == 2 and weight.shape[0] == x.shape[2],
+        f"{op}: x must be [B, T, C] and weight [C, K], got {list(x.shape)} and {list(weight.shape)}.",
+    )
+    check(1 < weight.shape[1] <= MAX_WIDTH, f"{op}: weight must have 2 to {MAX_WIDTH} columns, got {weight.shape[1]}.")
+    (B, T, C), K = x.shape, weight.shape[1]
+    check(
+        bias is None or bias.shape == (C,), f"{op}: bias must be {[C]}, got {None if bias is None else [*bias.shape]}."
+    )
+    documents = check_documents(op, cu_seqlens, B, T)
+    check(
+        initial_state is None or initial_state.shape == (documents, C, K - 1),
+        f"{op}: initial_state must be {[documents, C, K - 1]}, "
+        f"got {list(initial_state.shape) if initial_state is not None else None}.",
+    )
+    if use_triton(x):
+        out = torch.ops.liger_models.short_conv(x, weight, bias, initial_state, cu_seqlens, activation == "silu")
+        return (out, _final_state(x, K, initial_state, cu_seqlens)) if return_state else out
+    out, state = short_conv_reference(
+        x, weight, bias, activation=activation, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
+    return (out, state) if return_state else out

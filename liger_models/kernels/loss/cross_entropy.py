@@ -1,0 +1,609 @@
+"""Cross entropy of logits that are held in full.
+
+Per token, over the vocabulary, in fp32, z = logit_scale · logit, with a softcap z = softcap · tanh(z / softcap)::
+
+    lse  = log Σ_j exp(z_j)
+    loss = (1 − ε) · w_y · (lse − z_y) + ε/V · Σ_j w_j · (lse − z_j) + z_loss · lse²
+    logp = z_y − lse
+
+with y the target, ε the label smoothing, w the class weights (default 1). Backward, for upstream gradients a of loss
+and c of logp, and with p = exp(z − lse)::
+
+    t = a · (1 − ε) · w_y − c
+    dz_j = p_j · (t + a · (ε/V · Σw + 2 · z_loss · lse)) − [j = y] · t − a · ε/V · w_j
+    dlogit_j = dz_j · (1 − (z_j / softcap)²) · logit_scale
+
+Rows with target ``ignore_index`` give 0 everywhere. A target outside the vocabulary gives an error on the CPU and NaN
+on an accelerator, where a check would have to wait for the device.
+
+A scalar loss (reduction "mean" or "sum") computes its gradient in the forward, in one kernel: the second read of a row
+hits the cache. Per-token results, and compiled graphs, read the logits again in the backward.
+
+Saved: the logits (never written to), and lse in fp32 as two numbers, max z and Σ exp(z − max z). One rounded number
+would lose the digits of p − 1 in a confident row.
+
+Source: https://arxiv.org/abs/1805.02867 (online softmax), https://arxiv.org/abs/2204.02311 (z-loss).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
+
+MAX_BLOCK, WIDE_BLOCK = 8192, 16384
+"""Logits that a program holds in registers at a time; WIDE_BLOCK for rows of more than 65,536. With the wide block half
+as many rows are in progress, and these stay in the L2 cache until they are read again. On an H200: 0.85 (V 32,000),
+0.79 (128,256) and 0.72 (256,000) of the speed of one read and one write."""
+
+VECTOR = 8
+"""Neighbours that one thread holds: 16 bytes in half precision. The running maximum and sum are per such group, so
+threads of a row do not wait for each other."""
+
+LOWEST = -1e38
+"""Initial running maximum. It is finite, so that logits of -inf give exp(-inf) = 0 and not NaN."""
+
+
+class CrossEntropyOutput(NamedTuple):
+    """Result of the cross-entropy functions; fields that were not asked for are None.
+
+    Attributes:
+        loss: [], or the target's shape with reduction "none"; float32, includes the z-loss.
+        z_loss: the z-loss part of ``loss``, reduced alike; no gradient.
+        log_probs: log-probability of each target, in the target's shape, 0 where ignored; differentiable.
+        token_accuracy: [], share of the targets that are the most probable token; no gradient.
+        predicted_tokens: the most probable token, int64, in the target's shape, −1 where ignored.
+    """
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
+class TokenStatistics(NamedTuple):
+    """Per-token results of one pass over logits: [N] float32. ``lse`` is [N, 2], max z and Σ exp(z − max z);
+    ``predicted`` is int64, and empty if not asked for."""
+
+    loss: Tensor
+    z_loss: Tensor
+    log_probs: Tensor
+    lse: Tensor
+    predicted: Tensor
+
+
+@triton.jit
+def exp(x):
+    """exp by exp2, whose instruction flushes the smallest results to 0; tl.exp spends instructions on scaling them."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def _transformed(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    z = x.to(tl.float32) * logit_scale
+    if HAS_SOFTCAP:
+        u = z * (1.0 / softcap)
+        if x.dtype == tl.float32:
+            v = u * u  # Cephes' polynomial: for a small tanh the difference below would lose digits
+            small = ((-5.70498872745e-3 * v + 2.06390887954e-2) * v - 5.37397155531e-2) * v + 1.33314422036e-1
+            large = 1.0 - 2.0 / (exp(2.0 * tl.abs(u)) + 1.0)
+            tanh = tl.where(v < 0.39, u + u * v * (small * v - 3.33332819422e-1), tl.where(u < 0.0, -large, large))
+        else:
+            root = tl.rsqrt(exp(2.0 * u) + 1.0)  # its square is cheaper than a division
+            tanh = 1.0 - 2.0 * root * root
+        z = softcap * tanh
+    return z
+
+
+@triton.jit
+def _load(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
+    if MASKED:  # only where needed: with an arbitrary mask each number is loaded by itself
+        return tl.load(ptr + column, mask=column < V, other=0.0, eviction_policy=EVICT)
+    return tl.load(ptr + column, eviction_policy=EVICT)
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr, gradient_ptr, target_ptr, class_weight_ptr, class_weight_sum_ptr, a_ptr, c_ptr,
+    lse_ptr, loss_ptr, z_loss_ptr, log_prob_ptr, predicted_ptr,
+    logits_stride, gradient_stride, V, vocabulary, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
+    HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_A: tl.constexpr,
+    HAS_C: tl.constexpr, STATISTICS: tl.constexpr, PREDICT: tl.constexpr, GRADIENT: tl.constexpr,
+    LOWEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    GROUPS: tl.constexpr = BLOCK // VECTOR
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * logits_stride
+    gradient_ptr += row.to(tl.int64) * gradient_stride
+    y = tl.load(target_ptr + row)
+    columns = tl.arange(0, GROUPS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    whole = V // BLOCK * BLOCK  # one partial block follows
+
+    if y == ignore_index:
+        if STATISTICS:
+            tl.store(lse_ptr + 2 * row, 0.0)
+            tl.store(lse_ptr + 2 * row + 1, 1.0)
+            tl.store(loss_ptr + row, 0.0)
+            tl.store(z_loss_ptr + row, 0.0)
+            tl.store(log_prob_ptr + row, 0.0)
+            if PREDICT:
+                tl.store(predicted_ptr + row, -1)
+        if GRADIENT:
+            for start in range(0, V, BLOCK):
+                zero = tl.zeros([GROUPS, VECTOR], gradient_ptr.dtype.element_ty)
+                tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
+        return
+
+    valid = (y >= 0) & (y < V)
+    z_y = _transformed(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    z_y = tl.where(valid, z_y, float("nan"))
+    w_y = 1.0
+    w_sum = tl.cast(vocabulary, tl.float32)
+    if HAS_CLASS_WEIGHT:
+        w_y = tl.load(class_weight_ptr + y, mask=valid, other=0.0).to(tl.float32)
+        w_sum = tl.load(class_weight_sum_ptr)
+
+    if STATISTICS:
+        maxima = tl.full([GROUPS], LOWEST, tl.float32)
+        totals = tl.zeros([GROUPS], tl.float32)
+        weighted = tl.zeros([GROUPS], tl.float32)
+        best = tl.full([GROUPS], LOWEST, tl.float32)
+        predicted = tl.zeros([GROUPS], tl.int32)
+        for last in tl.static_range(2):
+            for start in range(whole if last else 0, V if last else whole, BLOCK):
+                # Cached for the second pass: the rows in progress fit in L2.
+                x = _load(logits_ptr, start + columns, V, last, "evict_last")
+                z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
+                if HAS_SMOOTHING:
+                    share = z
+                    if HAS_CLASS_WEIGHT:
+                        share *= _load(class_weight_ptr, start + columns, V, last, "evict_last").to(tl.float32)
+                    if last:
+                        share = tl.where(start + columns < V, share, 0.0)
+                    weighted += tl.sum(share, 1)
+                if last:
+                    z = tl.where(start + columns < V, z, float("-inf"))
+                highest = tl.max(z, 1)
+                new_maxima = tl.maximum(maxima, highest)
+                totals = totals * exp(maxima - new_maxima) + tl.sum(exp(z - new_maxima[:, None]), 1)
+                maxima = new_maxima
+                if PREDICT:
+                    better = highest > best
+                    here = start + tl.arange(0, GROUPS) * VECTOR + tl.argmax(z, 1)
+                    predicted = tl.where(better, here, predicted)
+                    best = tl.where(better, highest, best)
+        maximum = tl.max(maxima, 0)
+        total = tl.sum(totals * exp(maxima - maximum), 0)
+        lse = maximum + tl.log(total)
+        # Not lse − z_y: for a target near the maximum that difference would cancel.
+        log_prob = (z_y - maximum) - tl.log(total)
+        loss = (label_smoothing - 1.0) * w_y * log_prob
+        if HAS_SMOOTHING:
+            loss += label_smoothing / vocabulary * (w_sum * lse - tl.sum(weighted, 0))
+        tl.store(lse_ptr + 2 * row, maximum)
+        tl.store(lse_ptr + 2 * row + 1, total)
+        tl.store(loss_ptr + row, loss + z_loss * lse * lse)
+        tl.store(z_loss_ptr + row, z_loss * lse * lse)
+        tl.store(log_prob_ptr + row, log_prob)
+        if PREDICT:
+            tl.store(predicted_ptr + row, tl.min(tl.where(best == tl.max(best, 0), predicted, V), 0))
+    else:
+        maximum = tl.load(lse_ptr + 2 * row)
+        total = tl.load(lse_ptr + 2 * row + 1)
+        lse = maximum + tl.log(total)
+
+    if GRADIENT:
+        a = 1.0
+        c = 0.0
+        if HAS_A:
+            a = tl.load(a_ptr + row)
+        if HAS_C:
+            c = tl.load(c_ptr + row)
+        smoothed = a * label_smoothing / vocabulary
+        on_target = a * (1.0 - label_smoothing) * w_y - c
+        on_all = (on_target + smoothed * w_sum + 2.0 * a * z_loss * lse) / total
+        tl.debug_barrier()  # all threads have read the target's logit, which the gradient may overwrite
+        for step in tl.static_range(2):
+            for back in range(0, V - whole if step == 0 else whole, BLOCK):
+                # From the end, which was read last and is still cached.
+                column = (whole if step == 0 else whole - BLOCK - back) + columns
+                x = _load(logits_ptr, column, V, step == 0, "evict_first")
+                z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
+                dz = exp(z - maximum) * on_all
+                if HAS_SMOOTHING:
+                    if HAS_CLASS_WEIGHT:
+                        dz -= smoothed * _load(class_weight_ptr, column, V, step == 0, "evict_last").to(tl.float32)
+                    else:
+                        dz -= smoothed
+                if HAS_SOFTCAP:
+                    dz *= 1.0 - z * z * (1.0 / (softcap * softcap))
+                dx = (dz * logit_scale).to(gradient_ptr.dtype.element_ty)
+                if step == 0:
+                    tl.store(gradient_ptr + column, dx, mask=column < V, eviction_policy="evict_first")
+                else:
+                    tl.store(gradient_ptr + column, dx, eviction_policy="evict_first")
+        dz = exp(z_y - maximum) * on_all - on_target
+        if HAS_SMOOTHING:
+            dz -= smoothed * w_y
+        if HAS_SOFTCAP:
+            dz *= 1.0 - z_y * z_y * (1.0 / (softcap * softcap))
+        tl.debug_barrier()  # no comparison per column: the target's gradient is overwritten
+        tl.store(gradient_ptr + y, (dz * logit_scale).to(gradient_ptr.dtype.element_ty), mask=valid)
+
+
+def _chunk_in_torch(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    vocabulary: int,
+    lse: Tensor | None,
+    a: Tensor | None,
+    c: Tensor | None,
+    gradient: Tensor | None,
+    predict: bool,
+) -> TokenStatistics:
+    """The kernel's formulas in plain torch, without autograd, for devices without Triton."""
+    V = logits.shape[-1]
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    valid = target != ignore_index
+    here = valid & (target >= 0) & (target < V)
+    y = target.where(here, 0)
+    w = z.new_ones(V) if class_weight is None else class_weight.to(z.dtype)
+    w_sum = vocabulary if class_weight is None else w.sum()
+    if lse is None:
+        all_log_probs = z.log_softmax(-1)
+        maximum, log_total = z.amax(-1), -all_log_probs.amax(-1)
+    else:
+        maximum, log_total = lse[:, 0], lse[:, 1].log()
+        all_log_probs = (z - maximum[:, None]) - log_total[:, None]
+    total = maximum + log_total
+    log_probs = all_log_probs.gather(-1, y[:, None])[:, 0]
+    squared = z_loss * total.square()
+    loss = (label_smoothing - 1) * w[y] * log_probs + squared
+    if label_smoothing:
+        loss = loss + label_smoothing / vocabulary * (w_sum * total - z @ w)
+    if gradient is not None:
+        a = torch.ones_like(total) if a is None else a
+        c = torch.zeros_like(total) if c is None else c
+        smoothed = a * label_smoothing / vocabulary
+        on_target = a * (1 - label_smoothing) * w[y] - c
+        dz = all_log_probs.exp() * (on_target + smoothed * w_sum + 2 * a * z_loss * total)[:, None]
+        dz -= smoothed[:, None] * w
+        dz.scatter_add_(-1, y[:, None], -on_target.where(here, 0)[:, None])
+        if softcap is not None:
+            dz *= 1 - (z / softcap).square()
+        gradient.copy_((dz * logit_scale).where(valid[:, None], 0))
+    keep = lambda tensor: tensor.where(valid, 0)
+    keep_lse = torch.stack([maximum, log_total.exp()], 1).where(valid[:, None], 1)
+    predicted = z.argmax(-1).where(valid, -1) if predict else target.new_empty(0)
+    return TokenStatistics(keep(loss), keep(squared), keep(log_probs), keep_lse, predicted)
+
+
+def token_statistics(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    *,
+    lse: Tensor | None = None,
+    a: Tensor | None = None,
+    c: Tensor | None = None,
+    gradient: Tensor | None = None,
+    predict: bool = False,
+    vocabulary: int | None = None,
+) -> TokenStatistics | None:
+    """One launch over ``logits`` [N, V]: the statistics unless ``lse`` is given, the gradient if ``gradient`` is given.
+
+    ``gradient`` is written to; it may be ``logits`` itself, since each element is read before it is overwritten. ``a``
+    and ``c`` [N] are the upstream gradients of the loss (None: 1) and of the log-probability (None: 0). If the logits
+    are a shard of a ``vocabulary``, ``lse`` is that of the whole vocabulary, and a target outside the shard belongs to
+    another rank.
+    """
+    N, V = logits.shape
+    vocabulary = V if vocabulary is None else vocabulary
+    if not use_triton(logits):
+        results = _chunk_in_torch(
+            logits, target, class_weight, ignore_index, label_smoothing, z_loss, softcap, logit_scale, vocabulary,
+            lse, a, c, gradient, predict,
+        )  # fmt: skip
+        return results if lse is None else None
+    fresh = lambda: torch.empty(N, dtype=torch.float32, device=logits.device)
+    statistics = None
+    if lse is None:
+        predicted = torch.empty(N if predict else 0, dtype=torch.int64, device=logits.device)
+        lse = torch.empty(N, 2, dtype=torch.float32, device=logits.device)
+        statistics = TokenStatistics(fresh(), fresh(), fresh(), lse, predicted)
+    out = statistics or TokenStatistics(logits, logits, logits, lse, logits)
+    block = min(max(triton.next_power_of_2(V), VECTOR), WIDE_BLOCK if V > 2**16 else MAX_BLOCK)
+    if N:
+        with on_device_of(logits):
+            _cross_entropy_kernel[(N,)](
+                logits, logits if gradient is None else gradient, target,
+                logits if class_weight is None else class_weight,
+                logits if class_weight is None else class_weight.sum(dtype=torch.float32),
+                logits if a is None else a, logits if c is None else c,
+                out.lse, out.loss, out.z_loss, out.log_probs, out.predicted,
+                logits.stride(0), 0 if gradient is None else gradient.stride(0), V, vocabulary,
+                ignore_index, label_smoothing, z_loss, 0.0 if softcap is None else softcap, logit_scale,
+                HAS_CLASS_WEIGHT=class_weight is not None, HAS_SMOOTHING=label_smoothing != 0.0,
+                HAS_SOFTCAP=softcap is not None, HAS_A=a is not None, HAS_C=c is not None,
+                STATISTICS=statistics is not None, PREDICT=predict, GRADIENT=gradient is not None,
+                LOWEST=LOWEST, BLOCK=block, VECTOR=VECTOR, num_warps=min(max(block // 512, 1), 32),
+            )  # fmt: skip
+    return statistics
+
+
+def cross_entropy_reference(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+    num_items: Tensor | float | None = None,
+) -> CrossEntropyOutput:
+    """`cross_entropy` in plain torch, by ``F.cross_entropy``, with every output."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    flat, y = z.reshape(-1, z.shape[-1]), target.reshape(-1)
+    valid = y != ignore_index
+    weight = None if class_weight is None else class_weight.to(z.dtype)
+    token_loss = F.cross_entropy(
+        flat, y, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
+    squared = (z_loss * flat.logsumexp(-1).square()).where(valid, 0)
+    log_probs = -F.cross_entropy(flat, y, ignore_index=ignore_index, reduction="none")
+    predicted = flat.argmax(-1).where(valid, -1)
+    hits = token_accuracy(predicted, y, ignore_index)
+    scale = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, z.dtype)
+    loss = reduce((token_loss + squared) * scale, reduction, target.shape)
+    z_part = reduce((squared * scale).detach(), reduction, target.shape)
+    shaped = log_probs.view(target.shape), hits.to(z.dtype), predicted.view(target.shape)
+    return CrossEntropyOutput(loss, z_part, *shaped)
+
+
+def token_scale(
+    target: Tensor,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    num_items: Tensor | float | None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Factor [N] of each token's loss under ``reduction``: weight over divisor, without host synchronisation.
+
+    The divisor of "mean" is ``num_items`` if given. Otherwise it is the sum over non-ignored tokens of token weight
+    times the target's class weight; without weights, their number. If it is 0, the factor is 0.
+    """
+    valid = target != ignore_index
+    if reduction == "mean" and num_items is None and class_weight is None and token_weight is None:
+        return (valid if dtype == torch.get_default_dtype() else valid.to(dtype)) / valid.sum().clamp_(min=1)
+    weight = valid.to(dtype) if token_weight is None else token_weight.reshape(-1).to(dtype).where(valid, 0)
+    if reduction != "mean":
+        return weight
+    if num_items is not None:
+        return (weight / num_items).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    divisor = weight if class_weight is None else weight * class_weight.to(dtype)[target.where(valid, 0)]
+    total = divisor.sum()
+    return torch.where(total == 0, 0, weight / total)
+
+
+def reduce(tokens: Tensor, reduction: str, shape: torch.Size) -> Tensor:
+    """Weighted per-token losses [N], summed, or in the target's ``shape`` for reduction "none"."""
+    return tokens.view(shape) if reduction == "none" else tokens.sum()
+
+
+LIBRARY.define(
+    "cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, int ignore_index, float label_smoothing,"
+    " float z_loss, float? softcap, float logit_scale, bool predict) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "cross_entropy_backward(Tensor? a, Tensor? c, Tensor logits, Tensor target, Tensor lse, Tensor? class_weight,"
+    " int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale) -> Tensor"
+)
+
+
+@torch.library.impl(LIBRARY, "cross_entropy", "CompositeExplicitAutograd")
+def _cross_entropy(logits, target, class_weight, *options_and_predict) -> tuple[Tensor, ...]:
+    *options, predict = options_and_predict
+    statistics = token_statistics(logits.contiguous(), target.contiguous(), class_weight, *options, predict=predict)
+    assert statistics is not None
+    return tuple(statistics)
+
+
+@torch.library.register_fake("liger_models::cross_entropy", lib=LIBRARY)
+def _cross_entropy_fake(logits, target, class_weight, *options_and_predict) -> tuple[Tensor, ...]:
+    N = logits.shape[0]
+    row = lambda *size: logits.new_empty(N, *size, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return row(), row(), row(), row(2), target.new_empty(N if options_and_predict[-1] else 0, dtype=torch.int64)
+
+
+@torch.library.impl(LIBRARY, "cross_entropy_backward", "CompositeExplicitAutograd")
+def _cross_entropy_backward(a, c, logits, target, lse, class_weight, *options) -> Tensor:
+    logits = logits.contiguous()
+    gradient = torch.empty_like(logits)
+    token_statistics(
+        logits, target.contiguous(), class_weight, *options, lse=lse, gradient=gradient,
+        a=lse.new_zeros(len(lse)) if a is None else a.contiguous(), c=None if c is None else c.contiguous(),
+    )  # fmt: skip
+    return gradient
+
+
+@torch.library.register_fake("liger_models::cross_entropy_backward", lib=LIBRARY)
+def _cross_entropy_backward_fake(a, c, logits, target, lse, class_weight, *options) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx, inputs, output):
+    logits, target, class_weight, *ctx.options, _ = inputs
+    ctx.set_materialize_grads(False)
+    _, z_loss, _, lse, predicted = output
+    ctx.mark_non_differentiable(z_loss, lse, predicted)
+    ctx.save_for_backward(logits, target, lse, class_weight)
+
+
+def _backward(ctx, a, _z_loss, c, _lse, _predicted):
+    logits, target, lse, class_weight = ctx.saved_tensors
+    if a is None and c is None:
+        return (None,) * 9
+    dx = torch.ops.liger_models.cross_entropy_backward(a, c, logits, target, lse, class_weight, *ctx.options)
+    return dx, *(None,) * 8
+
+
+register_autograd("cross_entropy", _backward, _setup)
+
+
+def _loss_and_gradient(logits, target, class_weight, factors, *options_and_predict) -> tuple[Tensor, ...]:
+    """``Σ factors · token losses``, its z-loss part, predictions, the gradient, and the scale taken out for fp16."""
+    *options, predict = options_and_predict
+    logits = logits.contiguous()
+    gradient = torch.empty_like(logits)
+    a, scale = without_exponent(factors, logits.dtype)
+    statistics = token_statistics(
+        logits, target.contiguous(), class_weight, *options, predict=predict, a=a, gradient=gradient
+    )
+    assert statistics is not None
+    loss = (statistics.loss * factors).sum()
+    z_loss = (statistics.z_loss * factors).sum() if options[2] else torch.zeros_like(loss)
+    return loss, z_loss, statistics.predicted, gradient, scale
+
+
+def check_arguments(
+    op: str,
+    rows: tuple[int, ...],
+    V: int,
+    target: Tensor,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    reduction: str,
+    num_items: Tensor | float | None,
+) -> None:
+    """Raise ValueError or TypeError that names the wrong argument, what it must be and what it is."""
+    check(reduction in ("mean", "sum", "none"), f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
+    check(0.0 <= label_smoothing <= 1.0, f"{op}: label_smoothing must lie in [0, 1], got {label_smoothing}.")
+    check(softcap is None or softcap > 0, f"{op}: softcap must be positive or None, got {softcap}.")
+    check(
+        num_items is None or reduction == "mean",
+        f"{op}: num_items is the divisor of reduction 'mean', got it with {reduction!r}. Leave one of them out.",
+    )
+    check(tuple(target.shape) == rows, f"{op}: target must have shape {list(rows)}, got {list(target.shape)}.")
+    if target.dtype != torch.int64:
+        raise TypeError(f"{op}: target must be int64, got {target.dtype}.")
+    for name, tensor, shape in (("class_weight", class_weight, (V,)), ("token_weight", token_weight, rows)):
+        if tensor is not None:
+            check(
+                tuple(tensor.shape) == shape, f"{op}: {name} must have shape {list(shape)}, got {list(tensor.shape)}."
+            )
+            check(not tensor.requires_grad, f"{op}: {name} gets no gradient. Pass {name}.detach().")
+    if target.device.type == "cpu" and not torch.compiler.is_compiling() and target.numel():
+        wrong = (target != ignore_index) & ((target < 0) | (target >= V))
+        if wrong.any():
+            got = target[wrong][0].item()
+            raise ValueError(f"{op}: target must be ignore_index ({ignore_index}) or lie in [0, {V}), got {got}.")
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+    num_items: Tensor | float | None = None,
+    return_z_loss: bool = False,
+    return_log_probs: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> CrossEntropyOutput:
+    """Cross entropy of ``logits`` against ``target``, as ``F.cross_entropy`` with the additions below.
+
+    Args:
+        logits: [..., V], floating-point; never written to.
+        target: [...], int64 in [0, V) or ``ignore_index``.
+        class_weight: [V], weight of each class; no gradient.
+        token_weight: [...], weight of each token's loss; no gradient.
+        ignore_index: target value of tokens that are ignored.
+        label_smoothing: share of the target mass that is spread evenly over the vocabulary.
+        z_loss: coefficient of ``lse²``, which keeps the logits from drifting.
+        softcap: cap the logits, after ``logit_scale``, to ``softcap · tanh(logits / softcap)``; None for no cap.
+        logit_scale: factor of the logits.
+        reduction: "mean" divides by ``num_items`` if given, otherwise by the sum of the weights of the non-ignored
+            tokens; "sum" adds; "none" returns one loss per token.
+        num_items: divisor of "mean", such as the number of targets over all accumulation steps and ranks; 0 gives 0.
+        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: also return these fields.
+
+    Returns:
+        `CrossEntropyOutput`.
+
+    Raises:
+        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        TypeError: the target is not int64, or logits or weights are not floating-point.
+    """
+    check_floating("cross_entropy", logits=logits, class_weight=class_weight, token_weight=token_weight)
+    check(logits.dim() > 0, "cross_entropy: logits must have a vocabulary dimension, got a scalar.")
+    V = logits.shape[-1]
+    check_arguments(
+        "cross_entropy", tuple(logits.shape[:-1]), V, target, class_weight, token_weight,
+        ignore_index, label_smoothing, softcap, reduction, num_items,
+    )  # fmt: skip
+    flat, y = logits.reshape(-1, V), target.reshape(-1)
+    predict = return_token_accuracy or return_predicted_tokens
+    options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, predict)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    factors = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, wide)
+    training = logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    log_probs = None
+    if training and reduction != "none" and not return_log_probs:
+        loss, z_part, predicted = HandOver.apply(_loss_and_gradient, 4, (0,), flat, y, class_weight, factors, *options)
+    else:
+        token_loss, token_z, log_probs, _, predicted = torch.ops.liger_models.cross_entropy(
+            flat, y, class_weight, *options
+        )
+        loss = reduce(token_loss * factors, reduction, target.shape)
+        z_part = reduce(token_z * factors, reduction, target.shape)
+    return CrossEntropyOutput(
+        loss=loss,
+        z_loss=z_part if return_z_loss else None,
+        log_probs=log_probs.view(target.shape) if return_log_probs and log_probs is not None else None,
+        token_accuracy=token_accuracy(predicted, y, ignore_index) if return_token_accuracy else None,
+        predicted_tokens=predicted.view(target.shape) if return_predicted_tokens else None,
+    )
+
+
+def token_accuracy(predicted: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Share of the non-ignored targets that were predicted, float32; 0 if there are none."""
+    return (predicted == target).where(target != ignore_index, False).sum() / (target != ignore_index).sum().clamp_min(
+        1
+    )

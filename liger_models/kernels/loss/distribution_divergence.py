@@ -1,0 +1,285 @@
+"""Divergence of a student's distribution from a teacher's, of the distributions themselves.
+
+They are log-probabilities s and t or probabilities q and p, m is log(β · p + (1 − β) · q), and D is the sum of d. Each
+term is a function of one pair of entries, and so is its derivative for the student's::
+
+    forward_kl  d = p · (t − s)                                   dd/ds = −p
+    reverse_kl  d = q · (s − t)                                   dd/ds = q · (s − t) + q
+    jsd         d = β · p · (t − m) + (1 − β) · q · (s − m)       dd/ds = (1 − β) · q · (s − m)
+    tvd         d = ½ · |q − p|                                   dd/dq = ½ · sign(q − p)
+    kl          d = p · (log max(p, ε) − s)                       dd/ds = −p
+    kl_log      d = p · (t − s)                                   dd/ds = −p
+
+The last two are 0 where p is 0 and infinite where only q is 0. The others replace s and t of −∞ by a finite number. For
+a scalar loss one kernel reads both tensors once, sums the terms of each block of a row, and writes the gradient in the
+dtype of the student. Terms that are not summed, and compiled graphs, read both tensors again in the backward. Saved:
+the inputs and that gradient.
+
+Source: https://arxiv.org/abs/1503.02531, generalised JSD https://arxiv.org/abs/2306.13649, tvd
+https://arxiv.org/abs/2307.15190.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_models.common.errors import check
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.loss.cross_entropy import exp
+from liger_models.kernels.loss.divergence import _part, over_mixture
+from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
+
+DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "kl", "kl_log")
+REDUCTIONS = ("none", "sum", "mean", "batchmean")
+
+TERMS_BLOCK = 4096
+"""Terms that a program computes: 16 for each thread."""
+
+LOWEST_LOG = torch.finfo(torch.float32).min / 4
+"""Replaces log-probabilities of -inf: the product with their exponential is then 0 and not NaN."""
+
+
+def distribution_divergence_reference(
+    student: Tensor,
+    teacher: Tensor,
+    kind: str,
+    *,
+    beta: float = 0.5,
+    eps: float = 1e-10,
+    reduction: str = "batchmean",
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """`distribution_divergence` in plain torch (differentiable in the student; fp64 stays fp64)."""
+    s, t = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (student, teacher.detach()))
+    if kind == "tvd":
+        terms = (s - t).abs() / 2
+    elif kind in ("kl", "kl_log"):
+        p, log_p = (t.exp(), t) if kind == "kl_log" else (t, t.clamp_min(eps).log())
+        positive = p > 0  # where p is 0, −inf must reach neither the product nor its gradient
+        terms = (p * (log_p.where(positive, 0) - s.where(positive, 0))).where(positive, 0)
+    else:
+        s, t = s.clamp_min(LOWEST_LOG), t.clamp_min(LOWEST_LOG)
+        if kind == "forward_kl":
+            terms = t.exp() * (t - s)
+        elif kind == "reverse_kl":
+            terms = s.exp() * (s - t)
+        else:
+            terms = beta * t.exp() * over_mixture(t, s, beta) + (1 - beta) * s.exp() * over_mixture(s, t, 1 - beta)
+    count = terms.new_tensor(max(terms[..., 0].numel(), 1))
+    if labels is not None:
+        valid = labels != ignore_index
+        terms, count = terms.where(valid[..., None], 0), valid.sum().clamp_min(1)
+    if reduction == "none":
+        return terms
+    total = terms.sum()
+    return {"sum": total, "batchmean": total / count, "mean": total / (count * terms.shape[-1])}[reduction]
+
+
+@triton.jit
+def _term(x, y, beta, eps, KIND: tl.constexpr, LOWEST: tl.constexpr):
+    """The summand of D for one entry x of the student and y of the teacher, and its derivative for x."""
+    if KIND == 3:
+        d = 0.5 * tl.abs(x - y)
+        dx = tl.where(x > y, 0.5, tl.where(x < y, -0.5, x - y))  # 0 or NaN
+    elif KIND >= 4:
+        p = exp(y) if KIND == 5 else y
+        log_p = y if KIND == 5 else tl.log(tl.where(y < eps, eps, y))
+        positive = p > 0.0  # elsewhere all three are 0, so that −inf is multiplied with nothing
+        p = tl.where(positive, p, 0.0)
+        d = p * (tl.where(positive, log_p, 0.0) - tl.where(positive, x, 0.0))
+        dx = -p
+    else:
+        s = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        t = tl.maximum(y, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        d, dx = _part(s, t, beta, KIND)
+        if KIND == 0:
+            dx = tl.where(x < LOWEST, 0.0, dx)
+        if KIND == 1:
+            dx += exp(s)
+    return d, dx
+
+
+@triton.jit
+def _terms_kernel(
+    student_ptr, teacher_ptr, factor_ptr, upstream_ptr, sum_ptr, term_ptr, gradient_ptr, V, beta, eps,
+    KIND: tl.constexpr, SUM: tl.constexpr, EACH: tl.constexpr, GRADIENT: tl.constexpr, HAS_UPSTREAM: tl.constexpr,
+    LOWEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(V, BLOCK)
+    row = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < V
+    start = row.to(tl.int64) * V
+    factor = tl.load(factor_ptr + row)
+    if factor == 0.0:  # nothing of an ignored row is read
+        if SUM:
+            tl.store(sum_ptr + tl.program_id(0), 0.0)
+        if EACH:
+            tl.store(term_ptr + start + column, tl.zeros([BLOCK], tl.float32), mask=inside)
+        if GRADIENT:
+            zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
+            tl.store(gradient_ptr + start + column, zero, mask=inside)
+        return
+    x = tl.load(student_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(teacher_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
+    d, dx = _term(x, y, beta, eps, KIND, LOWEST)
+    if SUM:
+        tl.store(sum_ptr + tl.program_id(0), tl.sum(tl.where(inside, d, 0.0), 0))
+    if EACH:
+        tl.store(term_ptr + start + column, d, mask=inside)
+    if GRADIENT:
+        dx *= factor
+        if HAS_UPSTREAM:
+            dx *= tl.load(upstream_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(gradient_ptr + start + column, dx.to(gradient_ptr.dtype.element_ty), mask=inside)
+
+
+def _terms(
+    student: Tensor, teacher: Tensor, factors: Tensor, kind: str, beta: float, eps: float, *,
+    each: bool = False, gradient: Tensor | None = None, upstream: Tensor | None = None, sums: bool = False,
+) -> Tensor:  # fmt: skip
+    """One launch over distributions [N, V]; rows whose factor is 0 are skipped.
+
+    Returns the terms [N, V] (``each``), or their sums over each row [N] (``sums``), neither multiplied by a factor.
+    ``gradient`` is written to: the derivative times the row's factor, and times ``upstream`` [N, V] if given.
+    """
+    N, V = student.shape
+    block = min(triton.next_power_of_2(V), TERMS_BLOCK)
+    blocks = triton.cdiv(V, block)
+    made = torch.empty(N, V if each else blocks if sums else 0, dtype=torch.float32, device=student.device)
+    if student.numel():
+        with on_device_of(student):
+            _terms_kernel[(N * blocks,)](
+                student, teacher, factors, student if upstream is None else upstream, made, made,
+                student if gradient is None else gradient, V, beta, eps,
+                KIND=DISTRIBUTION_KINDS.index(kind), SUM=sums, EACH=each, GRADIENT=gradient is not None,
+                HAS_UPSTREAM=upstream is not None, LOWEST=LOWEST_LOG, BLOCK=block,
+                num_warps=min(max(block // 512, 1), 8),
+            )  # fmt: skip
+    return made.sum(1) if sums else made
+
+
+LIBRARY.define(
+    "distribution_divergence(Tensor student, Tensor teacher, Tensor factors, str kind, float beta, float eps,"
+    " bool each) -> Tensor"
+)
+LIBRARY.define(
+    "distribution_divergence_backward(Tensor upstream, Tensor student, Tensor teacher, Tensor factors, str kind,"
+    " float beta, float eps, bool each) -> Tensor"
+)
+
+
+@torch.library.impl(LIBRARY, "distribution_divergence", "CompositeExplicitAutograd")
+def _forward(student, teacher, factors, kind, beta, eps, each) -> Tensor:
+    student, teacher = student.contiguous(), teacher.contiguous()
+    made = _terms(student, teacher, factors, kind, beta, eps, each=each, sums=not each)
+    return made if each else made * factors
+
+
+@torch.library.register_fake("liger_models::distribution_divergence", lib=LIBRARY)
+def _fake(student, teacher, factors, kind, beta, eps, each) -> Tensor:
+    made: Tensor = student.new_empty(student.shape if each else student.shape[:1], dtype=torch.float32)
+    return made
+
+
+@torch.library.impl(LIBRARY, "distribution_divergence_backward", "CompositeExplicitAutograd")
+def _backward(upstream, student, teacher, factors, kind, beta, eps, each) -> Tensor:
+    student, teacher = student.contiguous(), teacher.contiguous()
+    gradient: Tensor = torch.empty_like(student)
+    scale = factors if each else factors * upstream
+    _terms(
+        student, teacher, scale, kind, beta, eps, gradient=gradient, upstream=upstream.contiguous() if each else None
+    )
+    return gradient
+
+
+@torch.library.register_fake("liger_models::distribution_divergence_backward", lib=LIBRARY)
+def _backward_fake(upstream, student, *_) -> Tensor:
+    return torch.empty_like(student, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx, inputs, output):
+    student, teacher, factors, *ctx.options = inputs
+    ctx.save_for_backward(student, teacher, factors)
+
+
+def _autograd(ctx, upstream):
+    made: Tensor = torch.ops.liger_models.distribution_divergence_backward(upstream, *ctx.saved_tensors, *ctx.options)
+    return made, *(None,) * 6
+
+
+register_autograd("distribution_divergence", _autograd, _setup)
+
+
+def _loss_and_gradient(student, teacher, factors, kind, beta, eps) -> tuple[Tensor, ...]:
+    """``Σ factors · rows``, the gradient, and the scale taken out of it for fp16."""
+    student, teacher = student.contiguous(), teacher.contiguous()
+    gradient = torch.empty_like(student)
+    shares, scale = without_exponent(factors, student.dtype)
+    rows = _terms(student, teacher, shares, kind, beta, eps, gradient=gradient, sums=True)
+    return (rows * factors).sum(), gradient, scale
+
+
+def distribution_divergence(
+    student: Tensor,
+    teacher: Tensor,
+    kind: str,
+    *,
+    beta: float = 0.5,
+    eps: float = 1e-10,
+    reduction: str = "batchmean",
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Divergence of distributions that are held in full.
+
+    Args:
+        student: [..., V]: log-probabilities, for tvd probabilities.
+        teacher: [..., V], which gets no gradient: log-probabilities, for tvd and kl probabilities.
+        kind: "forward_kl", "reverse_kl", "jsd", "tvd", "kl" or "kl_log".
+        beta: β of jsd, in (0, 1).
+        eps: lower bound of p in the logarithm of kl.
+        reduction: "none", "sum", "mean" (over all terms) or "batchmean" (over rows), of the rows that are not ignored.
+        labels: [...], read only for ``ignore_index``; None to ignore no row.
+        ignore_index: label of rows that are ignored.
+
+    Returns:
+        [] or with reduction "none" [..., V], float32 (float64 for float64 inputs on the CPU).
+
+    Raises:
+        ValueError: the shapes do not match, or kind or reduction is unknown.
+    """
+    op = "distribution_divergence"
+    check(kind in DISTRIBUTION_KINDS, f"{op}: kind must be one of {DISTRIBUTION_KINDS}, got {kind!r}.")
+    check(reduction in REDUCTIONS, f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
+    check(
+        student.shape == teacher.shape and student.dim() > 0,
+        f"{op}: both distributions must have the same shape [..., V], got {list(student.shape)} and"
+        f" {list(teacher.shape)}.",
+    )
+    check(
+        labels is None or labels.shape == student.shape[:-1],
+        f"{op}: labels must be {list(student.shape[:-1])}, got {None if labels is None else list(labels.shape)}.",
+    )
+    if not use_triton(student):
+        return distribution_divergence_reference(
+            student, teacher, kind, beta=beta, eps=eps, reduction=reduction, labels=labels, ignore_index=ignore_index
+        )
+    V = student.shape[-1]
+    flat, other = student.reshape(-1, V), teacher.detach().reshape(-1, V)
+    each = reduction == "none"
+    if labels is None:
+        divisor = {"batchmean": max(len(flat), 1), "mean": max(len(flat), 1) * V}.get(reduction, 1)
+        factors = flat.new_full((len(flat),), 1 / divisor, dtype=torch.float32)
+    else:
+        valid = (labels != ignore_index).reshape(-1)
+        factors = valid.float()
+        if reduction in ("batchmean", "mean"):
+            factors /= valid.sum().clamp_min(1) * (V if reduction == "mean" else 1)
+    training = student.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if training and not each:
+        loss: Tensor = HandOver.apply(_loss_and_gradient, 3, (0,), flat, other, factors, kind, beta, eps)[0]
+        return loss
+    made: Tensor = torch.ops.liger_models.distribution_divergence(flat, other, factors, kind, beta, eps, each)
+    return made.view(student.shape) if each else made.sum()

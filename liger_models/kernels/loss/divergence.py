@@ -1,0 +1,516 @@
+"""Divergence of a student's next-token distribution from a teacher's.
+
+`linear_divergence` takes both models' last linear layers and never holds all logits. Per token, over the vocabulary, in
+fp32, with z the student's logits after factor and softcap, u the teacher's, τ the temperature, s = log softmax(z / τ),
+t = log softmax(u / τ), q = exp(s), p = exp(t)::
+
+    forward_kl  D = Σ p · (t − s)                                 a = −p
+    reverse_kl  D = Σ q · (s − t)                                 a = q · (s − t)
+    jsd         D = β · Σ p · (t − m) + (1 − β) · Σ q · (s − m)   a = (1 − β) · q · (s − m)
+    tvd         D = ½ · Σ |p − q|                                 a = ½ · q · sign(q − p)
+    cosine      D = β · (1 − cos(z, u))
+
+with m = log(β · p + (1 − β) · q). Backward: dD/dz_j = (a_j − q_j · Σ a) / τ, and for cosine
+β · (cos · z_j / |z|² − u_j / (|z| · |u|)). jsd with β = 0 is forward_kl and with β = 1 reverse_kl, the limits of jsd/β
+and jsd/(1 − β); jsd itself would be 0. The loss of a token may add the cross entropy of z against a target, at
+temperature 1.
+
+The rows are processed in the chunks of `linear_cross_entropy`, with logits of both models. The loss is a scalar, so its
+gradients are computed in the forward: four products in all. Logits are fp32 even for half-precision inputs, because
+divergences are small differences of them. Only the student gets gradients. Saved: as in `linear_cross_entropy`.
+
+Source: https://arxiv.org/abs/1503.02531, generalised JSD https://arxiv.org/abs/2306.13649, tvd
+https://arxiv.org/abs/2307.15190.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.loss.cross_entropy import LOWEST, _transformed, check_arguments, exp, token_scale
+from liger_models.kernels.loss.linear_cross_entropy import (
+    chunk_rows,
+    logits_buffer,
+    matching_dtypes,
+    walk_chunks,
+    wide_gradients_fake,
+    write_logits,
+)
+from liger_models.kernels.loss.scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, without_exponent
+
+KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
+MAX_BLOCK = 8192
+
+NORM_FLOOR = 1e-12
+
+TOGETHER = 4
+"""Chunks whose gradients go through the products at once: a gradient takes a quarter of the memory of both logits."""
+
+
+class DivergenceOutput(NamedTuple):
+    """Result of `linear_divergence`: [] fp32 each.
+
+    Attributes:
+        loss: ``soft_weight · soft_loss + hard_weight · hard_loss``.
+        soft_loss: mean divergence; no gradient.
+        hard_loss: mean cross entropy against the targets; no gradient.
+    """
+
+    loss: Tensor
+    soft_loss: Tensor
+    hard_loss: Tensor
+
+
+def final_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
+    """The logits [...] in fp32 or fp64, after factor and softcap."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def over_mixture(s: Tensor, t: Tensor, beta: float) -> Tensor:
+    """``s − log(β · exp(s) + (1 − β) · exp(t))``"""
+    top = torch.maximum(s, t)
+    return (s - top) - torch.log(beta * torch.exp(s - top) + (1 - beta) * torch.exp(t - top))
+
+
+def token_divergence(kind: str, z: Tensor, u: Tensor, beta: float, temperature: float) -> Tensor:
+    """D [...] of the logits z and u [..., V] in plain torch, differentiable."""
+    if kind == "cosine":
+        return beta * (1 - F.cosine_similarity(z, u, -1, NORM_FLOOR))
+    s = (z / temperature).log_softmax(-1).clamp_min(LOWEST)  # for logits of −inf, p · log p must be 0
+    t = (u / temperature).log_softmax(-1).clamp_min(LOWEST)
+    p, q = t.exp(), s.exp()
+    if kind == "tvd":
+        return (p - q).abs().sum(-1) / 2
+    if kind == "forward_kl":
+        return (p * (t - s)).sum(-1)
+    if kind == "reverse_kl":
+        return (q * (s - t)).sum(-1)
+    return (beta * p * over_mixture(t, s, beta) + (1 - beta) * q * over_mixture(s, t, 1 - beta)).sum(-1)
+
+
+def linear_divergence_reference(
+    x: Tensor,
+    weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    divergence: str = "jsd",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    hard_weight: float = 0.0,
+    soft_weight: float = 1.0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+) -> DivergenceOutput:
+    """`linear_divergence` in plain torch, with all logits of both models."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    z = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    z = final_logits(z, logit_scale, softcap)
+    with torch.no_grad():
+        shift = None if teacher_bias is None else teacher_bias.to(wide)
+        u = F.linear(teacher_x.to(wide), teacher_weight.to(wide), shift)
+        u = final_logits(u, teacher_logit_scale, teacher_softcap)
+    target = torch.full(x.shape[:-1], ignore_index + 1, device=x.device) if target is None else target
+    valid = target != ignore_index
+    count = valid.sum().clamp_min(1)
+    kind = kind_or_limit(divergence, beta)
+    soft = token_divergence(kind, z, u, beta, temperature).where(valid, 0).sum() / count
+    hard = soft.new_zeros(())
+    if hard_weight:
+        hard = F.cross_entropy(z.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="sum") / count
+    return DivergenceOutput(soft_weight * soft + hard_weight * hard, soft.detach(), hard.detach())
+
+
+def kind_or_limit(kind: str, beta: float) -> str:
+    """The kind of divergence; for jsd with β = 0 or 1 that of its limit."""
+    return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, kind) if kind == "jsd" else kind
+
+
+def check_divergence(op: str, divergence: str, beta: float, temperature: float) -> None:
+    """Raise a ValueError if an option of a divergence is out of range."""
+    check(divergence in KINDS, f"{op}: divergence must be one of {KINDS}, got {divergence!r}.")
+    check(divergence != "jsd" or 0.0 <= beta <= 1.0, f"{op}: beta must lie in [0, 1], got {beta}.")
+    check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
+
+
+@triton.jit
+def _part(s, t, beta, KIND: tl.constexpr):
+    """The summand of D, and a, for log-probabilities s of the student and t of the teacher."""
+    q = exp(s)
+    p = exp(t)
+    if KIND == 0:
+        d = p * (t - s)
+        a = -p
+    elif KIND == 1:
+        d = q * (s - t)
+        a = d
+    elif KIND == 2:
+        top = tl.maximum(s, t)  # m is stored as m − top: rounding m itself would lose s − m
+        m = tl.log(beta * exp(t - top) + (1.0 - beta) * exp(s - top))
+        a = (1.0 - beta) * q * ((s - top) - m)
+        d = beta * p * ((t - top) - m) + a
+    else:
+        d = 0.5 * tl.abs(p - q)
+        a = tl.where(q > p, 0.5 * q, tl.where(q < p, -0.5 * q, 0.0))
+    return d, a
+
+
+@triton.jit
+def _row_statistics(
+    student_ptr, teacher_ptr, V, beta, inverse_temperature, softcap, logit_scale, teacher_softcap, teacher_logit_scale,
+    NORM_FLOOR, KIND: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr,
+    LOWEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """D of a row, and what its gradient needs: maximum and log-sum of student and teacher, Σ a, log-sum without τ.
+
+    For cosine the log-sums are the norms, and Σ a is the cosine.
+    """
+    columns = tl.arange(0, BLOCK)
+    s_max, s_total, hard_total = LOWEST, 0.0, 0.0
+    t_max, t_total = LOWEST, 0.0
+    dot, s_square, t_square = 0.0, 0.0, 0.0
+    for start in range(0, V, BLOCK):
+        inside = start + columns < V
+        z = _transformed(
+            tl.load(student_ptr + start + columns, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP
+        )
+        u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
+        u = _transformed(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
+        if KIND == 4:
+            dot += tl.sum(z * u, 0)
+            s_square += tl.sum(z * z, 0)
+            t_square += tl.sum(u * u, 0)
+        else:
+            u = tl.where(inside, u, float("-inf"))
+            new_max = tl.maximum(t_max, tl.max(u, 0))
+            t_total *= exp((t_max - new_max) * inverse_temperature)
+            t_total += tl.sum(exp((u - new_max) * inverse_temperature), 0)
+            t_max = new_max
+        z = tl.where(inside, z, float("-inf"))
+        new_max = tl.maximum(s_max, tl.max(z, 0))
+        s_total *= exp((s_max - new_max) * inverse_temperature)
+        s_total += tl.sum(exp((z - new_max) * inverse_temperature), 0)
+        if HARD:
+            hard_total = hard_total * exp(s_max - new_max) + tl.sum(exp(z - new_max), 0)
+        s_max = new_max
+    s_log, t_log, hard_log = tl.log(s_total), 0.0, 0.0
+    if HARD:
+        hard_log = tl.log(hard_total)
+    soft, total_a = 0.0, 0.0
+    if KIND == 4:
+        s_log = tl.maximum(tl.sqrt(s_square), NORM_FLOOR)
+        t_log = tl.maximum(tl.sqrt(t_square), NORM_FLOOR)
+        total_a = dot / (s_log * t_log)
+        soft = beta * (1.0 - total_a)
+    else:
+        t_log = tl.log(t_total)
+        for start in range(0, V, BLOCK):
+            inside = start + columns < V
+            z = tl.load(student_ptr + start + columns, mask=inside, other=0.0)
+            z = _transformed(z, logit_scale, softcap, HAS_SOFTCAP)
+            u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
+            u = _transformed(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
+            s = tl.maximum((z - s_max) * inverse_temperature - s_log, LOWEST)
+            t = tl.maximum((u - t_max) * inverse_temperature - t_log, LOWEST)
+            d, a = _part(s, t, beta, KIND)
+            soft += tl.sum(tl.where(inside, d, 0.0), 0)
+            total_a += tl.sum(tl.where(inside, a, 0.0), 0)
+    return soft, s_max, s_log, t_max, t_log, total_a, hard_log
+
+
+@triton.jit
+def _divergence_kernel(
+    student_ptr, teacher_ptr, gradient_ptr, target_ptr, factor_ptr, hard_factor_ptr, soft_ptr, hard_ptr, statistics_ptr,
+    student_stride, teacher_stride, gradient_stride, V, ignore_index, beta, inverse_temperature,
+    soft_weight, hard_weight, softcap, logit_scale, teacher_softcap, teacher_logit_scale, NORM_FLOOR,
+    KIND: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, SAVE: tl.constexpr, SAVED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    student_ptr += row.to(tl.int64) * student_stride
+    teacher_ptr += row.to(tl.int64) * teacher_stride
+    gradient_ptr += row.to(tl.int64) * gradient_stride
+    statistics_ptr += row * 6
+    y = tl.load(target_ptr + row)
+    columns = tl.arange(0, BLOCK)
+
+    if y == ignore_index:
+        if not SAVED:
+            tl.store(soft_ptr + row, 0.0)
+            tl.store(hard_ptr + row, 0.0)
+        if GRADIENT:
+            for start in range(0, V, BLOCK):
+                zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
+                tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
+        return
+
+    if SAVED:
+        s_max, s_log = tl.load(statistics_ptr), tl.load(statistics_ptr + 1)
+        t_max, t_log = tl.load(statistics_ptr + 2), tl.load(statistics_ptr + 3)
+        total_a, hard_log = tl.load(statistics_ptr + 4), tl.load(statistics_ptr + 5)
+    else:
+        # Read before the gradient may overwrite it.
+        valid = (y >= 0) & (y < V)
+        z_y = _transformed(tl.load(student_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+        z_y = tl.where(valid, z_y, float("nan"))
+        soft, s_max, s_log, t_max, t_log, total_a, hard_log = _row_statistics(
+            student_ptr, teacher_ptr, V, beta, inverse_temperature, softcap, logit_scale, teacher_softcap,
+            teacher_logit_scale, NORM_FLOOR, KIND, HARD, HAS_SOFTCAP, HAS_TEACHER_SOFTCAP, LOWEST, BLOCK,
+        )  # fmt: skip
+        tl.store(soft_ptr + row, soft)
+        tl.store(hard_ptr + row, (hard_log - (z_y - s_max)) if HARD else 0.0)
+        if SAVE:
+            tl.store(statistics_ptr, s_max)
+            tl.store(statistics_ptr + 1, s_log)
+            tl.store(statistics_ptr + 2, t_max)
+            tl.store(statistics_ptr + 3, t_log)
+            tl.store(statistics_ptr + 4, total_a)
+            tl.store(statistics_ptr + 5, hard_log)
+
+    if GRADIENT:
+        soft_factor = soft_weight * logit_scale * tl.load(factor_ptr + row)
+        hard_factor = hard_weight * logit_scale * tl.load(hard_factor_ptr + row)
+        for start in range(0, V, BLOCK):
+            inside = start + columns < V
+            z = tl.load(student_ptr + start + columns, mask=inside, other=0.0)
+            z = _transformed(z, logit_scale, softcap, HAS_SOFTCAP)
+            u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
+            u = _transformed(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
+            if KIND == 4:
+                dz = soft_factor * beta * (total_a * z / (s_log * s_log) - u / (s_log * t_log))
+            else:
+                s = tl.maximum((z - s_max) * inverse_temperature - s_log, LOWEST)
+                t = tl.maximum((u - t_max) * inverse_temperature - t_log, LOWEST)
+                _, a = _part(s, t, beta, KIND)
+                dz = soft_factor * inverse_temperature * (a - exp(s) * total_a)
+            if HARD:
+                dz += hard_factor * (exp((z - s_max) - hard_log) - tl.where(start + columns == y, 1.0, 0.0))
+            if HAS_SOFTCAP:
+                dz *= 1.0 - (z / softcap) * (z / softcap)
+            tl.store(gradient_ptr + start + columns, dz.to(gradient_ptr.dtype.element_ty), mask=inside)
+
+
+def _rows_in_torch(student, teacher, gradient, target, factors, options) -> tuple[Tensor, Tensor]:
+    """The kernel's formulas in plain torch, without autograd, for devices without Triton."""
+    kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale, t_softcap, t_scale = options
+    z, u = final_logits(student, scale, softcap), final_logits(teacher, t_scale, t_softcap)
+    valid = target != ignore_index
+    y = target.where(valid, 0)[:, None]
+    soft = token_divergence(kind, z, u, beta, temperature).where(valid, 0)
+    log_probs = z.log_softmax(-1)
+    hard = -log_probs.gather(-1, y)[:, 0].where(valid, 0) if hard_weight else torch.zeros_like(soft)
+    if gradient is None:
+        return soft, hard
+    if kind == "cosine":
+        lengths = [v.norm(dim=-1, keepdim=True).clamp_min(NORM_FLOOR) for v in (z, u)]
+        cosine = 1 - token_divergence(kind, z, u, 1.0, 1.0)[:, None]
+        dz = beta * (cosine * z / lengths[0] - u / lengths[1]) / lengths[0]
+    else:
+        s, t = ((v / temperature).log_softmax(-1).clamp_min(LOWEST) for v in (z, u))
+        q = s.exp()
+        if kind == "forward_kl":
+            a = -t.exp()
+        elif kind == "reverse_kl":
+            a = q * (s - t)
+        elif kind == "tvd":
+            a = q * torch.sign(q - t.exp()) / 2
+        else:
+            a = (1 - beta) * q * over_mixture(s, t, 1 - beta)
+        dz = (a - q * a.sum(-1, keepdim=True)) / temperature
+    dz = soft_weight * dz
+    if hard_weight:
+        dz += hard_weight * log_probs.exp()
+        dz.scatter_add_(-1, y, torch.full_like(dz[:, :1], -hard_weight))
+    if softcap is not None:
+        dz *= 1 - (z / softcap).square()
+    gradient.copy_((dz * scale * factors[:, None]).where(valid[:, None], 0))
+    return soft, hard
+
+
+def divergence_of_rows(
+    student, teacher, gradient, target, factors, options, hard_factors=None, statistics=None
+) -> tuple[Tensor, Tensor]:
+    """Divergence and cross entropy of each row; ``factors`` times the gradient is written to ``gradient`` if given.
+
+    ``hard_factors`` are other factors of the cross entropy's gradient. ``statistics`` [N, 6] are written, or with a
+    gradient read in place of computing both losses.
+    """
+    if not use_triton(student):
+        return _rows_in_torch(student, teacher, gradient, target, factors, options)
+    kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale, t_softcap, t_scale = options
+    N, V = student.shape
+    soft, hard = (torch.empty(N, dtype=torch.float32, device=student.device) for _ in range(2))
+    written = student if gradient is None else gradient
+    block = min(triton.next_power_of_2(V), MAX_BLOCK)
+    with on_device_of(student):
+        _divergence_kernel[(N,)](
+            student, teacher, written, target, factors, factors if hard_factors is None else hard_factors, soft, hard,
+            soft if statistics is None else statistics,
+            student.stride(0), teacher.stride(0), written.stride(0), V, ignore_index, beta, 1.0 / temperature,
+            soft_weight, hard_weight, 0.0 if softcap is None else softcap, scale,
+            0.0 if t_softcap is None else t_softcap, t_scale, NORM_FLOOR,
+            KIND=KINDS.index(kind), HARD=hard_weight != 0.0, GRADIENT=gradient is not None,
+            SAVE=statistics is not None, SAVED=statistics is not None and gradient is not None,
+            HAS_SOFTCAP=softcap is not None, HAS_TEACHER_SOFTCAP=t_softcap is not None, LOWEST=LOWEST, BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )  # fmt: skip
+    return soft, hard
+
+
+LIBRARY.define(
+    "linear_divergence(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor teacher_x, Tensor teacher_weight,"
+    " Tensor? teacher_bias, Tensor factors, str kind, float beta, float temperature, float soft_weight,"
+    " float hard_weight, int ignore_index, float? softcap, float logit_scale, float? teacher_softcap,"
+    " float teacher_logit_scale, int rows, bool need_dx, bool need_dw, bool need_db)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "linear_divergence", "CompositeExplicitAutograd")
+def _forward(x, weight, target, bias, teacher_x, teacher_weight, teacher_bias, factors, *rest) -> tuple[Tensor, ...]:
+    *options, rows, need_dx, need_dw, need_db = rest
+    need = (need_dx, need_dw, need_db)
+    x, teacher_x, target = x.contiguous(), teacher_x.contiguous(), target.contiguous()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    shares, scale = without_exponent(factors, x.dtype)
+    teacher = logits_buffer(x, len(weight), rows, wide)
+
+    def divergence(student: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        logits = teacher[: len(student)]
+        write_logits(teacher_x[part], teacher_weight, teacher_bias, logits)
+        return divergence_of_rows(student, logits, gradient if any(need) else None, target[part], shares[part], options)
+
+    results, *gradients = walk_chunks(x, weight, bias, rows, need, divergence, wide, TOGETHER)
+    soft, hard = ((each * factors).sum() for each in results) if results else factors.new_zeros(2).unbind()
+    soft_weight, hard_weight = options[3:5]
+    loss = soft_weight * soft + hard_weight * hard if hard_weight else soft_weight * soft
+    return loss, soft.clone(), hard.clone(), *gradients, scale
+
+
+@torch.library.register_fake("liger_models::linear_divergence", lib=LIBRARY)
+def _fake(x, weight, target, bias, teacher_x, teacher_weight, teacher_bias, factors, *rest) -> tuple[Tensor, ...]:
+    *_, need_dx, need_dw, need_db = rest
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
+    return (
+        *(x.new_empty((), dtype=wide) for _ in range(3)),
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
+        *wide_gradients_fake(weight, dw_dtype if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
+        x.new_empty((), dtype=wide),
+    )
+
+
+register_autograd("linear_divergence", scalar_loss_backward, scalar_loss_setup)
+
+
+def linear_divergence(
+    x: Tensor,
+    weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    divergence: str = "jsd",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    hard_weight: float = 0.0,
+    soft_weight: float = 1.0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    workspace_mib: int | None = None,
+) -> DivergenceOutput:
+    """Mean divergence of the student's distributions from the teacher's, with the logits of only one chunk at a time.
+
+    Args:
+        x: [..., C], floating-point.
+        weight: [V, C], in the dtype of x.
+        teacher_x: [..., C'], in the dtype of x. The teacher's tensors get no gradients.
+        teacher_weight: [V, C'].
+        target: [...], int64 in [0, V) or ``ignore_index``. None: all tokens count, and there is no hard loss.
+        divergence: "forward_kl", "reverse_kl", "jsd", "tvd" or "cosine".
+        beta: β of jsd, in [0, 1]; factor of cosine.
+        temperature: divisor of both models' logits in the divergence; cosine does not depend on it.
+        bias, teacher_bias: [V].
+        hard_weight, soft_weight: weights of the cross entropy against ``target`` and of the divergence.
+        ignore_index: target value of tokens that are ignored.
+        softcap, logit_scale, teacher_softcap, teacher_logit_scale: of each model's logits, as in `cross_entropy`.
+        workspace_mib: budget of the logits buffers in MiB; None as in `linear_cross_entropy`, with at most 8 chunks.
+
+    Returns:
+        `DivergenceOutput`: means over the non-ignored tokens; 0 if all are ignored.
+
+    Raises:
+        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        TypeError: a dtype is wrong.
+    """
+    op = "linear_divergence"
+    check_floating(op, x=x, weight=weight, teacher_x=teacher_x, teacher_weight=teacher_weight)
+    check_floating(op, bias=bias, teacher_bias=teacher_bias)
+    V = weight.shape[0]
+    for name, inputs, matrix in (("weight", x, weight), ("teacher_weight", teacher_x, teacher_weight)):
+        check(
+            matrix.dim() == 2 and inputs.dim() > 0 and matrix.shape[1] == inputs.shape[-1],
+            f"{op}: {name} must be [V, C] with C the last dimension of its input, got {list(matrix.shape)} for"
+            f" {list(inputs.shape)}.",
+        )
+    check(
+        teacher_weight.shape[0] == V,
+        f"{op}: both models must have one vocabulary, got {V} and {teacher_weight.shape[0]} words. Slice the"
+        " padding rows off the longer weight.",
+    )
+    check(
+        x.shape[:-1] == teacher_x.shape[:-1],
+        f"{op}: teacher_x must have as many tokens as x, got {list(teacher_x.shape)} for {list(x.shape)}.",
+    )
+    for name, each in (("bias", bias), ("teacher_bias", teacher_bias)):
+        check(
+            each is None or each.shape == (V,),
+            f"{op}: {name} must have shape [{V}], got {each is not None and each.shape}.",
+        )
+    check_divergence(op, divergence, beta, temperature)
+    check(
+        teacher_softcap is None or teacher_softcap > 0,
+        f"{op}: teacher_softcap must be positive or None, got {teacher_softcap}.",
+    )
+    check(workspace_mib is None or workspace_mib > 0, f"{op}: workspace_mib must be positive, got {workspace_mib}.")
+    check(target is not None or hard_weight == 0.0, f"{op}: hard_weight {hard_weight} needs a target. Pass one.")
+    if target is None:
+        target = torch.full(x.shape[:-1], 0 if ignore_index else 1, dtype=torch.int64, device=x.device)
+    check_arguments(op, tuple(x.shape[:-1]), V, target, None, None, ignore_index, 0.0, softcap, "mean", None)
+    x, weight, bias, teacher_x, teacher_weight, teacher_bias = matching_dtypes(  # type: ignore[assignment]
+        op, x, weight, bias, teacher_x, teacher_weight, teacher_bias
+    )
+    flat, teacher_flat, y = x.flatten(0, -2), teacher_x.flatten(0, -2), target.flatten()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    size = 2 * wide.itemsize + (TOGETHER * x.element_size() if x.dtype != wide else 0)
+    factors = token_scale(y, None, None, ignore_index, "mean", None, wide)
+    training = torch.is_grad_enabled()
+    fused = torch.ops.liger_models.linear_divergence
+    run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 8, (0, 1, 3))
+    loss, soft, hard, *_ = run(
+        flat, weight, y, bias, teacher_flat.detach(), teacher_weight.detach(),
+        None if teacher_bias is None else teacher_bias.detach(), factors,
+        kind_or_limit(divergence, beta), beta, temperature, soft_weight, hard_weight, ignore_index,
+        softcap, logit_scale, teacher_softcap, teacher_logit_scale, chunk_rows(len(y), V, size, workspace_mib),
+        training and x.requires_grad, training and weight.requires_grad,
+        training and bias is not None and bias.requires_grad,
+    )  # fmt: skip
+    return DivergenceOutput(loss, soft, hard)

@@ -1,0 +1,653 @@
+"""Cross entropy of ``x @ weightᵀ + bias`` without ever holding all logits.
+
+The rows are processed in chunks that fit a workspace budget. For each chunk a product writes the logits into a reused
+buffer, one kernel computes the loss and overwrites the logits with their gradient, and products add the chunk's part of
+dx and dweight. The formulas per row are those of `cross_entropy`.
+
+- A scalar loss (reduction "mean" or "sum") has one unknown upstream factor. Its gradients are computed in the forward
+  and multiplied by that factor in the backward: three matrix products in all. Saved: dx in the dtype of x, dweight in
+  bf16 if the weight is bf16 and otherwise in fp32, dbias in fp32. The first backward returns these tensors themselves,
+  so dweight never exists twice. A second backward (``retain_graph``) recomputes them, for which x is saved.
+- Per-token results (reduction "none", or ``return_log_probs``) have one upstream gradient per token, so the backward
+  recomputes the logits: four products. Saved: x, weight, lse.
+
+In fp16 a common power of two is taken out of the factors of the tokens' losses before the logits' gradient is rounded,
+and multiplied back in at the end. That is exact, and a mean over many tokens does not underflow.
+
+dweight is summed over the chunks in fp32. Only for bf16 weights and few chunks the sum is bf16, rounded after each
+chunk: that costs less accuracy than the rounding of the logits, and halves memory and traffic. Nothing waits for the
+device. Frozen inputs and ``no_grad`` cost no product.
+
+With a vocabulary sharded over ranks (`VocabShard`) the logits are never gathered. For each chunk and token the ranks
+exchange four numbers about their shard: the maximum, log Σ exp(z − maximum), the target's logit (from its owner), and
+the sum for label smoothing. From these each rank computes the statistics of the whole vocabulary and the gradient of
+its shard. dx is a partial sum.
+
+Source: https://arxiv.org/abs/2410.10989 (Liger Kernel), https://arxiv.org/abs/2411.09009 (Cut Your Losses);
+https://arxiv.org/abs/1909.08053 for the sharded vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.distributed.collectives import Group
+from liger_models.kernels.loss.cross_entropy import (
+    CrossEntropyOutput,
+    TokenStatistics,
+    check_arguments,
+    cross_entropy_reference,
+    reduce,
+    token_accuracy,
+    token_scale,
+    token_statistics,
+)
+from liger_models.kernels.loss.scalar_loss import (
+    HandOver,
+    scalar_loss_backward,
+    scalar_loss_setup,
+    scale_,
+    scaled,
+    without_exponent,
+)
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
+from liger_models.kernels.matmul.invariant_linear import write_invariant_linear
+
+WORKSPACE_MIB, WORKSPACE_TOKENS, MOST_TOKENS = 512, 8192, 65536
+"""Default budget in MiB for up to WORKSPACE_TOKENS tokens; it grows in proportion to the tokens above that, up to
+MOST_TOKENS. At V = 128,256 in bf16 this makes 4 chunks, large enough that reading and writing dweight for each chunk
+costs little. More tokens make more chunks of the same size, 4 GiB of logits: with 524,288 tokens 32 GiB otherwise."""
+
+ROW_MULTIPLE = 128
+
+COLUMN_MULTIPLE = 64
+"""Rows of the logits buffer start at multiples of this, and the products take a multiple of this many words, then the
+few that remain. With V = 100,278 (OLMo 3) or 49,155 (Granite) as a size of the product, cuBLAS is about three times
+slower."""
+
+BF16_CHUNKS = 8
+"""With up to this many chunks a bf16 dweight is summed in bf16. By default only more than MOST_TOKENS tokens are more
+chunks."""
+
+BLOCK_MIB = 256
+"""Otherwise it is summed in fp32, in blocks of about this size, so that the products stay large. Each block is cast and
+freed by itself: the bf16 copy never exists besides the whole sum (1 GiB less at V = 128,256 and C = 4096)."""
+
+
+def linear_cross_entropy_reference(
+    x: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, **options: object
+) -> CrossEntropyOutput:
+    """`linear_cross_entropy` in plain torch: all logits, then `cross_entropy_reference`."""
+    return cross_entropy_reference(F.linear(x, weight, bias), target, **options)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The vocabulary shard of a rank: rows of the head's weight, split as by ``torch.chunk``.
+
+    Attributes:
+        ranks: the process group that shards the vocabulary.
+        vocabulary: V, the size of the whole vocabulary.
+    """
+
+    ranks: Group
+    vocabulary: int
+
+    @property
+    def each(self) -> int:
+        """Size of every shard but the last."""
+        return -(-self.vocabulary // self.ranks.size)
+
+    @property
+    def start(self) -> int:
+        """First word of the calling rank's shard."""
+        return self.each * self.ranks.rank
+
+    @property
+    def count(self) -> int:
+        """Size of the calling rank's shard."""
+        return max(min(self.each, self.vocabulary - self.start), 0)
+
+    def check(self) -> "VocabShard":
+        """Return self.
+
+        Raises:
+            ValueError: the shard of a rank would be empty.
+        """
+        size = self.ranks.size
+        check(
+            self.each * (size - 1) < self.vocabulary,
+            f"VocabShard: vocab_size ({self.vocabulary}) must be enough for {size} ranks of {self.each} words each.",
+        )
+        return self
+
+
+def _vocab_parallel_statistics(
+    logits: Tensor, target: Tensor, options: tuple[int, float, float, float | None, float], vocab_shard: VocabShard
+) -> TokenStatistics:
+    """`token_statistics` over a sharded vocabulary: each rank has the logits of its shard."""
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
+    valid = target != ignore_index
+    here = valid & (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
+    any_word = torch.where(valid, (target - vocab_shard.start).where(here, 0), IGNORED)
+    own = token_statistics(
+        logits, any_word, None, IGNORED, label_smoothing, 0.0, softcap, logit_scale, vocabulary=vocab_shard.vocabulary
+    )
+    assert own is not None
+    maximum, log_total = own.lse[:, 0], own.lse[:, 1].log()
+    # Label smoothing adds ε · lse − ε/V · Σ z to the loss over the shard; solve for ε/V · Σ z.
+    mean_share = label_smoothing * (maximum + log_total) - own.loss + (label_smoothing - 1) * own.log_probs
+    every = torch.stack([maximum, log_total, own.log_probs + log_total, mean_share])
+    every = torch.ops.liger_models.all_gather(every, vocab_shard.ranks.name)
+    maxima, log_totals, target_logits, mean_shares = every.unbind(1)  # [R, N] each
+    maximum = maxima.amax(0)
+    log_total = (maxima - maximum + log_totals).logsumexp(0)
+    lse = maximum + log_total
+    owner = (target.where(valid, 0) // vocab_shard.each)[None]
+    # Not lse − z_y: for a target near the maximum that difference would cancel.
+    log_probs = ((maxima - maximum).gather(0, owner) + target_logits.gather(0, owner))[0] - log_total
+    squared = z_loss * lse.square()
+    loss = (label_smoothing - 1) * log_probs + label_smoothing * lse - mean_shares.sum(0) + squared
+    keep = lambda tensor: tensor.where(valid, 0)
+    lse = torch.stack([maximum, log_total.exp()], 1).where(valid[:, None], 1)
+    return TokenStatistics(keep(loss), keep(squared), keep(log_probs), lse, target.new_empty(0))
+
+
+def _local_target(target: Tensor, ignore_index: int, vocab_shard: VocabShard) -> Tensor:
+    """Targets as indices into this rank's shard: −1 for a word of another rank, `IGNORED` for an ignored target."""
+    here = (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
+    return torch.where(target == ignore_index, IGNORED, (target - vocab_shard.start).where(here, -1))
+
+
+def _words_from_op(group: str = "", size: int = 1, rank: int = 0, vocabulary: int = 0) -> VocabShard | None:
+    """`VocabShard` from the arguments of an op, None without a sharded vocabulary."""
+    return VocabShard(Group(group, size, rank), vocabulary) if vocabulary else None
+
+
+IGNORED = -100
+"""Replaces ``ignore_index``, which may be any number, even the -1 that marks a word of another rank."""
+
+
+def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
+    """Rows per chunk: as many as fit the budget, about equal over the chunks, in multiples that suit matmuls."""
+    tokens = min(N, MOST_TOKENS)
+    budget = WORKSPACE_MIB * max(1, tokens / WORKSPACE_TOKENS) if workspace_mib is None else workspace_mib
+    limit = max(int(budget * 2**20) // (V * itemsize) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+    if workspace_mib is None:
+        limit = max(limit, -(-tokens // BF16_CHUNKS))
+    chunks = max(-(-N // limit), 1)
+    return max(-(-N // (chunks * ROW_MULTIPLE)), 1) * ROW_MULTIPLE
+
+
+def _split_words(V: int, size: int) -> list[int]:
+    """Split V words into parts of up to ``size``; all but the last are multiples of COLUMN_MULTIPLE."""
+    aligned = V - V % COLUMN_MULTIPLE
+    sizes = [min(size, aligned - start) for start in range(0, aligned, size)]
+    return sizes + [V - aligned] * (aligned < V)
+
+
+def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write ``x @ weightᵀ + bias`` to ``out``, in its dtype."""
+    if is_batch_invariant():
+        write_invariant_linear(x, weight, bias, out)
+        return
+    sizes = _split_words(len(weight), len(weight))
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    for vocab_shard, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
+        if out.dtype != x.dtype:
+            if x.device.type == "cuda":
+                torch.mm(x, vocab_shard.t(), out_dtype=out.dtype, out=columns)
+            else:
+                torch.mm(x.to(out.dtype), vocab_shard.t().to(out.dtype), out=columns)
+            if shift is not None:
+                columns += shift
+        elif shift is None:
+            torch.mm(x, vocab_shard.t(), out=columns)
+        else:
+            torch.addmm(shift, x, vocab_shard.t(), out=columns)
+
+
+def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write ``gradient @ weight`` to ``out``, the few remaining words first: their sum is small and rounds little."""
+    sizes = _split_words(len(weight), len(weight))
+    for beta, (columns, vocab_shard) in enumerate(
+        zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)
+    ):
+        out.addmm_(columns, vocab_shard, beta=beta)
+
+
+def accumulate(sums: Sequence[Tensor], gradient: Tensor, x: Tensor, beta: int) -> None:
+    """``sums = beta · sums + gradientᵀ @ x`` in their dtype, with beta 0 or 1; ``sums`` are blocks of rows."""
+    for total, columns in zip(sums, gradient.split([len(block) for block in sums], 1), strict=True):
+        if x.dtype == total.dtype:
+            total.addmm_(columns.t(), x, beta=beta)
+        elif x.device.type == "cuda":
+            torch.addmm(total, columns.t(), x, beta=beta, out_dtype=total.dtype, out=total)
+        else:
+            total.addmm_(columns.t().to(total.dtype), x.to(total.dtype), beta=beta)
+
+
+def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Tensor]]:
+    """Allocate the sum of dweight: the whole and views of its parts; or None and fp32 blocks to be rounded to bf16."""
+    V, C = weight.shape
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    if weight.dtype != torch.bfloat16 or chunks <= BF16_CHUNKS:
+        whole = weight.new_empty(V, C, dtype=weight.dtype if weight.dtype == torch.bfloat16 else wide)
+        return whole, list(whole.split(_split_words(V, V)))
+    rows = max(BLOCK_MIB * 2**20 // (4 * C) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+    return None, [weight.new_empty(size, C, dtype=wide) for size in _split_words(V, rows)]
+
+
+def _concatenate(sums: list[Tensor]) -> Tensor:
+    """Concatenate the blocks in bf16; this empties the list."""
+    blocks = []
+    while sums:  # each block's sum is freed before the next one is cast
+        blocks.append(sums.pop(0).to(torch.bfloat16))
+    return torch.cat(blocks)
+
+
+def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A buffer for the logits of ``rows`` rows of x, or of all if x has fewer; its rows are aligned for matmuls."""
+    buffer = x.new_empty(min(rows, len(x)), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)
+    if x.device.type == "cpu":
+        buffer[:, V:] = 0  # bf16 products of CPUs with AMX read beyond the last word, and 0 · NaN is NaN
+    return buffer[:, :V]
+
+
+class Gradients:
+    """dx, dweight and dbias of ``x @ weightᵀ + bias``, accumulated from the logits' gradients chunk by chunk.
+
+    Args:
+        x: [N, C].
+        weight: [V, C].
+        need: whether dx, dweight and dbias are needed; the others are empty.
+        chunks: number of chunks.
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, need: tuple[bool, bool, bool], chunks: int) -> None:
+        self._weight, self._need, self._begun = weight, need, False
+        self.dx = torch.empty_like(x) if need[0] else x.new_empty(0)
+        self._dweight, self._sums = _allocate_sums(weight, chunks) if need[1] else (x.new_empty(0), [])
+        wide = torch.promote_types(x.dtype, torch.float32)
+        self._dbias = torch.zeros(len(weight), dtype=wide, device=x.device) if need[2] else x.new_empty(0)
+
+    def add(self, gradient: Tensor, x: Tensor, dx: Tensor | None) -> None:
+        """Add a chunk: the logits' gradient [n, V] and x [n, C]; ``dx`` [n, C] is written."""
+        if self._need[0]:
+            assert dx is not None
+            _linear_backward(gradient, self._weight, dx)
+        if self._need[1]:
+            accumulate(self._sums, gradient, x, beta=int(self._begun))
+        if self._need[2]:
+            self._dbias += gradient.sum(0, dtype=self._dbias.dtype)
+        self._begun = True
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply dweight and dbias of the chunks so far by ``factor`` []."""
+        for each in (*self._sums, self._dbias):
+            scale_(each, factor)
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dx, dweight in the dtype of its sum, and dbias in fp32."""
+        if self._dweight is None:
+            self._dweight = _concatenate(self._sums)
+        elif not self._begun:
+            self._dweight.zero_()
+        return self.dx, self._dweight, self._dbias
+
+
+def walk_chunks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: int,
+    need: tuple[bool, bool, bool],
+    of_logits: Callable[[Tensor, slice, Tensor], Sequence[Tensor] | None],
+    logits_dtype: torch.dtype | None = None,
+    together: int = 1,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Apply ``of_logits`` to ``x @ weightᵀ + bias`` chunk by chunk, and compute dx, dweight and dbias if needed.
+
+    Args:
+        x: [N, C], contiguous.
+        weight: [V, C].
+        bias: [V].
+        rows: rows per chunk.
+        need: whether dx, dweight and dbias are needed; the others are returned empty.
+        of_logits: ``(logits of a chunk, its rows, gradient buffer) -> results per row, or None``. It writes the
+            gradient of the logits to the buffer, which is read only if something is needed. The buffer has the dtype of
+            x; if the logits have it, too, the buffer is the logits themselves.
+        logits_dtype: dtype of the logits; None for the dtype of x.
+        together: number of chunks whose gradients go through the products at once, if gradients have their own buffer.
+
+    Returns:
+        The results, each of all rows ([] without rows); dx; dweight in the dtype of its sum; dbias in fp32.
+    """
+    N, V = x.shape[0], weight.shape[0]
+    logits = buffer = logits_buffer(x, V, rows, logits_dtype)
+    apart = any(need) and buffer.dtype != x.dtype
+    step = rows * together if apart else rows
+    gradient = room = logits_buffer(x, V, step) if apart else buffer
+    gradients = Gradients(x, weight, need, -(-N // step))
+    pieces = []
+    for begin in range(0, N, step):
+        whole = slice(begin, min(begin + step, N))
+        for start in range(begin, whole.stop, rows):
+            part = slice(start, min(start + rows, whole.stop))
+            logits, gradient = buffer[: part.stop - start], room[start - begin : part.stop - begin]
+            write_logits(x[part], weight, bias, logits)
+            results = of_logits(logits, part, gradient)
+            if results is not None:
+                pieces.append(results)
+        if any(need):
+            gradients.add(room[: whole.stop - begin], x[whole], gradients.dx[whole] if need[0] else None)
+    del logits, gradient, buffer, room
+    return [torch.cat(column) for column in zip(*pieces, strict=True)], *gradients.finish()
+
+
+def _walk_chunks(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    options: tuple[int, float, float, float | None, float],
+    rows: int,
+    *,
+    predict: bool = False,
+    a: Tensor | None = None,
+    c: Tensor | None = None,
+    lse: Tensor | None = None,
+    need: tuple[bool, bool, bool] = (False, False, False),
+    vocab_shard: VocabShard | None = None,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Statistics of every row (none if ``lse`` is given), and dx, dweight and dbias if needed."""
+    own_target, own_options = target, options
+    if vocab_shard is not None:
+        own_target, own_options = _local_target(target, options[0], vocab_shard), (IGNORED, *options[1:])
+
+    def statistics(logits: Tensor, part: slice, gradient: Tensor) -> Sequence[Tensor] | None:
+        results, known = None, None if lse is None else lse[part]
+        if vocab_shard is not None and known is None:
+            results = _vocab_parallel_statistics(logits, target[part], options, vocab_shard)
+            known = results.lse
+        if known is None or any(need):
+            made = token_statistics(
+                logits,
+                own_target[part],
+                class_weight,
+                *own_options,
+                predict=predict,
+                lse=known,
+                a=None if a is None else a[part],
+                c=None if c is None else c[part],
+                gradient=gradient if any(need) else None,
+                vocabulary=None if vocab_shard is None else vocab_shard.vocabulary,
+            )  # fmt: skip
+            results = made if results is None else results
+        return results
+
+    results, dx, dweight, dbias = walk_chunks(x, weight, bias, rows, need, statistics)
+    if lse is None and not results:
+        empty = lambda *size: x.new_empty(0, *size, dtype=torch.promote_types(x.dtype, torch.float32))
+        results = [empty(), empty(), empty(), empty(2), target.new_empty(0)]  # an op's outputs must differ
+    return results, dx, dweight, dbias
+
+
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, int rows"
+_INPUTS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
+_WORDS = "str group='', int ranks=1, int rank=0, int vocabulary=0"
+LIBRARY.define(
+    f"linear_cross_entropy({_INPUTS}, Tensor factors, {_OPTIONS},"
+    f" bool predict, bool need_dx, bool need_dw, bool need_db, {_WORDS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    f"linear_cross_entropy_tokens({_INPUTS}, {_OPTIONS}, bool predict, {_WORDS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    f"linear_cross_entropy_tokens_backward(Tensor? a, Tensor? c, {_INPUTS}, Tensor lse, {_OPTIONS},"
+    f" bool need_dx, bool need_dw, bool need_db, {_WORDS}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "linear_cross_entropy", "CompositeExplicitAutograd")
+def _loss(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
+    (*options, rows, predict), need, vocab_shard = rest[:7], rest[7:10], _words_from_op(*rest[10:])
+    a, scale = without_exponent(factors, x.dtype)
+    statistics, dx, dweight, dbias = _walk_chunks(
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
+        predict=predict, a=a, need=need, vocab_shard=vocab_shard,
+    )  # fmt: skip
+    loss, z_loss, _, _, predicted = statistics
+    loss = (loss * factors).sum()
+    z_loss = (z_loss * factors).sum() if options[2] else torch.zeros_like(loss)
+    return loss, z_loss, predicted, dx, dweight, dbias, scale
+
+
+@torch.library.register_fake("liger_models::linear_cross_entropy", lib=LIBRARY)
+def _loss_fake(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
+    predict, need_dx, need_dw, need_db = rest[6:10]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
+    return (
+        x.new_empty((), dtype=wide),
+        x.new_empty((), dtype=wide),
+        target.new_empty(x.shape[0] if predict else 0),
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
+        *wide_gradients_fake(weight, dw_dtype if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
+        x.new_empty((), dtype=wide),
+    )
+
+
+def wide_gradients_fake(
+    weight: Tensor, dw_dtype: torch.dtype, db_dtype: torch.dtype, need_dw: bool, need_db: bool
+) -> tuple[Tensor, Tensor]:
+    """Fake dweight and dbias of the real ops."""
+    return (
+        weight.new_empty(weight.shape if need_dw else 0, dtype=dw_dtype),
+        weight.new_empty(weight.shape[0] if need_db else 0, dtype=db_dtype),
+    )
+
+
+register_autograd("linear_cross_entropy", scalar_loss_backward, scalar_loss_setup)
+
+
+@torch.library.impl(LIBRARY, "linear_cross_entropy_tokens", "CompositeExplicitAutograd")
+def _tokens(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, ...]:
+    (*options, rows, predict), vocab_shard = rest[:7], _words_from_op(*rest[7:])
+    statistics, *_ = _walk_chunks(
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
+        predict=predict, vocab_shard=vocab_shard,
+    )  # fmt: skip
+    return tuple(statistics)
+
+
+@torch.library.register_fake("liger_models::linear_cross_entropy_tokens", lib=LIBRARY)
+def _tokens_fake(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, ...]:
+    row = lambda *size: x.new_empty(x.shape[0], *size, dtype=torch.promote_types(x.dtype, torch.float32))
+    return row(), row(), row(), row(2), target.new_empty(x.shape[0] if rest[6] else 0)
+
+
+@torch.library.impl(LIBRARY, "linear_cross_entropy_tokens_backward", "CompositeExplicitAutograd")
+def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, ...]:
+    (*options, rows), need, vocab_shard = rest[:6], rest[6:9], _words_from_op(*rest[9:])
+    a = lse.new_zeros(len(lse)) if a is None else a
+    factors, scale = without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]), x.dtype)
+    a, c = factors[: len(a)], None if c is None else factors[len(a) :]
+    _, dx, dweight, dbias = _walk_chunks(
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
+        a=a, c=c, lse=lse, need=need, vocab_shard=vocab_shard,
+    )  # fmt: skip
+    return scaled((dx, dweight, dbias), scale, (x.dtype, weight.dtype, weight.dtype))
+
+
+@torch.library.register_fake("liger_models::linear_cross_entropy_tokens_backward", lib=LIBRARY)
+def _tokens_backward_fake(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    need_dx, need_dw, need_db = rest[6:9]
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
+    return dx, *wide_gradients_fake(weight, weight.dtype, weight.dtype, need_dw, need_db)
+
+
+def _tokens_setup(ctx, inputs, output):
+    x, weight, target, bias, class_weight, *options = inputs
+    ctx.options, ctx.vocab_shard = options[:6], options[7:]
+    _, z_loss, _, lse, predicted = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(z_loss, lse, predicted)
+    ctx.save_for_backward(x, weight, target, bias, class_weight, lse)
+
+
+def _tokens_grad(ctx, a, _z_loss, c, _lse, _predicted):
+    if a is None and c is None:
+        return (None,) * 16
+    *inputs, lse = ctx.saved_tensors
+    need = [ctx.needs_input_grad[index] for index in (0, 1, 3)]
+    gradients = torch.ops.liger_models.linear_cross_entropy_tokens_backward(
+        a, c, *inputs, lse, *ctx.options, *need, *ctx.vocab_shard
+    )
+    dx, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, need, strict=True))
+    return dx, dweight, None, dbias, *(None,) * 12
+
+
+register_autograd("linear_cross_entropy_tokens", _tokens_grad, _tokens_setup)
+
+
+def check_head(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, workspace_mib: int | None) -> None:
+    """Raise unless x [..., C], weight [V, C] and bias [V] match and the budget is positive."""
+    check_floating(op, x=x, weight=weight, bias=bias)
+    check(
+        weight.dim() == 2 and x.dim() > 0 and weight.shape[1] == x.shape[-1],
+        f"{op}: weight must be [V, C] with C the last dimension of x, got {list(weight.shape)} for x {list(x.shape)}.",
+    )
+    V = weight.shape[0]
+    check(
+        bias is None or bias.shape == (V,), f"{op}: bias must have shape [{V}], got {bias is not None and bias.shape}."
+    )
+    check(workspace_mib is None or workspace_mib > 0, f"{op}: workspace_mib must be positive, got {workspace_mib}.")
+
+
+def matching_dtypes(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Under autocast, cast the tensors to its dtype; otherwise return them unchanged.
+
+    Raises:
+        TypeError: without autocast the dtypes differ.
+    """
+    first = next(tensor for tensor in tensors if tensor is not None)
+    if torch.is_autocast_enabled(first.device.type):
+        dtype = torch.get_autocast_dtype(first.device.type)
+        return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+    dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
+    if len(set(dtypes)) > 1:
+        raise TypeError(
+            f"{op}: inputs, weights and biases must have one dtype, got {', '.join(map(str, dtypes))}."
+            " Convert them, or use torch.autocast."
+        )
+    return tensors
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+    num_items: Tensor | float | None = None,
+    return_z_loss: bool = False,
+    return_log_probs: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    workspace_mib: int | None = None,
+    vocab_shard: VocabShard | None = None,
+) -> CrossEntropyOutput:
+    """`cross_entropy` of ``x @ weightᵀ + bias`` against ``target``, with the logits of only one chunk at a time.
+
+    Args:
+        x: [..., C], floating-point.
+        weight: [V, C], in the dtype of x.
+        target: [...], int64 in [0, V) or ``ignore_index``.
+        bias: [V], in the dtype of x.
+        workspace_mib: budget of the logits buffer in MiB; a chunk has at least 128 rows. None: 512 MiB for up to 8192
+            tokens, proportionally more for more tokens, and an eighth of the rows for V > 262,144.
+        vocab_shard: this rank's shard, whose rows weight and bias are, if the vocabulary is sharded over ranks. All
+            ranks pass the same x and get the same loss; the gradient of x is a partial sum
+            (`collectives.copy_to_region`). Not with ``class_weight``, ``return_token_accuracy`` or
+            ``return_predicted_tokens``.
+        Others: as in `cross_entropy`. ``return_log_probs`` and reduction "none" are differentiable per token; their
+            backward recomputes the logits.
+
+    Returns:
+        `CrossEntropyOutput`.
+
+    Raises:
+        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        TypeError: a dtype is wrong.
+    """
+    op = "linear_cross_entropy"
+    predict = return_token_accuracy or return_predicted_tokens
+    check_head(op, x, weight, bias, workspace_mib)
+    check_floating(op, class_weight=class_weight, token_weight=token_weight)
+    V = weight.shape[0] if vocab_shard is None else vocab_shard.vocabulary
+    if vocab_shard is not None:
+        check(
+            class_weight is None and not predict,
+            f"{op}: class_weight, return_token_accuracy and return_predicted_tokens do not work with words. "
+            "Leave them out.",
+        )
+        check(
+            len(weight) == vocab_shard.count > 0,
+            f"{op}: weight must have the {vocab_shard.count} > 0 rows of this rank's words, got {len(weight)}.",
+        )
+    check_arguments(
+        op, tuple(x.shape[:-1]), V, target, class_weight, token_weight,
+        ignore_index, label_smoothing, softcap, reduction, num_items,
+    )  # fmt: skip
+    x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
+    flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    # Equal on all ranks: they communicate after each chunk.
+    rows = chunk_rows(flat.shape[0], V if vocab_shard is None else vocab_shard.each, x.element_size(), workspace_mib)
+    told = () if vocab_shard is None else (vocab_shard.ranks.name, vocab_shard.ranks.size, vocab_shard.ranks.rank, V)
+    options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, rows)
+    factors = token_scale(
+        y, class_weight, token_weight, ignore_index, reduction, num_items, torch.promote_types(x.dtype, torch.float32)
+    )
+
+    if reduction == "none" or return_log_probs:
+        loss, z_part, log_probs, _, predicted = torch.ops.liger_models.linear_cross_entropy_tokens(
+            flat, weight, y, bias, class_weight, *options, predict, *told
+        )
+        loss = reduce(loss * factors, reduction, target.shape)
+        z_part = reduce(z_part * factors, reduction, target.shape)
+        log_probs = log_probs.view(target.shape)
+    else:
+        training = torch.is_grad_enabled()
+        fused = torch.ops.liger_models.linear_cross_entropy
+        run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 6, (0, 1, 3))
+        loss, z_part, predicted, *_ = run(
+            flat, weight, y, bias, class_weight, factors, *options, predict,
+            training and x.requires_grad, training and weight.requires_grad,
+            training and bias is not None and bias.requires_grad, *told,
+        )  # fmt: skip
+        log_probs = None
+    return CrossEntropyOutput(
+        loss=loss,
+        z_loss=z_part if return_z_loss else None,
+        log_probs=log_probs if return_log_probs else None,
+        token_accuracy=token_accuracy(predicted, y, ignore_index) if return_token_accuracy else None,
+        predicted_tokens=predicted.view(target.shape) if return_predicted_tokens else None,
+    )

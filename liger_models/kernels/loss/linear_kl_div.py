@@ -1,0 +1,266 @@
+"""KL divergence of a student's next-token distribution, a linear layer, from stored probabilities of a teacher.
+
+Per token, over the vocabulary, in fp32, with z the student's logits after factor and softcap, τ the temperature,
+s = log softmax(z / τ), q = exp(s), and p the stored probabilities, which need not sum to 1::
+
+    D = Σ p · (log max(p, eps) − s)
+    dD/dz_j = (q_j · Σ p − p_j) / τ
+
+Where p is 0, the summand is 0. Rows with target ``ignore_index`` give 0 everywhere.
+
+The rows are processed in the chunks of `linear_cross_entropy`. The loss is a scalar, so its gradients are computed in
+the forward: three products in all. Logits are fp32 even for half-precision inputs, because a divergence is a small
+difference of them. The probabilities are read where they are, in their own dtype, and get no gradient. Saved: as in
+`linear_cross_entropy`, and the probabilities for a second backward.
+
+Source: https://arxiv.org/abs/1503.02531.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.loss.cross_entropy import LOWEST, _transformed, check_arguments, exp, token_scale
+from liger_models.kernels.loss.linear_cross_entropy import (
+    check_head,
+    chunk_rows,
+    matching_dtypes,
+    walk_chunks,
+    wide_gradients_fake,
+)
+from liger_models.kernels.loss.scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, without_exponent
+
+REDUCTIONS = ("batchmean", "mean", "sum")
+MAX_BLOCK = 8192
+
+
+def linear_kl_div_reference(
+    x: Tensor,
+    weight: Tensor,
+    probabilities: Tensor,
+    target: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    reduction: str = "batchmean",
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """`linear_kl_div` in plain torch, with all logits."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    p = probabilities.detach().to(wide)
+    s = _log_probs(logits, temperature, softcap, logit_scale)
+    each = (p * (p.clamp_min(eps).log() - s)).sum(-1)
+    valid = torch.ones_like(each, dtype=torch.bool) if target is None else target != ignore_index
+    total = each.where(valid, 0).sum()
+    rows = valid.sum().clamp_min(1)
+    return {"sum": total, "batchmean": total / rows, "mean": total / (rows * p.shape[-1])}[reduction]
+
+
+def _log_probs(logits: Tensor, temperature: float, softcap: float | None, logit_scale: float) -> Tensor:
+    z = logits * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return (z / temperature).log_softmax(-1).clamp_min(LOWEST)  # for a logit of −inf and p = 0, p · s must be 0
+
+
+@triton.jit
+def _linear_kl_div_kernel(
+    logits_ptr, p_ptr, gradient_ptr, target_ptr, factor_ptr, loss_ptr,
+    logits_stride, p_stride, gradient_stride, V, ignore_index, eps, inverse_temperature, softcap, logit_scale,
+    GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * logits_stride
+    p_ptr += row.to(tl.int64) * p_stride
+    gradient_ptr += row.to(tl.int64) * gradient_stride
+    columns = tl.arange(0, BLOCK)
+
+    if tl.load(target_ptr + row) == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        if GRADIENT:
+            for start in range(0, V, BLOCK):
+                zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
+                tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
+        return
+
+    maximum, total, mass = LOWEST, 0.0, 0.0
+    for start in range(0, V, BLOCK):
+        inside = start + columns < V
+        x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
+        z = tl.where(inside, _transformed(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(z, 0))
+        total *= exp((maximum - new_maximum) * inverse_temperature)
+        total += tl.sum(exp((z - new_maximum) * inverse_temperature), 0)
+        maximum = new_maximum
+        mass += tl.sum(tl.load(p_ptr + start + columns, mask=inside, other=0.0).to(tl.float32), 0)
+    log_total = tl.log(total)
+    loss, factor = 0.0, 0.0
+    if GRADIENT:
+        factor = tl.load(factor_ptr + row) * inverse_temperature * logit_scale
+    for start in range(0, V, BLOCK):
+        inside = start + columns < V
+        x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
+        z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
+        p = tl.load(p_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+        s = tl.maximum((z - maximum) * inverse_temperature - log_total, LOWEST)
+        loss += tl.sum(p * (tl.log(tl.maximum(p, eps)) - s), 0)
+        if GRADIENT:
+            dz = (exp(s) * mass - p) * factor
+            if HAS_SOFTCAP:
+                dz *= 1.0 - (z / softcap) * (z / softcap)
+            tl.store(gradient_ptr + start + columns, dz.to(gradient_ptr.dtype.element_ty), mask=inside)
+    tl.store(loss_ptr + row, loss)
+
+
+def _rows_in_torch(logits, p, gradient, target, factors, options) -> Tensor:
+    """The kernel's formulas in plain torch, without autograd, for devices without Triton."""
+    temperature, eps, ignore_index, softcap, logit_scale = options
+    p, valid = p.to(logits.dtype), target != ignore_index
+    s = _log_probs(logits, temperature, softcap, logit_scale)
+    loss: Tensor = (p * (p.clamp_min(eps).log() - s)).sum(-1).where(valid, 0)
+    if gradient is not None:
+        dz = (s.exp() * p.sum(-1, keepdim=True) - p) * (logit_scale / temperature)
+        if softcap is not None:
+            dz *= 1 - torch.tanh(logits * (logit_scale / softcap)).square()
+        gradient.copy_((dz * factors[:, None]).where(valid[:, None], 0))
+    return loss
+
+
+def _rows(logits, p, gradient, target, factors, options) -> Tensor:
+    """The divergence of each row; ``factors`` times the gradient is written to ``gradient`` if given."""
+    if not use_triton(logits):
+        return _rows_in_torch(logits, p, gradient, target, factors, options)
+    temperature, eps, ignore_index, softcap, logit_scale = options
+    N, V = logits.shape
+    loss = torch.empty(N, dtype=torch.float32, device=logits.device)
+    written = logits if gradient is None else gradient
+    block = min(triton.next_power_of_2(V), MAX_BLOCK)
+    with on_device_of(logits):
+        _linear_kl_div_kernel[(N,)](
+            logits, p, written, target, factors, loss, logits.stride(0), p.stride(0), written.stride(0), V,
+            ignore_index, eps, 1.0 / temperature, 0.0 if softcap is None else softcap, logit_scale,
+            GRADIENT=gradient is not None, HAS_SOFTCAP=softcap is not None, LOWEST=LOWEST, BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )  # fmt: skip
+    return loss
+
+
+LIBRARY.define(
+    "linear_kl_div(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor probabilities, Tensor factors,"
+    " float temperature, float eps, int ignore_index, float? softcap, float logit_scale, int rows,"
+    " bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "linear_kl_div", "CompositeExplicitAutograd")
+def _forward(x, weight, target, bias, probabilities, factors, *rest) -> tuple[Tensor, ...]:
+    *options, rows, need_dx, need_dw, need_db = rest
+    need = (need_dx, need_dw, need_db)
+    x, target = x.contiguous(), target.contiguous()
+    if probabilities.stride(-1) != 1:
+        probabilities = probabilities.contiguous()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    shares, scale = without_exponent(factors, x.dtype)
+
+    def divergence(logits: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor]:
+        written = gradient if any(need) else None
+        return (_rows(logits, probabilities[part], written, target[part], shares[part], options),)
+
+    results, *gradients = walk_chunks(x, weight, bias, rows, need, divergence, wide)
+    loss = (results[0] * factors).sum() if results else factors.new_zeros(())
+    return loss, *gradients, scale
+
+
+@torch.library.register_fake("liger_models::linear_kl_div", lib=LIBRARY)
+def _fake(x, weight, target, bias, probabilities, factors, *rest) -> tuple[Tensor, ...]:
+    *_, need_dx, need_dw, need_db = rest
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
+    return (
+        x.new_empty((), dtype=wide),
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
+        *wide_gradients_fake(weight, dw_dtype if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
+        x.new_empty((), dtype=wide),
+    )
+
+
+register_autograd("linear_kl_div", scalar_loss_backward, scalar_loss_setup)
+
+
+def linear_kl_div(
+    x: Tensor,
+    weight: Tensor,
+    probabilities: Tensor,
+    target: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    reduction: str = "batchmean",
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    workspace_mib: int | None = None,
+) -> Tensor:
+    """``Σ p · (log max(p, eps) − log softmax((x @ weightᵀ + bias) / temperature))`` of stored probabilities p.
+
+    Args:
+        x: [..., C], floating-point.
+        weight: [V, C], in the dtype of x.
+        probabilities: [..., V], p, of any floating-point dtype; read where they are, without gradient.
+        target: [...] int64, read only for ``ignore_index``; None: all tokens count.
+        bias: [V].
+        reduction: "batchmean" divides by the tokens that are not ignored, "mean" also by V, "sum" by nothing.
+        temperature: divisor of the student's logits; the probabilities are taken as they are.
+        eps: lower bound of p inside the logarithm.
+        ignore_index: target value of tokens that are ignored.
+        softcap, logit_scale: of the student's logits, as in `cross_entropy`.
+        workspace_mib: budget of the logits buffer in MiB; None as in `linear_cross_entropy`.
+
+    Returns:
+        [] fp32; 0 if all tokens are ignored.
+
+    Raises:
+        ValueError: shapes do not match, or an option is out of range.
+        TypeError: a dtype is wrong.
+    """
+    op = "linear_kl_div"
+    check_floating(op, x=x, weight=weight, bias=bias, probabilities=probabilities)
+    check_head(op, x, weight, bias, workspace_mib)
+    V = weight.shape[0]
+    check(
+        tuple(probabilities.shape) == (*x.shape[:-1], V),
+        f"{op}: probabilities must have shape {[*x.shape[:-1], V]}, got {list(probabilities.shape)}.",
+    )
+    check(reduction in REDUCTIONS, f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
+    check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
+    check(eps > 0, f"{op}: eps must be positive, got {eps}.")
+    if target is None:
+        target = torch.full(x.shape[:-1], 0 if ignore_index else 1, dtype=torch.int64, device=x.device)
+    check_arguments(op, tuple(x.shape[:-1]), V, target, None, None, ignore_index, 0.0, softcap, "mean", None)
+    x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = target.flatten()
+    factors = token_scale(y, None, None, ignore_index, "sum" if reduction == "sum" else "mean", None, wide)
+    if reduction == "mean":
+        factors = factors / V
+    size = wide.itemsize + (x.element_size() if x.dtype != wide else 0)
+    training = torch.is_grad_enabled()
+    fused = torch.ops.liger_models.linear_kl_div
+    run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 6, (0, 1, 3))
+    loss: Tensor = run(
+        x.flatten(0, -2), weight, y, bias, probabilities.detach().flatten(0, -2), factors,
+        temperature, eps, ignore_index, softcap, logit_scale, chunk_rows(len(y), V, size, workspace_mib),
+        training and x.requires_grad, training and weight.requires_grad,
+        training and bias is not None and bias.requires_grad,
+    )[0]  # fmt: skip
+    return loss

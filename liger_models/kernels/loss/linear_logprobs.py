@@ -1,0 +1,561 @@
+"""Log-probability of each target under ``softmax(x @ weightᵀ + bias)``, and the entropy, without holding all logits.
+
+Per token, over the vocabulary, in fp32, with z = logit_scale · logit / temperature, or with a softcap
+z = softcap · tanh(logit_scale · logit / softcap) / temperature::
+
+    logp = z_y − log Σ_j exp(z_j)
+    H    = −Σ_j p_j · log p_j = log Σ_j exp(z_j − m) − Σ_j p_j · (z_j − m),  m = max z
+
+Backward, for upstream gradients c of logp and h of H::
+
+    dz_j = c · ([j = y] − p_j) − h · p_j · (log p_j + H)
+
+and from dz to the logits as in `cross_entropy`. Rows with target ``ignore_index`` give 0 everywhere.
+
+The rows are processed in the chunks of `linear_cross_entropy`. Each token has its own upstream gradient, so the
+backward recomputes the logits: four products in all. Saved: x, weight, max z, log Σ exp(z − max z), and H. Without the
+entropy `linear_cross_entropy`'s per-token op runs.
+
+A loss that is a sum over sequences, or over pairs of them, needs no second product for the logits
+(`loss_of_log_probs`): its gradient for a sequence is known as soon as that sequence's log-probabilities are, while its
+logits still exist.
+
+Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from liger_models.common.errors import check
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.loss.cross_entropy import LOWEST, _transformed, check_arguments, exp, token_statistics
+from liger_models.kernels.loss.linear_cross_entropy import (
+    Gradients,
+    check_head,
+    chunk_rows,
+    linear_cross_entropy,
+    logits_buffer,
+    matching_dtypes,
+    walk_chunks,
+    write_logits,
+)
+from liger_models.kernels.loss.scalar_loss import HandOver, scale_, scaled, without_exponent
+
+More = TypeVar("More")
+
+MAX_BLOCK = 16384
+
+KEPT = 5 / 8
+"""Largest share of all rows whose logits `loss_of_log_probs` keeps at a time, if one sequence or pair exceeds a chunk.
+The peak is then a fifth of plain PyTorch's for a preference loss without a reference model. It is more than half, so
+the second sequence of a single pair fits."""
+
+
+def fused_linear_logprobs_reference(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies in plain torch, with all logits."""
+    logits = F.linear(x, weight, bias)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    log_p = (z / temperature).log_softmax(-1)
+    valid = target != ignore_index
+    chosen = log_p.gather(-1, target.where(valid, 0)[..., None])[..., 0]
+    entropy = torch.special.entr(log_p.exp()).sum(-1)
+    return chosen.where(valid, 0), entropy.where(valid, 0)
+
+
+@triton.jit
+def _log_probs_kernel(
+    logits_ptr, gradient_ptr, target_ptr, c_ptr, h_ptr, lse_ptr, log_prob_ptr, entropy_ptr,
+    logits_stride, gradient_stride, V, ignore_index, softcap, logit_scale,
+    HAS_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * logits_stride
+    gradient_ptr += row.to(tl.int64) * gradient_stride
+    y = tl.load(target_ptr + row)
+    columns = tl.arange(0, BLOCK)
+
+    if y == ignore_index:
+        if GRADIENT:
+            for start in range(0, V, BLOCK):
+                zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
+                tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
+        else:
+            tl.store(lse_ptr + 2 * row, 0.0)
+            tl.store(lse_ptr + 2 * row + 1, 0.0)
+            tl.store(log_prob_ptr + row, 0.0)
+            tl.store(entropy_ptr + row, 0.0)
+        return
+
+    if GRADIENT:
+        maximum = tl.load(lse_ptr + 2 * row)
+        log_total = tl.load(lse_ptr + 2 * row + 1)
+        entropy = tl.load(entropy_ptr + row)
+        c = tl.load(c_ptr + row)
+        h = tl.load(h_ptr + row)
+        for start in range(0, V, BLOCK):
+            inside = start + columns < V
+            x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
+            z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
+            log_p = (z - maximum) - log_total
+            p = exp(log_p)
+            # For a logit of −inf, p · log p must be 0 and not NaN.
+            dz = -p * (c + h * (tl.maximum(log_p, LOWEST) + entropy))
+            dz = tl.where(start + columns == y, dz + c, dz)
+            if HAS_SOFTCAP:
+                dz *= 1.0 - (z / softcap) * (z / softcap)
+            tl.store(gradient_ptr + start + columns, (dz * logit_scale).to(gradient_ptr.dtype.element_ty), mask=inside)
+    else:
+        valid = (y >= 0) & (y < V)
+        maximum = LOWEST
+        total = 0.0
+        weighted = 0.0  # Σ exp(z − maximum) · (z − maximum)
+        for start in range(0, V, BLOCK):
+            inside = start + columns < V
+            x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
+            z = tl.where(inside, _transformed(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(z, 0))
+            down = maximum - new_maximum
+            weighted = exp(down) * (weighted + down * total)
+            total *= exp(down)
+            below = tl.maximum(z - new_maximum, LOWEST)
+            e = exp(below)
+            total += tl.sum(e, 0)
+            weighted += tl.sum(e * below, 0)
+            maximum = new_maximum
+        log_total = tl.log(total)
+        z_y = _transformed(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+        z_y = tl.where(valid, z_y, float("nan"))
+        tl.store(lse_ptr + 2 * row, maximum)
+        tl.store(lse_ptr + 2 * row + 1, log_total)
+        tl.store(log_prob_ptr + row, (z_y - maximum) - log_total)
+        tl.store(entropy_ptr + row, log_total - weighted / total)
+
+
+def _rows_in_torch(
+    logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """z, log p, log p of the target, and the entropy, by the formulas above in plain torch, without autograd."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    log_p = z.log_softmax(-1)
+    valid = target != ignore_index
+    log_prob = log_p.gather(-1, target.where(valid, 0)[:, None])[:, 0].where(valid, 0)
+    return z, log_p, log_prob, torch.special.entr(log_p.exp()).sum(-1).where(valid, 0)
+
+
+def _statistics(
+    logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
+) -> Sequence[Tensor]:
+    """Log-probability, entropy, and the two summands of lse ([N, 2]) of each row."""
+    if not use_triton(logits):
+        z, _, log_prob, entropy = _rows_in_torch(logits, target, ignore_index, softcap, logit_scale)
+        maximum = z.amax(-1)
+        lse = torch.stack([maximum, z.logsumexp(-1) - maximum], 1)
+        return log_prob, entropy, lse.where((target != ignore_index)[:, None], 0)
+    log_prob, entropy, *_ = outputs = torch.empty(2, len(logits), device=logits.device)
+    lse = torch.empty(len(logits), 2, device=logits.device)
+    _launch(logits, logits, target, outputs, lse, log_prob, entropy, ignore_index, softcap, logit_scale, False)
+    return log_prob, entropy, lse
+
+
+def _gradient(
+    logits: Tensor,
+    target: Tensor,
+    c: Tensor,
+    h: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    ignore_index: int,
+    softcap: float | None,
+    logit_scale: float,
+) -> None:
+    """Overwrite the logits with their gradient."""
+    if use_triton(logits):
+        _launch(logits, logits, target, (c, h), lse, c, entropy, ignore_index, softcap, logit_scale, True)
+        return
+    z, log_p, _, entropy = _rows_in_torch(logits, target, ignore_index, softcap, logit_scale)
+    dz = -log_p.exp() * (c[:, None] + h[:, None] * (log_p.clamp_min(LOWEST) + entropy[:, None]))
+    valid = target != ignore_index
+    dz.scatter_add_(-1, target.where(valid, 0)[:, None], c[:, None].to(dz.dtype))
+    if softcap is not None:
+        dz *= 1 - (z / softcap).square()
+    logits.copy_((dz * logit_scale).where(valid[:, None], 0))
+
+
+def _launch(logits, gradient, target, upstream, lse, log_prob, entropy, ignore_index, softcap, logit_scale, backward):
+    N, V = logits.shape
+    block = min(triton.next_power_of_2(V), MAX_BLOCK)
+    if N:
+        with on_device_of(logits):
+            _log_probs_kernel[(N,)](
+                logits, gradient, target, upstream[0], upstream[1], lse, log_prob, entropy,
+                logits.stride(0), gradient.stride(0), V, ignore_index, 0.0 if softcap is None else softcap, logit_scale,
+                HAS_SOFTCAP=softcap is not None, GRADIENT=backward, LOWEST=LOWEST, BLOCK=block,
+                num_warps=min(max(block // 512, 1), 32),
+            )  # fmt: skip
+
+
+_INPUTS = "Tensor x, Tensor weight, Tensor target, Tensor? bias"
+_OPTIONS = "int ignore_index, float? softcap, float logit_scale, int rows"
+LIBRARY.define(f"linear_logprobs({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
+LIBRARY.define(
+    f"linear_logprobs_backward(Tensor? c, Tensor? h, {_INPUTS}, Tensor lse, Tensor entropy, {_OPTIONS},"
+    " bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "linear_logprobs", "CompositeExplicitAutograd")
+def _forward(x, weight, target, bias, *rest) -> tuple[Tensor, ...]:
+    *options, rows = rest
+    target = target.contiguous()
+    results, *_ = walk_chunks(
+        x.contiguous(), weight, bias, rows, (False, False, False),
+        lambda logits, part, _: _statistics(logits, target[part], *options),
+    )  # fmt: skip
+    empty = lambda *size: x.new_empty(0, *size, dtype=torch.promote_types(x.dtype, torch.float32))
+    return tuple(results) or (empty(), empty(), empty(2))
+
+
+@torch.library.register_fake("liger_models::linear_logprobs", lib=LIBRARY)
+def _forward_fake(x, *_) -> tuple[Tensor, ...]:
+    row = lambda *size: x.new_empty(x.shape[0], *size, dtype=torch.promote_types(x.dtype, torch.float32))
+    return row(), row(), row(2)
+
+
+@torch.library.impl(LIBRARY, "linear_logprobs_backward", "CompositeExplicitAutograd")
+def _backward(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tensor, ...]:
+    *options, rows, need_dx, need_dw, need_db = rest
+    target = target.contiguous()
+    both = torch.stack([torch.zeros_like(entropy) if u is None else u for u in (c, h)])
+    (c, h), scale = without_exponent(both, x.dtype)
+
+    def gradient(logits: Tensor, part: slice, _: Tensor) -> None:
+        _gradient(logits, target[part], c[part], h[part], lse[part], entropy[part], *options)
+
+    _, *gradients = walk_chunks(x.contiguous(), weight, bias, rows, (need_dx, need_dw, need_db), gradient)
+    return scaled(gradients, scale, (x.dtype, weight.dtype, weight.dtype))
+
+
+@torch.library.register_fake("liger_models::linear_logprobs_backward", lib=LIBRARY)
+def _backward_fake(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    *_, need_dx, need_dw, need_db = rest
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
+        weight.new_empty(weight.shape if need_dw else 0),
+        weight.new_empty(weight.shape[0] if need_db else 0),
+    )
+
+
+def _setup(ctx, inputs, output):
+    x, weight, target, bias, *ctx.options = inputs
+    _, entropy, lse = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(x, weight, target, bias, lse, entropy)
+
+
+def _grad(ctx, c, h, _lse):
+    if c is None and h is None:
+        return (None,) * 8
+    need = [ctx.needs_input_grad[index] for index in (0, 1, 3)]
+    gradients = torch.ops.liger_models.linear_logprobs_backward(c, h, *ctx.saved_tensors, *ctx.options, *need)
+    dx, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, need, strict=True))
+    return dx, dweight, None, dbias, *(None,) * 4
+
+
+register_autograd("linear_logprobs", _grad, _setup)
+
+
+@overload
+def fused_linear_logprobs(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    return_entropy: Literal[False] = False,
+    workspace_mib: int | None = None,
+) -> Tensor: ...
+
+
+@overload
+def fused_linear_logprobs(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    return_entropy: Literal[True],
+    workspace_mib: int | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def fused_linear_logprobs(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    workspace_mib: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probability of each target given ``x @ weightᵀ + bias``, with the logits of only one chunk at a time.
+
+    Args:
+        x: [..., C], floating-point.
+        weight: [V, C], in the dtype of x.
+        target: [...], int64 in [0, V) or ``ignore_index``.
+        bias: [V], in the dtype of x.
+        ignore_index: target value of tokens whose results are 0.
+        softcap: cap the logits, after ``logit_scale``, to ``softcap · tanh(logits / softcap)``; None for no cap.
+        logit_scale: factor of the logits.
+        temperature: divisor of the logits, after the softcap.
+        return_entropy: also return the entropy of each token's distribution.
+        workspace_mib: budget of the logits buffer in MiB; None as in `linear_cross_entropy`.
+
+    Returns:
+        Log-probabilities [...], fp32, differentiable per token. With ``return_entropy`` a pair of these and the
+        entropies in nats [...], fp32, also differentiable.
+
+    Raises:
+        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        TypeError: a dtype is wrong.
+    """
+    op = "fused_linear_logprobs"
+    check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
+    check(softcap is None or softcap > 0, f"{op}: softcap must be positive or None, got {softcap}.")
+    # Dividing by the temperature after the softcap equals dividing both scale and cap by it.
+    softcap, logit_scale = None if softcap is None else softcap / temperature, logit_scale / temperature
+    if not return_entropy:
+        log_probs = linear_cross_entropy(
+            x, weight, target, bias=bias, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+            reduction="sum", return_log_probs=True, workspace_mib=workspace_mib,
+        ).log_probs  # fmt: skip
+        assert log_probs is not None
+        return log_probs
+    check_head(op, x, weight, bias, workspace_mib)
+    V = weight.shape[0]
+    check_arguments(op, tuple(x.shape[:-1]), V, target, None, None, ignore_index, 0.0, softcap, "none", None)
+    x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
+    flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    rows = chunk_rows(flat.shape[0], V, x.element_size(), workspace_mib)
+    log_probs, entropy, _ = torch.ops.liger_models.linear_logprobs(
+        flat, weight, y, bias, ignore_index, softcap, logit_scale, rows
+    )
+    return log_probs.view(target.shape), entropy.view(target.shape)
+
+
+def loss_of_log_probs(
+    loss_of: Callable[[Tensor], tuple[Tensor, More]],
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    together: int = 1,
+    uniform: bool = False,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    workspace_mib: int | None = None,
+) -> tuple[Tensor, More]:
+    """``loss_of(fused_linear_logprobs(...))`` for a loss that sums over sequences; the forward computes the gradients.
+
+    Args:
+        loss_of: log-probabilities [B, T] fp32 -> ``(loss [], anything else without gradients)``. The gradient for a
+            sequence must depend only on that sequence and those ``together`` with it; numbers shared by all sequences,
+            such as counts of targets, must not be derived from the log-probabilities. It is called several times: with
+            log-probabilities of −1 where they are not known yet, and the last time with all of them.
+        x: [B, T, C].
+        together: how many sequences belong together: b, b + B / together, ... (2: chosen, then rejected sequences).
+        uniform: the loss reads only the sum of each sequence's log-probabilities, or sums of its targets', so that its
+            gradient is the same for all targets of a sequence. No logits of a single pair are then computed twice.
+        target: [B, T].
+        Others: as in `fused_linear_logprobs`. Without ``workspace_mib`` a chunk holds the logits of whole sequences, if
+            need be up to five eighths of all rows; logits beyond that are computed twice.
+
+    Returns:
+        The loss [], differentiable in x, weight and bias, and the second result of ``loss_of``.
+
+    Raises:
+        ValueError, TypeError: as in `fused_linear_logprobs`.
+    """
+    options = {"bias": bias, "ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
+    need = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
+    half = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    # In fp16 one power of two scales the gradients of all tokens; it must be known before the first is computed.
+    if not any(need) or half == torch.float16 or target.numel() == 0 or torch.compiler.is_compiling():
+        return loss_of(
+            fused_linear_logprobs(x, weight, target, temperature=temperature, workspace_mib=workspace_mib, **options)  # type: ignore[call-overload]
+        )
+    op = "loss_of_log_probs"
+    check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
+    check(
+        x.dim() == 3 and len(x) % together == 0,
+        f"{op}: x must be [B, T, C] with B a multiple of {together}, got {list(x.shape)}.",
+    )
+    check_head(op, x, weight, bias, workspace_mib)
+    check_arguments(op, tuple(x.shape[:-1]), len(weight), target, None, None, ignore_index, 0.0, softcap, "none", None)
+    x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
+    scaled_cap = None if softcap is None else softcap / temperature
+    last: list[More] = []
+
+    def run(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        loss, more, gradients = _loss_and_gradients(
+            loss_of, x, weight, target, bias, together, uniform, need,
+            (ignore_index, 0.0, 0.0, scaled_cap, logit_scale / temperature), workspace_mib,
+        )  # fmt: skip
+        last[:] = [more]
+        return loss, *gradients, loss.new_ones(())
+
+    (loss,) = HandOver.apply(run, 4, (0, 1, 3), x, weight, target, bias)
+    return loss, last[0]
+
+
+def _loss_and_gradients(
+    loss_of: Callable[[Tensor], tuple[Tensor, More]],
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    together: int,
+    uniform: bool,
+    need: tuple[bool, ...],
+    options: tuple[int, float, float, float | None, float],
+    workspace_mib: int | None,
+) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
+    B, T, C = x.shape
+    V, N, unit = len(weight), B * T, together * T
+    rows = chunk_rows(N, V, x.element_size(), workspace_mib)
+    each = -(-rows // unit) if workspace_mib is None else max(rows // unit, 1)  # sequences (or pairs) per chunk
+    room = rows if workspace_mib is not None else max(rows, int(KEPT * N))
+    size = min(each * unit, N)
+    if uniform and size > room and workspace_mib is None and B == together <= 2:
+        return _one_unit(loss_of, x.contiguous(), weight, target, bias, need, options, min(rows, T))
+    step = size if size <= room else rows
+    units = B // together
+    x, target = x.contiguous().view(together, units, T, C), target.reshape(together, units, T)
+    groups = [slice(start, start + each) for start in range(0, units, each)]
+    gradients = Gradients(x.view(N, C), weight, need, len(groups) * -(-size // step))  # type: ignore[arg-type]
+    dx = gradients.dx.view(x.shape) if need[0] else None
+    buffer = logits_buffer(x.view(N, C), V, size if size <= room else room // step * step)
+    log_probs = x.new_full(target.shape, -1.0, dtype=torch.promote_types(x.dtype, torch.float32))
+
+    for group in groups:
+        rows_x, y = x[:, group].reshape(-1, C), target[:, group].reshape(-1)
+        parts = [slice(start, min(start + step, len(y))) for start in range(0, len(y), step)]
+        dropped = max(len(parts) - len(buffer) // step, 0)  # parts whose logits are overwritten and recomputed
+        found, lse = log_probs.new_empty(len(y)), log_probs.new_empty(len(y), 2)
+        logits = []
+        for number, part in enumerate(parts):
+            place = max(number - dropped, 0) * step
+            logits.append(buffer[place : place + part.stop - part.start])
+            write_logits(rows_x[part], weight, bias, logits[-1])
+            statistics = token_statistics(logits[-1], y[part], None, *options)
+            assert statistics is not None
+            found[part], lse[part] = statistics.log_probs, statistics.lse
+        log_probs[:, group] = found.view(log_probs[:, group].shape)
+        upstream = _upstream(loss_of, log_probs.view(B, T)).view(log_probs.shape)
+        a = upstream[:, group].reshape(-1)
+        d_rows = gradients.dx.new_empty(rows_x.shape) if need[0] else gradients.dx
+        for number, part in sorted(enumerate(parts), key=lambda each: each[0] < dropped):
+            if number < dropped:
+                write_logits(rows_x[part], weight, bias, logits[number])
+            token_statistics(
+                logits[number], y[part], None, *options, lse=lse[part], a=a[part].contiguous(), gradient=logits[number]
+            )
+            gradients.add(logits[number], rows_x[part], d_rows[part] if need[0] else None)
+        if dx is not None:
+            dx[:, group] = d_rows.view(dx[:, group].shape)
+    loss, more = loss_of(log_probs.view(B, T))
+    del logits, buffer
+    _, dweight, dbias = gradients.finish()
+    return loss, more, (gradients.dx if dx is None else dx.view(B, T, C), dweight, dbias)
+
+
+def _upstream(loss_of: Callable[[Tensor], tuple[Tensor, More]], log_probs: Tensor) -> Tensor:
+    """The gradient of the loss for −log p [B, T]."""
+    with torch.enable_grad():
+        leaf = log_probs.detach().clone().requires_grad_()
+        (found,) = torch.autograd.grad(loss_of(leaf)[0], leaf)
+    return -found
+
+
+def _one_unit(
+    loss_of: Callable[[Tensor], tuple[Tensor, More]],
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    need: tuple[bool, ...],
+    options: tuple[int, float, float, float | None, float],
+    step: int,
+) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
+    """`_loss_and_gradients` of one sequence or pair with the same gradient for all targets of a sequence.
+
+    The gradients of the first sequence are summed before this factor is known, and multiplied by it afterwards. Only
+    the second sequence's logits are kept until then.
+    """
+    (B, T, C), V = x.shape, len(weight)
+    parts = [slice(start, min(start + step, T)) for start in range(0, T, step)]
+    gradients = Gradients(x.view(B * T, C), weight, need, B * len(parts))  # type: ignore[arg-type]
+    dx = gradients.dx.view(x.shape) if need[0] else None
+    buffer = logits_buffer(x.view(B * T, C), V, step if B == 1 else T)
+    log_probs = x.new_empty(B, T, dtype=torch.promote_types(x.dtype, torch.float32))
+    lse = log_probs.new_empty(T, 2)
+    for number in range(B):
+        for part in parts:
+            logits = buffer[part] if number else buffer[: part.stop - part.start]
+            write_logits(x[number, part], weight, bias, logits)
+            statistics = token_statistics(
+                logits, target[number, part], None, *options, gradient=None if number else logits
+            )
+            assert statistics is not None
+            log_probs[number, part], lse[part] = statistics.log_probs, statistics.lse
+            if not number:
+                gradients.add(logits, x[0, part], None if dx is None else dx[0, part])
+    a = _upstream(loss_of, log_probs)
+    first = (target[0] != options[0]).int().argmax(0, keepdim=True)
+    factor = a[0].gather(0, first)[0]  # without waiting for the device
+    gradients.scale(factor)
+    if dx is not None:
+        scale_(dx[0], factor)
+    for part in parts if B == 2 else ():
+        token_statistics(
+            buffer[part], target[1, part], None, *options, lse=lse[part], a=a[1, part], gradient=buffer[part]
+        )
+        gradients.add(buffer[part], x[1, part], None if dx is None else dx[1, part])
+    loss, more = loss_of(log_probs)
+    flat, dweight, dbias = gradients.finish()
+    return loss, more, (flat if dx is None else dx, dweight, dbias)

@@ -1,0 +1,148 @@
+"""Cross entropy of a student, and the divergence of its next-token distribution from a teacher's, of logits.
+
+Both logits are held in full. `divergence.py` has the formulas. The result is D and the cross entropy of each token. The
+forward reads both logits twice. The backward reads them once and combines both gradients. Saved: the inputs, and six
+numbers a row.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.loss.cross_entropy import check_arguments
+from liger_models.kernels.loss.divergence import (
+    check_divergence,
+    divergence_of_rows,
+    final_logits,
+    kind_or_limit,
+    token_divergence,
+)
+
+
+def logits_divergence_reference(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor,
+    *,
+    divergence: str = "jsd",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """`logits_divergence` in plain torch (differentiable in the student; fp64 stays fp64)."""
+    valid = target != ignore_index
+    z, u = (final_logits(each, 1.0, None).where(valid[..., None], 0) for each in (student, teacher.detach()))
+    hard = F.cross_entropy(z.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
+    soft = token_divergence(kind_or_limit(divergence, beta), z, u, beta, temperature)
+    return hard.view(target.shape), soft.where(valid, 0)
+
+
+LIBRARY.define(
+    "logits_divergence(Tensor student, Tensor teacher, Tensor target, str kind, float beta, float temperature,"
+    " int ignore_index) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "logits_divergence_backward(Tensor d_hard, Tensor d_soft, Tensor student, Tensor teacher, Tensor target,"
+    " Tensor statistics, str kind, float beta, float temperature, int ignore_index) -> Tensor"
+)
+
+
+def _token_options(kind, beta, temperature, ignore_index) -> tuple[object, ...]:
+    """Options of `divergence_of_rows` for losses of weight 1, and logits without factor and softcap."""
+    return kind, beta, temperature, 1.0, 1.0, ignore_index, None, 1.0, None, 1.0
+
+
+@torch.library.impl(LIBRARY, "logits_divergence", "CompositeExplicitAutograd")
+def _forward(student, teacher, target, *options) -> tuple[Tensor, Tensor, Tensor]:
+    statistics = student.new_zeros(len(student), 6, dtype=torch.float32)
+    soft, hard = divergence_of_rows(
+        student.contiguous(), teacher.contiguous(), None, target, statistics, _token_options(*options),
+        statistics=statistics,
+    )  # fmt: skip
+    return hard, soft, statistics
+
+
+@torch.library.register_fake("liger_models::logits_divergence", lib=LIBRARY)
+def _fake(student, *_) -> tuple[Tensor, ...]:
+    N = student.shape[0]
+    return tuple(student.new_empty(shape, dtype=torch.float32) for shape in ((N,), (N,), (N, 6)))
+
+
+@torch.library.impl(LIBRARY, "logits_divergence_backward", "CompositeExplicitAutograd")
+def _backward(d_hard, d_soft, student, teacher, target, statistics, *options) -> Tensor:
+    gradient = torch.empty_like(student, memory_format=torch.contiguous_format)
+    divergence_of_rows(
+        student.contiguous(), teacher.contiguous(), gradient, target, d_soft.contiguous(), _token_options(*options),
+        d_hard.contiguous(), statistics,
+    )  # fmt: skip
+    return gradient
+
+
+@torch.library.register_fake("liger_models::logits_divergence_backward", lib=LIBRARY)
+def _backward_fake(d_hard, d_soft, student, *_) -> Tensor:
+    return torch.empty_like(student, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx, inputs, output):
+    student, teacher, target, *ctx.options = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(student, teacher, target, output[2])
+
+
+def _autograd(ctx, d_hard, d_soft, _):
+    made = torch.ops.liger_models.logits_divergence_backward(d_hard, d_soft, *ctx.saved_tensors, *ctx.options)
+    return made, *(None,) * 6
+
+
+register_autograd("logits_divergence", _autograd, _setup)
+
+
+def logits_divergence(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor,
+    *,
+    divergence: str = "jsd",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy and divergence of each token, of logits that are held in full.
+
+    Args:
+        student: [..., V], floating-point; never written to.
+        teacher: [..., V], floating-point; gets no gradient.
+        target: [...], int64 in [0, V) or ``ignore_index``.
+        divergence, beta, temperature: as in `linear_divergence`; the cross entropy has temperature 1.
+        ignore_index: target value of tokens that are ignored: both losses are 0.
+
+    Returns:
+        Cross entropy and divergence, [...] float32 each (float64 for float64 inputs on the CPU), both differentiable.
+
+    Raises:
+        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        TypeError: a dtype is wrong.
+    """
+    op = "logits_divergence"
+    check_floating(op, student=student, teacher=teacher)
+    check(
+        student.shape == teacher.shape and student.dim() > 0,
+        f"{op}: student and teacher must have the same shape [..., V], got {list(student.shape)} and"
+        f" {list(teacher.shape)}.",
+    )
+    V = student.shape[-1]
+    check_divergence(op, divergence, beta, temperature)
+    check_arguments(op, tuple(student.shape[:-1]), V, target, None, None, ignore_index, 0.0, None, "none", None)
+    if not use_triton(student):
+        return logits_divergence_reference(
+            student, teacher, target, divergence=divergence, beta=beta, temperature=temperature,
+            ignore_index=ignore_index,
+        )  # fmt: skip
+    hard, soft, _ = torch.ops.liger_models.logits_divergence(
+        student.reshape(-1, V), teacher.detach().reshape(-1, V), target.reshape(-1), kind_or_limit(divergence, beta),
+        beta, temperature, ignore_index,
+    )  # fmt: skip
+    return hard.view(target.shape), soft.view(target.shape)

@@ -1,0 +1,100 @@
+"""Scores whose largest one is a token drawn by its probability, from numbers that depend on seed, step and token alone.
+
+::
+
+    score_t = z_t − log E_t,   E_t = −log(1 − u_t),   u_t = (hash(seed, step, t) + ½) / 2³²
+
+E is exponentially distributed. Of exponential clocks with the rates exp(z), the clock of token t rings first with the
+probability softmax(z)_t, and log E_t − z_t is the logarithm of its time. The numbers are a hash, so that no row depends
+on another one, and every device has the same up to rounding.
+
+The hash takes some twenty operations on integers, each of which would be a pass over [B, V] numbers in int64.
+
+Source: https://arxiv.org/abs/1411.0030 (Gumbel-max), https://nullprogram.com/blog/2018/07/31/ (hash).
+"""
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+
+BLOCK = 2048
+NUM_WARPS = 8
+"""Tokens and warps of a program."""
+
+_LOW = 0xFFFFFFFF
+
+
+def _hash(x: Tensor) -> Tensor:
+    """A bijection of the 32-bit numbers, held in int64, that leaves no pattern of its argument."""
+    x = (x ^ x >> 16) * 0x7FEB352D & _LOW
+    x = (x ^ x >> 15) * 0x846CA68B & _LOW
+    return x ^ x >> 16
+
+
+def exponential_noise(seeds: Tensor, step: int | Tensor, vocab_size: int) -> Tensor:
+    """E [B, V] fp32, in plain torch.
+
+    Args:
+        seeds: [B] int64, not negative.
+        step: number of new tokens so far, or [B] int64.
+        vocab_size: V.
+    """
+    key = _hash(_hash(_hash(seeds & _LOW) ^ (seeds >> 32)) ^ step)[:, None]
+    token = torch.arange(vocab_size, device=seeds.device)
+    bits = _hash(_hash(token ^ key) ^ _hash(key ^ 0x9E3779B9))
+    return -torch.log1p(-(bits.float() + 0.5) * 2.0**-32)
+
+
+@triton.jit
+def _hashed(x):
+    """`_hash` of uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _seeded_scores_kernel(logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seed = tl.load(seed_ptr + row)
+    key = _hashed(_hashed(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
+    key = _hashed(key ^ tl.load(step_ptr + row).to(tl.uint32))
+    bits = _hashed(_hashed(token.to(tl.uint32) ^ key) ^ _hashed(key ^ 0x9E3779B9))
+    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    # The logarithm of a number near 1 has few correct digits: Taylor's series for small u.
+    series = 1.0 / 6
+    series = series * u + 1.0 / 5
+    series = series * u + 1.0 / 4
+    series = series * u + 1.0 / 3
+    series = series * u + 1.0 / 2
+    series = (series * u + 1.0) * u
+    noise = tl.where(u < 1.0 / 16, series, -tl.log(1.0 - u))
+    z = tl.load(logits_ptr + row * V + token, mask=token < V, other=0.0)
+    tl.store(score_ptr + row * V + token, z - tl.log(noise), mask=token < V)
+
+
+def seeded_scores_reference(logits: Tensor, seeds: Tensor, step: int | Tensor) -> Tensor:
+    """What `seeded_scores` computes, in plain torch."""
+    return logits - exponential_noise(seeds, step, logits.shape[1]).log()
+
+
+def seeded_scores(logits: Tensor, seeds: Tensor, step: int | Tensor) -> Tensor:
+    """The scores [B, V] fp32 of all tokens; that of the drawn one is the largest. Not differentiable.
+
+    Args:
+        logits: [B, V] fp32.
+        seeds: [B] int64, not negative.
+        step: number of new tokens so far, or [B] int64.
+    """
+    if not use_triton(logits):
+        return seeded_scores_reference(logits, seeds, step)
+    (B, V), logits = logits.shape, logits.contiguous()
+    steps = torch.full_like(seeds, step) if isinstance(step, int) else step.contiguous()
+    scores = torch.empty_like(logits)
+    with on_device_of(logits):
+        _seeded_scores_kernel[(triton.cdiv(V, BLOCK), B)](
+            logits, seeds.contiguous(), steps, scores, V, BLOCK=BLOCK, num_warps=NUM_WARPS
+        )
+    return scores

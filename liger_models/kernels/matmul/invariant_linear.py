@@ -1,0 +1,185 @@
+"""A linear layer whose result for a row has the same bits whatever other rows there are, and however many.
+
+::
+
+    y = x @ Wᵀ + b                        sums in fp32, one cast at the end
+
+Libraries choose a kernel, the shape of its tiles and the parts of a sum by the number of rows, so a row in a batch of 8
+gets other bits than the same row in a batch of 4096. Here one kernel with one tile computes everything: the products of
+an element are added in the order of the columns of x, by the same instructions, in one accumulator, and a tile that has
+too few rows is filled up. In plain torch every row is multiplied alone, in memory of its own.
+
+Backward, by ordinary products, whose bits do depend on the batch::
+
+    dx = dy @ W,   dW = dyᵀ @ x,   db = Σ_rows dy
+
+Saved: x and W. It is one op on every device: gradients of rows that are multiplied alone would be rounded one by one.
+
+Source: https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.attention.causal_attention import _precision
+from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
+from liger_models.kernels.rope.rope import contiguous_rows
+
+
+class Tile(NamedTuple):
+    """The tile of a program: rows of x, rows of W, and columns of both in a step; its warps and pipeline stages."""
+
+    rows: int
+    outputs: int
+    columns: int
+    warps: int
+    stages: int
+
+
+TILES = {2: Tile(128, 128, 64, 8, 4), 4: Tile(64, 64, 32, 4, 3)}
+"""By the bytes of an element. Nothing else may choose it, least of all the number of rows."""
+
+GROUPED_TILES = 8
+"""Tiles of rows whose programs are neighbours, so that they find the weight in the L2 cache."""
+
+
+def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function`` of each row [C] of x [..., C] alone, in memory of its own: [..., O].
+
+    On a CPU even element-wise functions depend on the place of an element: the last few, which do not fill a vector,
+    are computed by other instructions.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if not len(rows):
+        return function(x.new_zeros(x.shape[-1])).new_empty(*x.shape[:-1], 0)
+    return torch.stack([function(row.clone()) for row in rows]).view(*x.shape[:-1], -1)
+
+
+def invariant_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The forward of `invariant_linear` in plain torch (fp64 stays fp64)."""
+    if not (x.numel() and len(weight)):
+        return F.linear(x, weight, bias)
+    return each_row(lambda row: F.linear(row[None], weight, bias)[0], x)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _invariant_linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, N, M, K, x_n, weight_m, y_n,
+    HAS_BIAS: tl.constexpr, WHOLE_K: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tiles_n, tiles_m = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
+    group = tl.program_id(0) // (GROUP * tiles_m)
+    height = tl.minimum(tiles_n - group * GROUP, GROUP)
+    place = tl.program_id(0) % (GROUP * tiles_m)
+    row = ((group * GROUP + place % height) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    output = ((place // height) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    column = tl.arange(0, BLOCK_K)
+    x_ptr += row[:, None] * x_n + column[None, :]
+    weight_ptr += output[None, :] * weight_m + column[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        x_inside, weight_inside = (row < N)[:, None], (output < M)[None, :]
+        if not WHOLE_K:
+            x_inside = x_inside & (start + column < K)[None, :]
+            weight_inside = weight_inside & (start + column < K)[:, None]
+        x = tl.load(x_ptr + start, mask=x_inside, other=0.0)
+        weight = tl.load(weight_ptr + start, mask=weight_inside, other=0.0)
+        total = tl.dot(x, weight, total, input_precision=PRECISION)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + output, mask=output < M, other=0.0).to(tl.float32)[None, :]
+    inside = (row < N)[:, None] & (output < M)[None, :]
+    tl.store(y_ptr + row[:, None] * y_n + output[None, :], total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def write_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write ``x @ weightᵀ + bias`` of rows x [N, C] to out [N, O], in its dtype, whose last dimension is contiguous."""
+    if not use_triton(x):
+        out.copy_(invariant_linear_reference(x, weight, bias))
+        return
+    x, weight = contiguous_rows(x), contiguous_rows(weight)
+    (N, K), M = x.shape, len(weight)
+    tile = TILES[x.itemsize]
+    stage_bytes = (tile.rows + tile.outputs) * tile.columns * x.itemsize
+    if N and M:
+        with on_device_of(x):
+            _invariant_linear_kernel[(triton.cdiv(N, tile.rows) * triton.cdiv(M, tile.outputs),)](
+                x, weight, weight if bias is None else bias.contiguous(), out, N, M, K,
+                x.stride(0), weight.stride(0), out.stride(0), HAS_BIAS=bias is not None,
+                WHOLE_K=K % tile.columns == 0, PRECISION=_precision(x), GROUP=GROUPED_TILES, BLOCK_N=tile.rows,
+                BLOCK_M=tile.outputs, BLOCK_K=tile.columns, num_warps=tile.warps,
+                num_stages=fitting_stages(x, tile.stages, stage_bytes),
+            )  # fmt: skip
+
+
+LIBRARY.define("invariant_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "invariant_linear", "CompositeExplicitAutograd")
+def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    y = x.new_empty(len(rows), len(weight))
+    write_invariant_linear(rows, weight, bias, y)
+    return y.view(*x.shape[:-1], len(weight))
+
+
+@torch.library.register_fake("liger_models::invariant_linear", lib=LIBRARY)
+def _invariant_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _setup(ctx, inputs, output):
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx, dy):
+    x, weight = ctx.saved_tensors
+    need_x, need_weight, need_bias = ctx.needs_input_grad
+    x = x.reshape(-1, x.shape[-1])
+    rows = dy.reshape(len(x), len(weight))
+    d_weight = rows.t() @ x if need_weight else None
+    return dy @ weight if need_x else None, d_weight, rows.sum(0) if need_bias else None
+
+
+register_autograd("invariant_linear", _backward, _setup)
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weightᵀ + bias``, where the bits of a row of the result depend on this row of x alone.
+
+    Args:
+        x: [..., C], float32, float16 or bfloat16.
+        weight: [O, C] in the dtype of x.
+        bias: [O] in the dtype of x, or None.
+
+    Returns:
+        [..., O] in the dtype of x. The gradients do not have this property.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+        TypeError: the tensors are not floating-point or differ in dtype.
+    """
+    op = "invariant_linear"
+    check_floating(op, x=x, weight=weight, bias=bias)
+    if not x.dtype == weight.dtype == (x if bias is None else bias).dtype:
+        raise TypeError(
+            f"{op}: x, weight and bias must have one dtype, got {x.dtype} and {weight.dtype}. Cast them; autocast "
+            "can't be used here."
+        )
+    check(
+        weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1] > 0,
+        f"{op}: x must be [..., C] and weight [O, C], got {list(x.shape)} and {list(weight.shape)}.",
+    )
+    check(
+        bias is None or bias.shape == weight.shape[:1],
+        f"{op}: bias must be [{weight.shape[0]}], got {'none' if bias is None else list(bias.shape)}.",
+    )
+    y: Tensor = torch.ops.liger_models.invariant_linear(x, weight, bias)
+    return y

@@ -1,0 +1,150 @@
+"""The norm in front of a fused linear layer: RMSNorm, LayerNorm or none.
+
+`norm_linear` and `gated_mlp` save the residual stream h and the norm's statistics of each row, and recompute the normed
+rows in their backward. What depends on the norm is four functions of rows [..., C], with N the norm::
+
+    reference    N(h) in plain torch
+    forward      h = residual + x, N(h), and the statistics of each row in fp32
+    again        N(h) from h and the statistics, bit for bit the forward's
+    backward     dh, dweight and dbias from dN(h), and on request N(h) in the same pass
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.common.errors import check, check_floating
+from liger_models.kernels.norm.layer_norm import (
+    MAX_WIDTH,
+    layer_norm_backward,
+    layer_norm_forward,
+    layer_norm_reference,
+    layer_normed,
+)
+from liger_models.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_reference, rms_normed
+
+KINDS = ("rms_norm", "layer_norm")
+
+
+class FusedNorm(NamedTuple):
+    """A norm's weights and constants.
+
+    Attributes:
+        weight: [C]; None for no norm, which leaves rows as they are.
+        bias: [C], of a LayerNorm; None for none.
+        kind: "rms_norm" or "layer_norm".
+        eps, weight_offset, scale_in_fp32: as in `rms_norm`; a LayerNorm uses eps alone.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None = None
+    kind: str = "rms_norm"
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+    scale_in_fp32: bool = False
+
+    @property
+    def constants(self) -> tuple[str, float, float, bool]:
+        """What an op takes besides the two tensors."""
+        return self.kind, self.eps, self.weight_offset, self.scale_in_fp32
+
+    def statistics_shape(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the statistics of rows [..., C]: RMSNorm [...], LayerNorm [..., 2], no norm [0]."""
+        if self.weight is None:
+            return (0,)
+        return (*rows, 2) if self.kind == "layer_norm" else tuple(rows)
+
+    def reference(self, h: Tensor) -> Tensor:
+        """The normed rows, in plain torch."""
+        if self.weight is None:
+            return h
+        if self.kind == "layer_norm":
+            return layer_norm_reference(h, self.weight, self.bias, self.eps)
+        return rms_norm_reference(h, self.weight, self.eps, self.weight_offset, self.scale_in_fp32)
+
+    def forward(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(normed rows, h, statistics)``; without x, h is the residual made contiguous."""
+        if self.weight is None:
+            h = residual if x is None else (residual + x).to(residual.dtype).contiguous()
+            return h, h, h.new_empty(0, dtype=torch.float32)
+        first, second = (residual, None) if x is None else (x, residual)
+        if self.kind == "layer_norm":
+            return layer_norm_forward(first, second, self.weight, self.bias, self.eps)
+        return rms_norm_forward(first, second, self.weight, self.eps, self.weight_offset, self.scale_in_fp32)
+
+    def again(self, h: Tensor, statistics: Tensor, dtype: torch.dtype) -> Tensor:
+        """The forward's normed rows, cast to ``dtype``."""
+        if self.weight is None:
+            return h.to(dtype)
+        if self.kind == "layer_norm":
+            return layer_normed(h, self.weight, self.bias, statistics, dtype)
+        return rms_normed(h, self.weight, statistics, self.weight_offset, self.scale_in_fp32, dtype)
+
+    def backward(
+        self, dn: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, *,
+        need_weight: bool, need_bias: bool, rows_dtype: torch.dtype | None, sum_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        """``(dx, dweight, dbias, normed rows)``, with None for what is not needed.
+
+        Args:
+            dn: gradient of the normed rows.
+            dh: gradient of h from elsewhere, which is added to dx.
+            h, statistics: as `forward` returned them.
+            need_weight, need_bias: whether dweight and dbias are wanted.
+            rows_dtype: dtype of the normed rows; None where they are not wanted.
+            sum_dtype: dtype of dweight and dbias, by default the weight's.
+        """
+        if self.weight is None:
+            return (dn if dh is None else dn + dh).to(h.dtype).contiguous(), None, None, None
+        need_rows = rows_dtype is not None
+        # The kernels round their fp32 rows once, the forward to the dtype of h and then to rows_dtype. The two agree
+        # only where h is in fp32.
+        kernel_dtype = rows_dtype if h.dtype == torch.float32 else None
+        if self.kind == "layer_norm":
+            dx, dw, db, rows = layer_norm_backward(
+                dn, dh, h, self.weight, self.bias, statistics,
+                need_dw=need_weight, need_db=need_bias, sum_dtype=sum_dtype, need_y=need_rows, y_dtype=kernel_dtype,
+            )  # fmt: skip
+        else:
+            dx, dw, rows = rms_norm_backward(
+                dn, dh, h, self.weight, statistics, self.weight_offset, self.scale_in_fp32,
+                need_dw=need_weight, dw_dtype=sum_dtype, need_y=need_rows, y_dtype=kernel_dtype,
+            )  # fmt: skip
+            db = None
+        return dx, dw, db, None if rows is None or rows_dtype is None else rows.to(rows_dtype)
+
+    def check(self, op: str, x: Tensor | None, residual: Tensor) -> None:
+        """Raise unless x has the shape of the residual stream, and the norm's weight and bias that of its rows."""
+        check_floating(op, x=x, residual=residual, norm_weight=self.weight, norm_bias=self.bias)
+        row = residual.shape[-1:]
+        if (  # the usual case, in which no message has to be made
+            self.kind == "rms_norm"
+            and self.bias is None
+            and residual.dim() > 0
+            and (x is None or x.shape == residual.shape)
+            and (self.weight is None or self.weight.shape == row)
+        ):
+            return
+        check(self.kind in KINDS, f"{op}: norm must be one of {', '.join(KINDS)}, got {self.kind!r}.")
+        check(residual.dim() > 0, f"{op}: residual must be [..., C], got a scalar.")
+        check(
+            x is None or x.shape == residual.shape,
+            f"{op}: x and residual must have one shape, "
+            f"got {'none' if x is None else list(x.shape)} and {list(residual.shape)}.",
+        )
+        for name, tensor in (("norm_weight", self.weight), ("norm_bias", self.bias)):
+            check(
+                tensor is None or tensor.shape == residual.shape[-1:],
+                f"{op}: {name} must have the shape of residual's last dimension, "
+                f"got {'none' if tensor is None else list(tensor.shape)} for residual {list(residual.shape)}.",
+            )
+        check(
+            self.bias is None or (self.kind == "layer_norm" and self.weight is not None),
+            f"{op}: norm_bias must be None without a LayerNorm. Pass norm='layer_norm' and a norm_weight.",
+        )
+        check(
+            self.kind != "layer_norm" or residual.shape[-1] <= MAX_WIDTH,
+            f"{op}: rows must be at most {MAX_WIDTH} wide, got {residual.shape[-1]}.",
+        )

@@ -1,0 +1,382 @@
+"""AdamW for many tensors at once, in place: one launch for all tensors with the same dtypes and device.
+
+With the gradient g (−g to maximize), the step number t, and m, v the moving averages of g and of g², all in fp32::
+
+    m = β₁ · m + (1 − β₁) · g
+    v = β₂ · v + (1 − β₂) · g²
+    p = p − lr · λ · p
+    p = p − lr / (1 − β₁ᵗ) · m / (sqrt(v) / sqrt(1 − β₂ᵗ) + eps)
+
+p is computed from the unrounded m and v. Each of the three is then rounded to its tensor's dtype, to nearest or
+stochastically: a stochastic bfloat16 is the upper half of the bits of x + r, with r uniform in [0, 2¹⁶), so that
+E[rounded x] = x. The moments need this as much as the parameters: rounded to nearest, 0.999 · v is v. r is
+Philox(seed; element, tensor, step), so it depends neither on the grid nor on the global generators. Moments in 8 bits
+are codes and scales, see `moments`; they are always rounded stochastically.
+
+The kernel finds the tensors in a table with one row per tensor. The table is copied to the device with every launch,
+because gradients have new addresses in every step. The host never waits. The op is not registered with
+`torch.library`: it writes to its arguments, and optimizers run outside compiled graphs.
+
+Source: https://arxiv.org/abs/1711.05101; Philox with 7 rounds: https://doi.org/10.1145/2063384.2063405.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.common.errors import check, check_floating
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.optimizer.moments import WIDTH, decode, decoded, encode, encoded, scale_shape
+
+BLOCK = 1024
+NUM_WARPS = 4
+"""Elements per block, and warps: each thread has one 16-byte vector of each bfloat16 tensor in flight."""
+
+BLOCKS = 2
+"""Blocks per program, one after the other, so that a program looks up its tensor once. An H200 reaches 0.93 of copy
+bandwidth, 0.91 with stochastic rounding; with one block 0.84."""
+
+
+class Hyper(NamedTuple):
+    """Hyper-parameters of one tensor in one step; ``step`` counts from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+    step: int
+
+    def factors(self) -> tuple[float, ...]:
+        """The factors in the formulas, in fp64. Only m depends on the sign of the gradient."""
+        return (
+            self.beta1,
+            (self.beta1 - 1 if self.maximize else 1 - self.beta1),
+            self.beta2,
+            1 - self.beta2,
+            self.lr * self.weight_decay,
+            self.lr / (1 - self.beta1**self.step),
+            (1 - self.beta2**self.step) ** 0.5,
+            self.eps,
+        )
+
+
+class Update(NamedTuple):
+    """The update of one parameter.
+
+    Attributes:
+        param, grad, exp_avg, exp_avg_sq: all of one shape.
+        hyper: its hyper-parameters.
+        stream: a number that distinguishes the tensors in stochastic rounding.
+        scales: of both moments, [*shape[:-1], ceil(shape[-1] / 128)] fp32, if these are codes of 8 bits.
+    """
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    hyper: Hyper
+    stream: int
+    scales: tuple[Tensor, Tensor] | None = None
+
+
+def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int = 0) -> None:
+    """`adamw_` of one tensor in plain torch (fp64 stays fp64; stochastic rounding draws different numbers)."""
+    param, grad, exp_avg, exp_avg_sq, hyper, stream, scales = update
+    beta1, grad_to_m, beta2, grad_to_v, decay, step_size, root, eps = hyper.factors()
+    wide = torch.promote_types(param.dtype, torch.float32)
+    g, m, v = grad.to(wide), exp_avg.to(wide), exp_avg_sq.to(wide)
+    if scales is not None:
+        m, v = (decode(*each) for each in zip((exp_avg, exp_avg_sq), (scale.to(wide) for scale in scales), strict=True))
+    m = m.mul(beta1).add(g, alpha=grad_to_m)
+    v = v.mul(beta2).addcmul(g, g, value=grad_to_v)
+    p = param.to(wide)
+    p = p.sub(p, alpha=decay).addcdiv(m, v.sqrt().div_(root).add_(eps), value=-step_size)
+    generator = torch.Generator(param.device).manual_seed(hash((seed, hyper.step, stream)) & (2**63 - 1))
+    rounded = [(param, p), (exp_avg, m), (exp_avg_sq, v)]
+    if scales is not None:
+        for (tensor, new), scale in zip(rounded[1:], scales, strict=True):
+            codes, largest = encode(new, tensor.dtype, generator)
+            tensor.copy_(codes)
+            scale.copy_(largest)
+        rounded = rounded[:1]
+    for tensor, new in rounded:
+        write_rounded(tensor, new, generator if stochastic_rounding else None)
+
+
+def write_rounded(tensor: Tensor, new: Tensor, generator: torch.Generator | None) -> None:
+    """Write wider values to a tensor, rounded to nearest, or with a generator and to bfloat16 stochastically."""
+    if generator is not None and tensor.dtype == torch.bfloat16:
+        new = new.float()
+        bits = new.view(torch.int32)
+        bits = bits + torch.randint(2**16, bits.shape, dtype=bits.dtype, device=bits.device, generator=generator)
+        new = torch.where(new.isnan(), new, (bits & -(2**16)).view(torch.float32))
+    tensor.copy_(new)
+
+
+@triton.jit
+def _tensor_at(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointer to the tensor whose address is in the table."""
+    pointer = tl.load(address_ptr).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _drawn(start, seed, stream, step, BLOCK: tl.constexpr):
+    """Random numbers from 0 to 65535 for BLOCK elements, starting at ``start``."""
+    # One call makes 16 bits for each of 8 neighbours, which one thread holds.
+    eight = start // 8 + tl.arange(0, BLOCK // 8)
+    low, high = eight.to(tl.uint32), (eight >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, high, stream.to(tl.uint32), step.to(tl.uint32), 7)
+    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    return tl.interleave(words & 0xFFFF, words >> 16)
+
+
+@triton.jit
+def _rounded(x, start, seed, stream, step, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
+    if STOCHASTIC and DTYPE.is_bf16():
+        draw = tl.reshape(_drawn(start, seed, stream, step, BLOCK), x.shape)
+        bits = x.to(tl.uint32, bitcast=True) + draw
+        # For a NaN the sum could carry into the sign bit.
+        x = tl.where(x == x, (bits & 0xFFFF0000).to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _stepped(p, g, m, v, factors):
+    """Parameter and moments after a step, in fp32."""
+    m = tl.load(factors) * m + tl.load(factors + 1) * g
+    v = tl.load(factors + 2) * v + tl.load(factors + 3) * g * g
+    p -= tl.load(factors + 4) * p
+    p -= tl.load(factors + 5) * m / (tl.sqrt(v) / tl.load(factors + 6) + tl.load(factors + 7))
+    return p, m, v
+
+
+@triton.jit
+def _update(
+    row, factors, start, left, seed,
+    P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update up to BLOCK elements of a tensor from ``start`` on; ``left`` elements remain."""
+    at = start + tl.arange(0, BLOCK)
+    p_ptr = _tensor_at(row + 4, P_DTYPE, ALIGNED) + at
+    g_ptr = _tensor_at(row + 5, G_DTYPE, ALIGNED) + at
+    m_ptr = _tensor_at(row + 6, STATE_DTYPE, ALIGNED) + at
+    v_ptr = _tensor_at(row + 7, STATE_DTYPE, ALIGNED) + at
+    inside = tl.arange(0, BLOCK) < left
+    # These loads bypass L1, so that the table stays there.
+    g = tl.load(g_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    m = tl.load(m_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    v = tl.load(v_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    p = tl.load(p_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    p, m, v = _stepped(p, g, m, v, factors)
+    stream = 3 * tl.load(row + 2)
+    step = tl.load(row + 3)
+    tl.store(p_ptr, _rounded(p, start, seed, stream, step, P_DTYPE, STOCHASTIC, BLOCK), mask=inside)
+    tl.store(m_ptr, _rounded(m, start, seed, stream + 1, step, STATE_DTYPE, STOCHASTIC, BLOCK), mask=inside)
+    tl.store(v_ptr, _rounded(v, start, seed, stream + 2, step, STATE_DTYPE, STOCHASTIC, BLOCK), mask=inside)
+
+
+@triton.jit
+def _update_codes(
+    row, factors, start, left, seed,
+    P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_update`, with moments in 8 bits. Elements are counted as if rows were filled up to whole blocks of 128."""
+    R: tl.constexpr = BLOCK // 128
+    columns = tl.load(row + 10).to(tl.int32)
+    if ALIGNED:
+        columns = columns // 16 * 16  # tells the compiler that rows begin at vectors
+    per_row = (columns + 127) // 128
+    block = (start // 128).to(tl.int32) + tl.arange(0, R)
+    line = block // per_row
+    column = ((block - line * per_row) * 128)[:, None] + tl.arange(0, 128)[None, :]
+    whole = tl.arange(0, R) * 128 < left
+    inside = whole[:, None] & (column < columns)
+    at = line.to(tl.int64)[:, None] * columns + column
+    p_ptr = _tensor_at(row + 4, P_DTYPE, ALIGNED) + at
+    m_ptr = _tensor_at(row + 6, tl.int8, ALIGNED) + at
+    v_ptr = _tensor_at(row + 7, tl.uint8, ALIGNED) + at
+    m_scale_ptr = _tensor_at(row + 8, tl.float32, ALIGNED) + block
+    v_scale_ptr = _tensor_at(row + 9, tl.float32, ALIGNED) + block
+    g = tl.load(_tensor_at(row + 5, G_DTYPE, ALIGNED) + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    m = decoded(
+        tl.load(m_ptr, mask=inside, other=0, cache_modifier=".cg"), tl.load(m_scale_ptr, mask=whole, other=0.0), 127
+    )
+    v = decoded(
+        tl.load(v_ptr, mask=inside, other=0, cache_modifier=".cg"), tl.load(v_scale_ptr, mask=whole, other=0.0), 255
+    )
+    p = tl.load(p_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    p, m, v = _stepped(p, g, m, v, factors)
+    stream = 3 * tl.load(row + 2)
+    step = tl.load(row + 3)
+    tl.store(p_ptr, _rounded(p, start, seed, stream, step, P_DTYPE, STOCHASTIC, BLOCK), mask=inside)
+    m_codes, m_scale = encoded(m, tl.reshape(_drawn(start, seed, stream + 1, step, BLOCK), (R, 128)), 127)
+    v_codes, v_scale = encoded(v, tl.reshape(_drawn(start, seed, stream + 2, step, BLOCK), (R, 128)), 255)
+    tl.store(m_ptr, m_codes.to(tl.int8), mask=inside)
+    tl.store(v_ptr, v_codes.to(tl.uint8), mask=inside)
+    tl.store(m_scale_ptr, m_scale, mask=whole)
+    tl.store(v_scale_ptr, v_scale, mask=whole)
+
+
+@triton.jit(do_not_specialize=["rows", "seed"])
+def _adamw_kernel(
+    table, factors, rows, seed,
+    P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    # Programs are numbered across all tensors. This program's tensor is the last one that begins at or before it.
+    SPAN: tl.constexpr = BLOCK * BLOCKS
+    program = tl.program_id(0)
+    low = 0
+    high = rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(table + middle * 16) <= program:
+            low = middle
+        else:
+            high = middle
+    row = table + low * 16  # 12 integers, then 8 floats in the space of 4
+    factors += low * 32 + 24
+    start = (program - tl.load(row)) * SPAN
+    end = tl.minimum(start + SPAN, tl.load(row + 1))
+    addresses = tl.load(row + 4) | tl.load(row + 5) | tl.load(row + 6) | tl.load(row + 7)
+    if STATE_DTYPE.is_int8():
+        aligned = ((addresses | tl.load(row + 8) | tl.load(row + 9) | tl.load(row + 10)) % 16) == 0
+        while start < end:
+            if aligned:
+                _update_codes(row, factors, start, end - start, seed, P_DTYPE, G_DTYPE, STOCHASTIC, True, BLOCK)
+            else:
+                _update_codes(row, factors, start, end - start, seed, P_DTYPE, G_DTYPE, STOCHASTIC, False, BLOCK)
+            start += BLOCK
+    elif (addresses % 16 == 0) & (start + SPAN == end):
+        for _ in range(BLOCKS):
+            _update(row, factors, start, BLOCK, seed, P_DTYPE, G_DTYPE, STATE_DTYPE, STOCHASTIC, True, BLOCK)
+            start += BLOCK
+    else:
+        while start < end:
+            _update(row, factors, start, end - start, seed, P_DTYPE, G_DTYPE, STATE_DTYPE, STOCHASTIC, False, BLOCK)
+            start += BLOCK
+
+
+def _in_layout_of(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+    """The gradient in the memory layout of the parameter, which the moments must have, too."""
+    if not (param.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()):
+        span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+        check(
+            span == param.numel() and param.stride() == exp_avg.stride() == exp_avg_sq.stride(),
+            "adamw: a parameter must fill its memory without gaps, and its moments must have the same strides; "
+            f"got {param.stride()}, {exp_avg.stride()} and {exp_avg_sq.stride()} for {list(param.shape)}. "
+            "Make them contiguous.",
+        )
+    elif grad.is_contiguous():
+        return grad
+    return grad if grad.stride() == param.stride() else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+
+
+def _check_codes(update: Update) -> None:
+    """Raise ValueError unless codes have their scales, and moments of other dtypes none."""
+    param, _, *moments, _, _, scales = update
+    dtypes = [moment.dtype for moment in moments]
+    codes = {torch.int8, torch.uint8} & {*dtypes}
+    check(
+        not codes if scales is None else dtypes == [torch.int8, torch.uint8],
+        f"adamw: moments with scales, and no others, must be codes in int8 and uint8, got {dtypes[0]} and {dtypes[1]} "
+        f"{'without' if scales is None else 'with'} scales. Pass the codes together with scales.",
+    )
+    if scales is not None:
+        shape = scale_shape(param.shape) if param.dim() else "none for a scalar"
+        check(
+            all(list(scale.shape) == shape and scale.dtype == torch.float32 for scale in scales)
+            and all(tensor.is_contiguous() for tensor in (param, *moments, *scales)),
+            f"adamw: scales of a parameter {list(param.shape)} must be {shape} in float32, and parameter, codes and "
+            f"scales contiguous, got {' and '.join(f'{list(each.shape)} in {each.dtype}' for each in scales)}.",
+        )
+
+
+def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> None:
+    first = updates[0].param
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("adamw: a captured graph would repeat one step number. Capture without the optimizer.")
+    grads = [_in_layout_of(*update[:4]) for update in updates]  # keeps copies alive until the launch
+    factors = {hyper: hyper.factors() for hyper in {update.hyper for update in updates}}
+    programs = 0
+    integers: list[int] = []
+    floats: list[float] = []
+    for (param, _, exp_avg, exp_avg_sq, hyper, stream, scales), grad in zip(updates, grads, strict=True):
+        count, of_codes = param.numel(), (0, 0, 0)
+        if scales is not None:
+            count = WIDTH * scales[0].numel()
+            of_codes = (scales[0].data_ptr(), scales[1].data_ptr(), param.shape[-1])
+        integers += (programs, count, stream, hyper.step)
+        integers += (param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), *of_codes, 0)
+        floats += factors[hyper]
+        programs += -(-count // (BLOCK * BLOCKS))
+    if not programs:
+        return
+    # PyTorch's allocator reuses the pinned memory only after the copy has finished.
+    table = torch.empty(len(updates), 16, dtype=torch.int64, pin_memory=first.device.type != "cpu")
+    table[:, :12] = torch.tensor(integers).view(-1, 12)
+    table[:, 12:].view(torch.float32).copy_(torch.tensor(floats, dtype=torch.float32).view(-1, 8))
+    table = table.to(first.device, non_blocking=True)
+    p_dtype, g_dtype, state_dtype = (getattr(tl, str(tensor.dtype).removeprefix("torch.")) for tensor in updates[0][:3])
+    with on_device_of(first):
+        _adamw_kernel[(programs,)](
+            table, table.view(torch.float32), len(updates), seed,
+            P_DTYPE=p_dtype, G_DTYPE=g_dtype, STATE_DTYPE=state_dtype,
+            STOCHASTIC=stochastic_rounding, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    # As torch's in-place operations do, so that autograd detects saved tensors that were overwritten.
+    written = [t for u in updates for t in (u.param, u.exp_avg, u.exp_avg_sq, *(u.scales or ()))]
+    torch.autograd.graph.increment_version(written)
+
+
+@torch.no_grad()
+def adamw_(updates: Sequence[Update], *, stochastic_rounding: bool = False, seed: int = 0) -> None:
+    """One AdamW step for every tensor, in place.
+
+    Args:
+        updates: parameters of any shape without gaps in memory, gradients with any strides, and moments with the
+            strides of their parameter. All are float32, float16 or bfloat16; both moments have one dtype. With scales
+            the moments are codes, int8 and uint8, and all but the gradient must be contiguous.
+        stochastic_rounding: round bfloat16 parameters and moments stochastically instead of to nearest.
+        seed: seed of the stochastic rounding. The same seed, step and stream give the same numbers.
+
+    Raises:
+        ValueError: shapes, devices or layouts do not match, or stochastic rounding to float16 is asked for.
+        TypeError: a tensor is not floating-point.
+        RuntimeError: a CUDA graph is being captured.
+    """
+    groups: dict[tuple[object, ...], list[Update]] = {}
+    for update in updates:
+        p, g, m, v, _, _, scales = update
+        if not p.shape == g.shape == m.shape == v.shape:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in update[:4])
+            raise ValueError(f"adamw: parameter, gradient and moments must have one shape, got {shapes}.")
+        _check_codes(update)
+        tensors = (p, g, m, v, *(scales or ()))
+        key = (*(tensor.dtype for tensor in tensors), *(tensor.device for tensor in tensors))
+        groups.setdefault(key, []).append(update)
+    for group in groups.values():
+        param, grad, exp_avg, exp_avg_sq, _, _, scales = group[0]
+        # Codes have the dtypes that were checked above.
+        m, v = (exp_avg, exp_avg_sq) if scales is None else scales
+        check_floating("adamw", param=param, grad=grad, exp_avg=m, exp_avg_sq=v)
+        devices = [str(tensor.device) for tensor in (*group[0][:4], *(scales or ()))]
+        check(len(set(devices)) == 1, f"adamw: the tensors must be on one device, got {', '.join(devices)}.")
+        check(m.dtype == v.dtype, f"adamw: both moments must have one dtype, got {m.dtype} and {v.dtype}.")
+        check(
+            not stochastic_rounding or torch.float16 not in (param.dtype, m.dtype),
+            "adamw: stochastic rounding is for bfloat16, got float16. Use bfloat16, or stochastic_rounding=False.",
+        )
+        if use_triton(param) and use_triton(grad) and use_triton(m):
+            _launch(group, stochastic_rounding, seed)
+        else:
+            for update in group:
+                adamw_reference(update, stochastic_rounding, seed)

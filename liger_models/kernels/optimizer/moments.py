@@ -1,0 +1,113 @@
+"""Moments of AdamW in 8 bits: a code for each element, and an fp32 scale for each 128 elements of the last dimension.
+
+With the scale s, the largest magnitude of its block, the moments are::
+
+    m = sign(c) · (c / 127)² · s    c from −127 to 127, int8
+    v = (c / 255)⁴ · s              c from 0 to 255, uint8
+
+The powers spend the codes on small values: the square root of a second moment may be 65,025 times as small as the
+largest of its block. From step to step a moment changes by less than the distance of two codes, so it is rounded up or
+down at random, with the mean unchanged: rounded to nearest, 0.999 · v would be v. A positive second moment never gets
+the code 0, because the update would then be m / eps. A block that holds an infinity or NaN gets it as its scale.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.kernels.dispatch import tl, triton
+
+WIDTH = 128
+"""Elements of a block, which share a scale."""
+LEVELS = {torch.int8: 127, torch.uint8: 255}
+POWERS = {torch.int8: 2, torch.uint8: 4}
+SMALLEST = 2.0**-126
+"""Blocks of smaller magnitudes become zeros: the inverse of their scale could be infinite."""
+
+
+def has_blocks(shape: Sequence[int]) -> bool:
+    """Whether the moments of a parameter of this shape are worth codes: a matrix, or more, with rows of a block."""
+    return len(shape) > 1 and shape[-1] >= WIDTH
+
+
+def scale_shape(shape: Sequence[int]) -> list[int]:
+    """The shape of the scales of each moment."""
+    return [*shape[:-1], -(-shape[-1] // WIDTH)]
+
+
+def moment_bytes(shape: Sequence[int], dtype: torch.dtype) -> list[int]:
+    """Bytes of each of the tensors that hold the moments of a parameter; int8 stands for codes with scales."""
+    sizes = [math.prod(shape) * dtype.itemsize]
+    if dtype == torch.int8:
+        sizes.append(math.prod(scale_shape(shape)) * torch.float32.itemsize)
+    return 2 * sizes
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """The values of codes, [..., N] int8 or uint8 -> [..., N] in the dtype of the scales, [..., ceil(N / 128)]."""
+    root = codes.to(scales.dtype) / LEVELS[codes.dtype]
+    value = root * root.abs() if codes.dtype == torch.int8 else root.square().square()
+    return value * scales.repeat_interleave(WIDTH, -1)[..., : codes.shape[-1]]
+
+
+def encode(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Codes of a dtype, and scales, of [..., N] floating-point values.
+
+    Args:
+        values: with uint8 none is negative.
+        dtype: int8 for a first moment, uint8 for a second.
+        generator: of the numbers that round; None rounds to nearest.
+    """
+    levels, power = LEVELS[dtype], POWERS[dtype]
+    blocks = F.pad(values.abs(), (0, -values.shape[-1] % WIDTH))
+    scales = blocks.reshape(*scale_shape(values.shape), WIDTH).amax(-1)
+    x = values.abs() / scales.where(scales >= SMALLEST, math.inf).repeat_interleave(WIDTH, -1)[..., : values.shape[-1]]
+    x = x.where(x < 1, 1)  # also for NaN
+    low = (x ** (1 / power) * levels).floor().clamp(max=levels - 1)
+    below, above = (low / levels) ** power, ((low + 1) / levels) ** power
+    draw = 0.5 if generator is None else torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+    codes = low + (draw * (above - below) < x - below)
+    codes = codes * values.sign() if dtype == torch.int8 else codes.maximum((values > 0).to(codes.dtype))
+    return codes.nan_to_num().to(dtype), scales.float()
+
+
+@triton.jit
+def decoded(codes, scale, LEVELS: tl.constexpr):
+    """[R, 128] codes with [R] scales -> [R, 128] fp32; 127 levels are of a first moment, 255 of a second."""
+    root = codes.to(tl.float32) * (1.0 / LEVELS)
+    if LEVELS == 127:
+        value = root * tl.abs(root)
+    else:
+        value = root * root
+        value = value * value
+    return value * scale[:, None]
+
+
+@triton.jit
+def encoded(value, draw, LEVELS: tl.constexpr):
+    """[R, 128] fp32 -> codes, as int32, and [R] scales; each is rounded by a number from 0 to 65535."""
+    size = tl.abs(value)
+    # As integers, the bits of magnitudes are in the same order, and those of NaN are the largest.
+    scale = tl.max(size.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
+    inverse = tl.where(scale >= 2.0**-126, 1.0 / tl.maximum(scale, 2.0**-126), 0.0)
+    x = size * inverse[:, None]
+    x = tl.where(x < 1, x, 1.0)  # also for NaN
+    root = tl.sqrt(x)
+    if LEVELS == 255:
+        root = tl.sqrt(root)
+    low = tl.minimum(tl.floor(root * LEVELS), LEVELS - 1.0)
+    below = low * (1.0 / LEVELS)
+    above = (low + 1) * (1.0 / LEVELS)
+    below *= below
+    above *= above
+    if LEVELS == 255:
+        below *= below
+        above *= above
+    up = (draw.to(tl.float32) + 0.5) * (above - below) < (x - below) * 65536
+    codes = low.to(tl.int32) + up.to(tl.int32)
+    if LEVELS == 255:
+        codes = tl.where(value > 0, tl.maximum(codes, 1), codes)
+    return tl.where(value < 0, -codes, codes), scale

@@ -1,0 +1,393 @@
+"""RMSNorm and rotary embedding of queries and keys, while the packed QKV projection is split.
+
+Forward, with r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
+
+    z = (weight_offset + w) · cast(n)    scale_in_fp32=False (Qwen3)        both rounded to the input dtype
+    z = (weight_offset + w) · n          scale_in_fp32=True (Gemma 3, OLMo 2)
+    q, k = cast(rotated(z))              as in `rope`;  v is copied
+
+The mean is over one head, with one weight [D] for all queries and one for all keys. If the weights are as wide as the
+projections ([H · D] and [G · D]: OLMo 2), it is over all heads of a token, separately for queries and keys.
+
+Backward, with dz = rotated back(dq), s = dz · (weight_offset + w), and likewise for k::
+
+    dx = r · (s − x · r² · mean(s · x)),   dw = Σ dz · n
+
+Saved: the packed projection. r is recomputed from x, which the backward reads anyway. The outputs, which attention
+saves anyway, are no substitute: where a weight is 0, n cannot be recovered from them. The weight gradients are summed
+in fp32: one partial result per program, then the sum of these.
+
+Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
+(https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656).
+"""
+
+import torch
+from torch import Tensor
+
+from liger_models.common.errors import check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from liger_models.kernels.norm.partial_sums import sum_partials
+from liger_models.kernels.norm.rms_norm import _scaled, rms_norm_reference
+from liger_models.kernels.overlap import await_previous, overlap
+from liger_models.kernels.rope.rope import (
+    ELEMENTS_PER_WARP,
+    MAX_WARPS,
+    check_qkv,
+    choose,
+    contiguous_rows,
+    empty_heads,
+    load_angles,
+    load_heads,
+    rope_reference,
+    rotate,
+    split_heads,
+    store_heads,
+    tables,
+    tiles,
+)
+
+HEAD_WARPS_PER_SM, HEAD_STAGES = 64, 4
+WHOLE_WARPS_PER_SM, WHOLE_STAGES = 16, 3
+"""Warps per multiprocessor of the backward when each program sums a weight gradient over its tokens, and tokens that a
+program has in flight if shared memory holds them; HEAD for norms of single heads, WHOLE for norms of all heads. On an
+H200 the backward with 32 + 8 and 32 + 32 heads of 128 reaches 0.81 and 0.99 of copy bandwidth; with one token in flight
+0.73 and 0.87."""
+
+
+def qk_norm_rope_reference(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm_weight: Tensor,
+    k_norm_weight: Tensor,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    scale_in_fp32: bool = False,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`qk_norm_rope` in plain torch (differentiable; fp64 stays fp64)."""
+    q, k, v = split_heads(qkv, num_heads, num_kv_heads, head_dim)
+
+    def normed_and_rotated(x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.unflatten(2, (-1, weight.shape[0] // head_dim)).flatten(3)  # [B, T, norms, heads of each · D]
+        normed = rms_norm_reference(rows, weight, eps, weight_offset, scale_in_fp32).view_as(x)
+        return normed if cos is None or sin is None else rope_reference(normed, cos, sin, interleaved)
+
+    return normed_and_rotated(q, q_norm_weight), normed_and_rotated(k, k_norm_weight), v
+
+
+@triton.jit
+def _mean(x, count, WHOLE: tl.constexpr):
+    """The mean over ``count`` entries, given their sums by pair: of each row, [ROWS, 1], or with WHOLE of all rows."""
+    return (tl.sum(x) if WHOLE else tl.sum(x, 1)[:, None]) / count
+
+
+@triton.jit
+def _heads(chunk, G: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
+    """The heads of a program, [ROWS, 1] each: index (queries, then keys), whether it exists, index in the packed row.
+
+    With WHOLE all queries are the first chunk, all keys the second.
+    """
+    H: tl.constexpr = G * QUERIES
+    PER_CHUNK: tl.constexpr = H if WHOLE else ROWS
+    row = tl.arange(0, ROWS)[:, None]
+    head = chunk * PER_CHUNK + row
+    key = (head - H) * (QUERIES + 2) + QUERIES
+    place = tl.where(head < H, head // QUERIES * (QUERIES + 2) + head % QUERIES, key)
+    return head, (row < PER_CHUNK) & (head < H + G), place
+
+
+@triton.jit
+def _values(chunk, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr):
+    """A program's share of a token's values: index [ROWS, 1], column [1, 2 BLOCK], and which of these exist."""
+    row = tl.arange(0, ROWS)[:, None]
+    value = chunk * SHARE + row
+    column = tl.arange(0, 2 * BLOCK)[None, :]
+    return value, column, (row < SHARE) & (value < G) & (column < D)
+
+
+@triton.jit
+def _qk_norm_rope_kernel(
+    packed_ptr, q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, T, packed_b, packed_t, table_b, table_t,
+    eps, weight_offset,
+    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, SHARE_ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, SCALE_IN_FP32: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    await_previous(OVERLAPS)
+    H: tl.constexpr = G * QUERIES
+    W: tl.constexpr = D if WHOLE else 0
+    chunk = tl.program_id(0) % CHUNKS
+    token = tl.program_id(0) // CHUNKS
+    batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    row = token.to(tl.int64)
+    packed = packed_ptr + batch * packed_b + position * packed_t
+    head, inside, place = _heads(chunk, G, QUERIES, ROWS, WHOLE)
+    x1, x2 = load_heads(packed + place * D, inside, D, HALF, BLOCK, INTERLEAVED)
+    value, column, inside_values = _values(chunk, G, D, BLOCK, SHARE, SHARE_ROWS)
+    values = tl.load(packed + (value * (QUERIES + 2) + QUERIES + 1) * D + column, mask=inside_values, other=0.0)
+    weight = choose(head < H, wq_ptr + head * W, wk_ptr + (head - H) * W)
+    w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, INTERLEAVED)
+    cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, False)
+    dtype = packed_ptr.dtype.element_ty
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    count = tl.where(chunk == 0, H, G) * D if WHOLE else D
+    rstd = 1.0 / tl.sqrt(_mean(x1 * x1 + x2 * x2, count, WHOLE) + eps)
+    z1 = _scaled(x1 * rstd, w1, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
+    z2 = _scaled(x2 * rstd, w2, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
+    y1, y2 = rotate(z1, z2, cos, sin, True, HALF, BLOCK)
+    split = choose(head < H, q_ptr + row * (H * D) + head * D, k_ptr + row * (G * D) + (head - H) * D)
+    store_heads(split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
+    tl.store(v_ptr + row * (G * D) + value * D + column, values, mask=inside_values)
+
+
+@triton.jit
+def _qk_norm_rope_backward_kernel(
+    dq_ptr, dk_ptr, dv_ptr, packed_ptr, d_packed_ptr, wq_ptr, wk_ptr, dw_ptr, cos_ptr, sin_ptr, N, T,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, packed_b, packed_t, table_b, table_t, eps, weight_offset,
+    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, SHARE_ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    H: tl.constexpr = G * QUERIES
+    W: tl.constexpr = D if WHOLE else 0
+    chunk = tl.program_id(0) % CHUNKS
+    program = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    head, inside, place = _heads(chunk, G, QUERIES, ROWS, WHOLE)
+    given = inside
+    if not HAS_Q:
+        given = given & (head >= H)
+    if not HAS_K:
+        given = given & (head < H)
+    value, column, inside_values = _values(chunk, G, D, BLOCK, SHARE, SHARE_ROWS)
+    weight = choose(head < H, wq_ptr + head * W, wk_ptr + (head - H) * W)
+    w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, INTERLEAVED)
+    count = tl.where(chunk == 0, H, G) * D if WHOLE else D
+    dw1 = tl.zeros([ROWS, BLOCK], tl.float32)
+    dw2 = tl.zeros([ROWS, BLOCK], tl.float32)
+    for token in tl.range(tl.program_id(0) // CHUNKS, N, tl.num_programs(0) // CHUNKS, num_stages=STAGES):
+        batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
+        dq = dq_ptr + batch * q_b + position * q_t + head.to(tl.int64) * q_h
+        dk = dk_ptr + batch * k_b + position * k_t + (head - H).to(tl.int64) * k_h
+        g1, g2 = load_heads(choose(head < H, dq, dk), given, D, HALF, BLOCK, INTERLEAVED)
+        packed = packed_ptr + batch * packed_b + position * packed_t + place * D
+        x1, x2 = load_heads(packed, inside, D, HALF, BLOCK, INTERLEAVED)
+        cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, True)
+        dv = dv_ptr + batch * v_b + position * v_t + value.to(tl.int64) * v_h
+        values = tl.load(dv + column, mask=inside_values & HAS_V, other=0.0)
+        g1, g2 = rotate(g1.to(tl.float32), g2.to(tl.float32), cos, sin, True, HALF, BLOCK)
+        x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+        s1, s2 = g1 * (w1.to(tl.float32) + weight_offset), g2 * (w2.to(tl.float32) + weight_offset)
+        rstd = 1.0 / tl.sqrt(_mean(x1 * x1 + x2 * x2, count, WHOLE) + eps)
+        along = rstd * rstd * _mean(s1 * x1 + s2 * x2, count, WHOLE)
+        dx1, dx2 = rstd * (s1 - x1 * along), rstd * (s2 - x2 * along)
+        d_packed = d_packed_ptr + (batch * T + position) * ((H + 2 * G) * D)
+        store_heads(d_packed + place * D, inside, dx1, dx2, D, HALF, BLOCK, INTERLEAVED)
+        tl.store(d_packed + (value * (QUERIES + 2) + QUERIES + 1) * D + column, values, mask=inside_values)
+        if STORE_DW:
+            dw1 += g1 * (x1 * rstd)
+            dw2 += g2 * (x2 * rstd)
+    if STORE_DW:
+        if WHOLE:
+            store_heads(dw_ptr + (program * (H + G) + head) * D, inside, dw1, dw2, D, HALF, BLOCK, INTERLEAVED)
+        else:
+            one = tl.arange(0, 1)[:, None]
+            for keys in tl.static_range(2):
+                mine = (head < H) != (keys == 1)
+                sum1 = tl.sum(tl.where(mine, dw1, 0.0), 0)[None, :]
+                sum2 = tl.sum(tl.where(mine, dw2, 0.0), 0)[None, :]
+                row = (program * CHUNKS + chunk) * 2 + keys
+                store_heads(dw_ptr + row * D + one, one == 0, sum1, sum2, D, HALF, BLOCK, INTERLEAVED)
+
+
+def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | None, whole: bool) -> dict[str, int]:
+    """Constants of both kernels; ``CHUNKS`` is how many programs share the heads of a token."""
+    constants = tiles(num_heads + num_kv_heads, head_dim, cos)
+    if whole:
+        rows = triton.next_power_of_2(num_heads)
+        warps = min(rows * 2 * constants["BLOCK"] // ELEMENTS_PER_WARP, MAX_WARPS)
+        constants |= {"ROWS": rows, "num_warps": max(constants["num_warps"], warps)}
+    chunks = 2 if whole else triton.cdiv(num_heads + num_kv_heads, constants["ROWS"])
+    share = triton.cdiv(num_kv_heads, chunks)
+    return constants | {
+        "G": num_kv_heads,
+        "QUERIES": num_heads // num_kv_heads,
+        "CHUNKS": chunks,
+        "SHARE": share,
+        "SHARE_ROWS": triton.next_power_of_2(share),
+    }
+
+
+LIBRARY.define(
+    "qk_norm_rope(Tensor qkv, Tensor? cos, Tensor? sin, int num_heads, int num_kv_heads, int head_dim,"
+    " Tensor q_norm_weight, Tensor k_norm_weight, float eps, float weight_offset, bool scale_in_fp32, bool interleaved)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "qk_norm_rope_backward(Tensor? dq, Tensor? dk, Tensor? dv, Tensor qkv, Tensor? cos, Tensor? sin, int num_heads,"
+    " int num_kv_heads, int head_dim, Tensor q_norm_weight, Tensor k_norm_weight, float eps, float weight_offset,"
+    " bool interleaved, bool need_dw) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "qk_norm_rope", "CompositeExplicitAutograd")
+def _qk_norm_rope(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int,
+    q_norm_weight: Tensor, k_norm_weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv = contiguous_rows(qkv)
+    whole = q_norm_weight.shape[0] != head_dim
+    constants = _constants(num_heads, num_kv_heads, head_dim, cos, whole)
+    cos, sin, table_b, table_t = tables(cos, sin, qkv)
+    q, k, v = empty_heads(qkv, num_heads, num_kv_heads, head_dim)
+    B, T, _ = qkv.shape
+    if qkv.numel():
+        with on_device_of(qkv):
+            _qk_norm_rope_kernel[(B * T * constants["CHUNKS"],)](
+                qkv, q, k, v, q_norm_weight.contiguous(), k_norm_weight.contiguous(), cos, sin, T, *qkv.stride()[:2],
+                table_b, table_t, eps, weight_offset,
+                INTERLEAVED=interleaved, WHOLE=whole, SCALE_IN_FP32=scale_in_fp32, **constants, **overlap(qkv),
+            )  # fmt: skip
+    return q, k, v
+
+
+@torch.library.impl(LIBRARY, "qk_norm_rope_backward", "CompositeExplicitAutograd")
+def _qk_norm_rope_backward(
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, qkv: Tensor, cos: Tensor | None, sin: Tensor | None,
+    num_heads: int, num_kv_heads: int, head_dim: int, q_norm_weight: Tensor, k_norm_weight: Tensor, eps: float,
+    weight_offset: float, interleaved: bool, need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv = contiguous_rows(qkv)
+    grads = [None if grad is None else contiguous_rows(grad) for grad in (dq, dk, dv)]
+    whole = q_norm_weight.shape[0] != head_dim
+    constants = _constants(num_heads, num_kv_heads, head_dim, cos, whole)
+    chunks = constants["CHUNKS"]
+    cos, sin, table_b, table_t = tables(cos, sin, qkv)
+    B, T, _ = qkv.shape
+    shares = B * T  # programs that share the tokens, for each chunk of heads
+    warps, stages = (WHOLE_WARPS_PER_SM, WHOLE_STAGES) if whole else (HEAD_WARPS_PER_SM, HEAD_STAGES)
+    in_flight = 2 * constants["ROWS"] * 2 * constants["BLOCK"] * qkv.element_size()
+    stages = fitting_stages(qkv, stages, in_flight)
+    if need_dw:
+        shares = min(shares, max(num_programs(qkv, warps // constants["num_warps"]) // chunks, 1))
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    rows, q_rows = (num_heads + num_kv_heads, num_heads) if whole else (2, 1)
+    partials = (shares if whole else shares * chunks) if need_dw else 0
+    partial = torch.empty(partials, rows, head_dim, dtype=torch.float32, device=qkv.device)
+    # A part that the constants disable must still be a tensor with strides.
+    parts = [qkv.unsqueeze(2) if grad is None else grad for grad in grads]
+    if qkv.numel():
+        with on_device_of(qkv):
+            _qk_norm_rope_backward_kernel[(shares * chunks,)](
+                *parts, qkv, dqkv, q_norm_weight.contiguous(), k_norm_weight.contiguous(), partial, cos, sin, B * T, T,
+                *(stride for part in parts for stride in part.stride()[:3]), *qkv.stride()[:2], table_b, table_t,
+                eps, weight_offset, INTERLEAVED=interleaved, WHOLE=whole,
+                HAS_Q=dq is not None, HAS_K=dk is not None, HAS_V=dv is not None, STORE_DW=need_dw, STAGES=stages,
+                **constants,
+            )  # fmt: skip
+    if not need_dw:
+        return dqkv, q_norm_weight.new_empty(0), k_norm_weight.new_empty(0)
+    dwq, dwk = (q_norm_weight.new_empty(count * head_dim) for count in (q_rows, rows - q_rows))
+    sum_partials(partial, dwq, dwk)
+    return dqkv, dwq, dwk
+
+
+@torch.library.register_fake("liger_models::qk_norm_rope", lib=LIBRARY)
+def _qk_norm_rope_fake(qkv, cos, sin, num_heads, num_kv_heads, head_dim, *norms):
+    return empty_heads(qkv, num_heads, num_kv_heads, head_dim)
+
+
+@torch.library.register_fake("liger_models::qk_norm_rope_backward", lib=LIBRARY)
+def _qk_norm_rope_backward_fake(
+    dq, dk, dv, qkv, cos, sin, num_heads, num_kv_heads, head_dim, q_norm_weight, k_norm_weight, eps, weight_offset,
+    interleaved, need_dw,
+):  # fmt: skip
+    weights = (weight.new_empty(weight.shape if need_dw else 0) for weight in (q_norm_weight, k_norm_weight))
+    return qkv.new_empty(qkv.shape), *weights
+
+
+def _setup(ctx, inputs, output):
+    qkv, cos, sin, *ctx.sizes, q_norm_weight, k_norm_weight, eps, weight_offset, _, interleaved = inputs
+    ctx.options = eps, weight_offset, interleaved
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(qkv, cos, sin, q_norm_weight, k_norm_weight)
+
+
+def _backward(ctx, dq, dk, dv):
+    if dq is None and dk is None and dv is None:
+        return (None,) * 12
+    qkv, cos, sin, *weights = ctx.saved_tensors
+    need_dwq, need_dwk = ctx.needs_input_grad[6:8]
+    dqkv, dwq, dwk = torch.ops.liger_models.qk_norm_rope_backward(
+        dq, dk, dv, qkv, cos, sin, *ctx.sizes, *weights, *ctx.options, need_dwq or need_dwk
+    )
+    return dqkv, *(None,) * 5, dwq if need_dwq else None, dwk if need_dwk else None, *(None,) * 4
+
+
+register_autograd("qk_norm_rope", _backward, _setup)
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm_weight: Tensor,
+    k_norm_weight: Tensor,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    scale_in_fp32: bool = False,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the packed projection, then norm and rotate q and k, in one kernel. The packed tensor is saved.
+
+    Args:
+        qkv, cos, sin, num_heads, num_kv_heads, head_dim: as in `rope_qkv`.
+        q_norm_weight, k_norm_weight: both [D], to norm each head by itself; or [H · D] and [G · D], in the order of the
+            outputs' heads, to norm all queries of a token as one vector and all keys as another. Both of one dtype.
+        eps, weight_offset, scale_in_fp32: as in `rms_norm`.
+        interleaved: as in `rope`.
+
+    Returns:
+        ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of qkv.
+
+    Raises:
+        ValueError: the sizes do not match, or only one table is given.
+        TypeError: a tensor is not floating-point, or the weights differ in dtype.
+    """
+    check_qkv("qk_norm_rope", qkv, cos, sin, num_heads, num_kv_heads, head_dim)
+    check_floating("qk_norm_rope", q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
+    width, k_width = q_norm_weight.numel(), k_norm_weight.numel()
+    fits = (width == head_dim and k_width == head_dim) or (
+        width == num_heads * head_dim and k_width == num_kv_heads * head_dim
+    )
+    if not (fits and q_norm_weight.dim() == k_norm_weight.dim() == 1):
+        raise ValueError(
+            f"qk_norm_rope: q_norm_weight and k_norm_weight must both be [{head_dim}] (each head by itself) or "
+            f"[{num_heads * head_dim}] and [{num_kv_heads * head_dim}] (all heads as one vector), got "
+            f"{list(q_norm_weight.shape)} and {list(k_norm_weight.shape)}."
+        )
+    if q_norm_weight.dtype != k_norm_weight.dtype:
+        raise TypeError(
+            f"qk_norm_rope: the norm weights must have one dtype, got {q_norm_weight.dtype} and {k_norm_weight.dtype}."
+        )
+    sizes, weights = (num_heads, num_kv_heads, head_dim), (q_norm_weight, k_norm_weight)
+    if not use_triton(qkv):
+        return qk_norm_rope_reference(
+            qkv, cos, sin, *sizes, *weights,
+            eps=eps, weight_offset=weight_offset, scale_in_fp32=scale_in_fp32, interleaved=interleaved,
+        )  # fmt: skip
+    q, k, v = torch.ops.liger_models.qk_norm_rope(
+        qkv, cos, sin, *sizes, *weights, eps, weight_offset, scale_in_fp32, interleaved
+    )
+    return q, k, v

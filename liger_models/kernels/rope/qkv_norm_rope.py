@@ -1,0 +1,344 @@
+"""RMSNorm of queries, keys and values, and rotary embedding of queries and keys, while their projection is split.
+
+The packed projection is grouped by KV head: its H / G query heads, and then its key and its value, or only its key,
+which is then also the value, or neither (a layer that attends to keys and values of another one). Every head is normed
+by itself. With r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
+
+    q, k = cast(rotated(cast(n · w)))     w [D] of the queries, or of the keys; the rotation as in `rope`
+    v = cast(n)
+
+Backward, with g = rotated back(dq), and likewise for k::
+
+    s = g · w of a query, g · w of a key (+ dv, where it is also the value), dv of a value
+    dx = r · (s − x · r² · mean(s · x)),   dw = Σ g · n
+
+Saved: the packed projection. r is recomputed. The weight gradients are summed in fp32: one partial result per program,
+then the sum of these.
+
+Source: transformers ``models/gemma4``; https://arxiv.org/abs/2010.04245.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from liger_models.kernels.norm.partial_sums import sum_partials
+from liger_models.kernels.norm.rms_norm import rms_norm_reference
+from liger_models.kernels.overlap import await_previous, overlap
+from liger_models.kernels.rope.qk_norm_rope import HEAD_STAGES, HEAD_WARPS_PER_SM
+from liger_models.kernels.rope.rope import (
+    _check_tables,
+    choose,
+    contiguous_rows,
+    load_angles,
+    load_heads,
+    rope_reference,
+    rotate,
+    store_heads,
+    tables,
+    tiles,
+)
+
+
+def qkv_norm_rope_reference(
+    packed: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm_weight: Tensor,
+    k_norm_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`qkv_norm_rope` in plain torch (differentiable; fp64 stays fp64)."""
+    queries = num_heads // num_kv_heads
+    groups = packed.unflatten(-1, (num_kv_heads, -1, head_dim))  # [B, T, G, H / G + parts, D]
+
+    def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+        weight = x.new_ones(head_dim) if weight is None else weight
+        return rms_norm_reference(x, weight, eps, scale_in_fp32=True)
+
+    q = rope_reference(normed(groups[..., :queries, :].flatten(2, 3), q_norm_weight), cos, sin)
+    if k_norm_weight is None:
+        nothing = q[:, :, :0]
+        return q, nothing, nothing
+    k = rope_reference(normed(groups[..., queries, :], k_norm_weight), cos, sin)
+    return q, k, normed(groups[..., -1, :], None)
+
+
+@triton.jit
+def _slots(chunk, G: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """The heads of a program in the packed row, [ROWS, 1] each: index, KV head, place in its group, if it exists."""
+    slot = chunk * ROWS + tl.arange(0, ROWS)[:, None]
+    return slot, slot // (QUERIES + PARTS), slot % (QUERIES + PARTS), slot < G * (QUERIES + PARTS)
+
+
+@triton.jit
+def _weights(
+    slot, member, inside, wq_ptr, wk_ptr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The norm's weight of each head in fp32, in the layout of `load_heads`; 1 for values."""
+    weight = choose(member < QUERIES, wq_ptr + slot * 0, wk_ptr + slot * 0)
+    w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, False)
+    scaled = member <= QUERIES
+    return tl.where(scaled, w1.to(tl.float32), 1.0), tl.where(scaled, w2.to(tl.float32), 1.0)
+
+
+@triton.jit
+def _qkv_norm_rope_kernel(
+    packed_ptr, q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, T, packed_b, packed_t, table_b, table_t, eps,
+    G: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    await_previous(OVERLAPS)
+    H: tl.constexpr = G * QUERIES
+    chunk = tl.program_id(0) % CHUNKS
+    token = tl.program_id(0) // CHUNKS
+    batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    row = token.to(tl.int64)
+    slot, group, member, inside = _slots(chunk, G, QUERIES, PARTS, ROWS)
+    x1, x2 = load_heads(packed_ptr + batch * packed_b + position * packed_t + slot * D, inside, D, HALF, BLOCK, False)
+    w1, w2 = _weights(slot, member, inside, wq_ptr, wk_ptr, QUERIES, D, HALF, BLOCK)
+    cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, False)
+    dtype = packed_ptr.dtype.element_ty
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    rstd = 1.0 / tl.sqrt((tl.sum(x1 * x1 + x2 * x2, 1) / D)[:, None] + eps)
+    n1, n2 = x1 * rstd, x2 * rstd
+    z1, z2 = (n1 * w1).to(dtype).to(tl.float32), (n2 * w2).to(dtype).to(tl.float32)
+    y1, y2 = rotate(z1, z2, cos, sin, member <= QUERIES, HALF, BLOCK)
+    q = q_ptr + row * (H * D) + (group * QUERIES + member) * D
+    value = v_ptr + row * (G * D) + group * D
+    if PARTS == 0:
+        store_heads(q, inside, y1, y2, D, HALF, BLOCK, False)
+    else:
+        key = k_ptr + row * (G * D) + group * D
+        split = choose(member < QUERIES, q, choose(member == QUERIES, key, value))
+        store_heads(split, inside, y1, y2, D, HALF, BLOCK, False)
+    if PARTS == 1:
+        store_heads(value, inside & (member == QUERIES), n1, n2, D, HALF, BLOCK, False)
+
+
+@triton.jit
+def _qkv_norm_rope_backward_kernel(
+    dq_ptr, dk_ptr, dv_ptr, packed_ptr, d_packed_ptr, wq_ptr, wk_ptr, dw_ptr, cos_ptr, sin_ptr, N, T,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, packed_b, packed_t, table_b, table_t, eps,
+    G: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0) % CHUNKS
+    program = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    slot, group, member, inside = _slots(chunk, G, QUERIES, PARTS, ROWS)
+    group, member = group.to(tl.int64), member.to(tl.int64)
+    w1, w2 = _weights(slot, member, inside, wq_ptr, wk_ptr, QUERIES, D, HALF, BLOCK)
+    dw1 = tl.zeros([ROWS, BLOCK], tl.float32)
+    dw2 = tl.zeros([ROWS, BLOCK], tl.float32)
+    for token in tl.range(tl.program_id(0) // CHUNKS, N, tl.num_programs(0) // CHUNKS, num_stages=STAGES):
+        batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
+        source = dq_ptr + batch * q_b + position * q_t + (group * QUERIES + member) * q_h
+        value = dv_ptr + batch * v_b + position * v_t + group * v_h
+        if PARTS > 0:
+            key = dk_ptr + batch * k_b + position * k_t + group * k_h
+            source = choose(member < QUERIES, source, choose(member == QUERIES, key, value))
+        g1, g2 = load_heads(source, inside, D, HALF, BLOCK, False)
+        packed = packed_ptr + batch * packed_b + position * packed_t + slot * D
+        x1, x2 = load_heads(packed, inside, D, HALF, BLOCK, False)
+        cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, True)
+        g1, g2 = rotate(g1.to(tl.float32), g2.to(tl.float32), cos, sin, member <= QUERIES, HALF, BLOCK)
+        x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+        s1, s2 = g1 * w1, g2 * w2
+        if PARTS == 1:
+            v1, v2 = load_heads(value, inside & (member == QUERIES), D, HALF, BLOCK, False)
+            s1 += v1.to(tl.float32)
+            s2 += v2.to(tl.float32)
+        rstd = 1.0 / tl.sqrt((tl.sum(x1 * x1 + x2 * x2, 1) / D)[:, None] + eps)
+        along = rstd * rstd * (tl.sum(s1 * x1 + s2 * x2, 1) / D)[:, None]
+        d_packed = d_packed_ptr + (batch * T + position) * (G * (QUERIES + PARTS) * D) + slot * D
+        store_heads(d_packed, inside, rstd * (s1 - x1 * along), rstd * (s2 - x2 * along), D, HALF, BLOCK, False)
+        if STORE_DW:
+            dw1 += g1 * (x1 * rstd)
+            dw2 += g2 * (x2 * rstd)
+    if STORE_DW:
+        one = tl.arange(0, 1)[:, None]
+        for keys in tl.static_range(2):
+            mine = (member == QUERIES) if keys == 1 else (member < QUERIES)
+            sum1 = tl.sum(tl.where(mine, dw1, 0.0), 0)[None, :]
+            sum2 = tl.sum(tl.where(mine, dw2, 0.0), 0)[None, :]
+            row = (program * CHUNKS + chunk) * 2 + keys
+            store_heads(dw_ptr + row * D + one, one == 0, sum1, sum2, D, HALF, BLOCK, False)
+
+
+def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor) -> dict[str, int]:
+    """Constants of both kernels; ``PARTS`` counts keys and values, ``CHUNKS`` the programs that share a token."""
+    slots = packed.shape[-1] // head_dim
+    constants = tiles(slots, head_dim, cos)
+    return constants | {
+        "G": num_kv_heads,
+        "QUERIES": num_heads // num_kv_heads,
+        "PARTS": (slots - num_heads) // num_kv_heads,
+        "CHUNKS": triton.cdiv(slots, constants["ROWS"]),
+    }
+
+
+def _heads(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised q, k and v."""
+    shared = num_kv_heads if packed.shape[-1] > num_heads * head_dim else 0
+    q, k, v = (packed.new_empty(*packed.shape[:2], heads, head_dim) for heads in (num_heads, shared, shared))
+    return q, k, v
+
+
+LIBRARY.define(
+    "qkv_norm_rope(Tensor packed, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, int head_dim,"
+    " Tensor q_norm_weight, Tensor? k_norm_weight, float eps) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "qkv_norm_rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor packed, Tensor cos, Tensor sin, int num_heads,"
+    " int num_kv_heads, int head_dim, Tensor q_norm_weight, Tensor? k_norm_weight, float eps, bool need_dw)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "qkv_norm_rope", "CompositeExplicitAutograd")
+def _qkv_norm_rope(
+    packed: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+    q_norm_weight: Tensor, k_norm_weight: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    packed = contiguous_rows(packed)
+    constants = _constants(packed, num_heads, num_kv_heads, head_dim, cos)
+    cos, sin, table_b, table_t = tables(cos, sin, packed)
+    q, k, v = _heads(packed, num_heads, num_kv_heads, head_dim)
+    B, T, _ = packed.shape
+    weights = [q_norm_weight if weight is None else weight for weight in (q_norm_weight, k_norm_weight)]
+    if packed.numel():
+        with on_device_of(packed):
+            _qkv_norm_rope_kernel[(B * T * constants["CHUNKS"],)](
+                packed, q, k, v, *(weight.contiguous() for weight in weights), cos, sin, T, *packed.stride()[:2],
+                table_b, table_t, eps, **constants, **overlap(packed),
+            )  # fmt: skip
+    return q, k, v
+
+
+@torch.library.impl(LIBRARY, "qkv_norm_rope_backward", "CompositeExplicitAutograd")
+def _qkv_norm_rope_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, packed: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
+    head_dim: int, q_norm_weight: Tensor, k_norm_weight: Tensor | None, eps: float, need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    packed, dq, dk, dv = (contiguous_rows(x) for x in (packed, dq, dk, dv))
+    constants = _constants(packed, num_heads, num_kv_heads, head_dim, cos)
+    chunks = constants["CHUNKS"]
+    cos, sin, table_b, table_t = tables(cos, sin, packed)
+    B, T, _ = packed.shape
+    shares = B * T  # programs that share the tokens, for each chunk of heads
+    in_flight = 2 * constants["ROWS"] * 2 * constants["BLOCK"] * packed.element_size()
+    stages = fitting_stages(packed, HEAD_STAGES, in_flight)
+    if need_dw:
+        shares = min(shares, max(num_programs(packed, HEAD_WARPS_PER_SM // constants["num_warps"]) // chunks, 1))
+    d_packed = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+    partial = torch.empty(shares * chunks if need_dw else 0, 2, head_dim, dtype=torch.float32, device=packed.device)
+    weights = [q_norm_weight if weight is None else weight for weight in (q_norm_weight, k_norm_weight)]
+    if packed.numel():
+        with on_device_of(packed):
+            _qkv_norm_rope_backward_kernel[(shares * chunks,)](
+                dq, dk, dv, packed, d_packed, *(weight.contiguous() for weight in weights), partial, cos, sin, B * T, T,
+                *(stride for part in (dq, dk, dv) for stride in part.stride()[:3]), *packed.stride()[:2],
+                table_b, table_t, eps, STORE_DW=need_dw, STAGES=stages, **constants,
+            )  # fmt: skip
+    if not need_dw:
+        return d_packed, weights[0].new_empty(0), weights[1].new_empty(0)
+    dwq, dwk = (weight.new_empty(head_dim) for weight in weights)
+    sum_partials(partial, dwq, dwk)
+    return d_packed, dwq, dwk
+
+
+@torch.library.register_fake("liger_models::qkv_norm_rope", lib=LIBRARY)
+def _qkv_norm_rope_fake(packed, cos, sin, num_heads, num_kv_heads, head_dim, q_norm_weight, k_norm_weight, eps):
+    return _heads(packed, num_heads, num_kv_heads, head_dim)
+
+
+@torch.library.register_fake("liger_models::qkv_norm_rope_backward", lib=LIBRARY)
+def _qkv_norm_rope_backward_fake(
+    dq, dk, dv, packed, cos, sin, num_heads, num_kv_heads, head_dim, q_norm_weight, k_norm_weight, eps, need_dw
+):
+    weights = [q_norm_weight if weight is None else weight for weight in (q_norm_weight, k_norm_weight)]
+    return packed.new_empty(packed.shape), *(weight.new_empty(weight.shape if need_dw else 0) for weight in weights)
+
+
+def _setup(ctx, inputs, output):
+    packed, cos, sin, *ctx.sizes, q_norm_weight, k_norm_weight, ctx.eps = inputs
+    ctx.save_for_backward(packed, cos, sin, q_norm_weight, k_norm_weight)
+
+
+def _backward(ctx, dq, dk, dv):
+    packed, cos, sin, *weights = ctx.saved_tensors
+    need_dwq, need_dwk = ctx.needs_input_grad[6:8]
+    d_packed, dwq, dwk = torch.ops.liger_models.qkv_norm_rope_backward(
+        dq, dk, dv, packed, cos, sin, *ctx.sizes, *weights, ctx.eps, need_dwq or need_dwk
+    )
+    return d_packed, *(None,) * 5, dwq if need_dwq else None, dwk if need_dwk else None, None
+
+
+register_autograd("qkv_norm_rope", _backward, _setup)
+
+
+def qkv_norm_rope(
+    packed: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm_weight: Tensor,
+    k_norm_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the packed projection, norm every head, and rotate q and k, in one kernel. The packed tensor is saved.
+
+    Args:
+        packed: [B, T, (H + 2 G) · D]: for each KV head its query heads, its key and its value. Or [B, T, (H + G) · D]
+            without values: the keys, before their norm, are the values. Or [B, T, H · D], queries alone.
+        cos, sin: [B or 1, T, R / 2], as in `rope`.
+        num_heads, num_kv_heads, head_dim: H, G and D; H is a multiple of G, D is even.
+        q_norm_weight: [D].
+        k_norm_weight: [D] in the dtype of q_norm_weight; None for queries alone. The norm of values has no weight.
+        eps: added to the mean of squares.
+
+    Returns:
+        ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of packed. Of queries
+        alone, k and v are [B, T, 0, D].
+
+    Raises:
+        ValueError: the sizes do not match.
+        TypeError: a tensor is not floating-point, or the weights differ in dtype.
+    """
+    op = "qkv_norm_rope"
+    check_floating(op, packed=packed, cos=cos, sin=sin, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
+    check(
+        num_kv_heads > 0 and num_heads % num_kv_heads == 0,
+        f"{op}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).",
+    )
+    check(head_dim % 2 == 0, f"{op}: head_dim must be even, got {head_dim}.")
+    parts = (0,) if k_norm_weight is None else (1, 2)
+    widths = [(num_heads + part * num_kv_heads) * head_dim for part in parts]
+    if packed.dim() != 3 or packed.shape[-1] not in widths:
+        raise ValueError(
+            f"{op}: packed must be [B, T, W] with W {' or '.join(map(str, widths))} "
+            f"{'without' if k_norm_weight is None else 'with'} k_norm_weight, got {list(packed.shape)}."
+        )
+    _check_tables(op, packed, cos, sin, head_dim)
+    for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
+        if weight is not None and tuple(weight.shape) != (head_dim,):
+            raise ValueError(f"{op}: {name} must be [{head_dim}], got {list(weight.shape)}.")
+        if weight is not None and weight.dtype != q_norm_weight.dtype:
+            raise TypeError(
+                f"{op}: the norm weights must have one dtype, got {q_norm_weight.dtype} and {weight.dtype}."
+            )
+    sizes, weights = (num_heads, num_kv_heads, head_dim), (q_norm_weight, k_norm_weight)
+    if not use_triton(packed):
+        return qkv_norm_rope_reference(packed, cos, sin, *sizes, *weights, eps=eps)
+    q, k, v = torch.ops.liger_models.qkv_norm_rope(packed, cos, sin, *sizes, *weights, eps)
+    return q, k, v

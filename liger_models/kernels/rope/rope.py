@@ -1,0 +1,511 @@
+"""Rotary position embedding of one tensor, or of the packed QKV projection while it is split.
+
+Forward, per token and head, for each pair (x1, x2) of the first R (rotary width) of D entries, in fp32::
+
+    y1 = x1 · cos − x2 · sin
+    y2 = x2 · cos + x1 · sin                      the entries from R on, and the values v, are copied
+
+A pair is (i, i + R/2), the half-split order of most Hugging Face checkpoints, or (2i, 2i + 1) if ``interleaved`` (GLM).
+Without tables (layers without rotation) the packed projection is only split.
+
+The backward is the rotation by the opposite angle, ``dx = rope(dy, cos, −sin)``. No activation is saved, only the
+tables, which get no gradient. Tables hold one entry per pair (half width). The result is rounded once, to the input
+dtype.
+
+The packed projection is grouped by KV head: for each KV head its H / G query heads, then k, then v.
+
+Source: https://arxiv.org/abs/2104.09864.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_models.common.errors import check, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.overlap import await_previous, overlap
+
+MIN_WARPS, MAX_WARPS = 4, 16
+ELEMENTS_PER_WARP = 512
+"""A program takes heads of one token up to about this size: 16 heads of 128, so 32 + 2 · 8 heads leave no lane idle. In
+bf16 a thread loads 16 bytes of each half, into 32 registers."""
+
+PAIRS_PER_WARP = 16
+"""Upper limit: with more angles per token than threads, Triton sends the angles through shared memory."""
+
+
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """`rope` in plain torch (differentiable in x; fp64 stays fp64)."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    half = cos.shape[-1]
+    cos, sin = (table.detach().to(compute).unsqueeze(2) for table in (cos, sin))  # [B, T, 1, R / 2]
+    rotary, rest = x.split([2 * half, x.shape[-1] - 2 * half], -1)
+    pairs = rotary.unflatten(-1, (half, 2) if interleaved else (2, half)).to(compute)
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    rotated = torch.stack(turned, -1 if interleaved else -2).flatten(-2)
+    return torch.cat([rotated.to(x.dtype), rest], -1)
+
+
+def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the packed projection in plain torch: q [B, T, H, D], k and v [B, T, G, D], new and contiguous."""
+    queries = num_heads // num_kv_heads
+    groups = qkv.unflatten(-1, (num_kv_heads, queries + 2, head_dim))  # [B, T, G, H / G + 2, D]
+    parts = groups.split([queries, 1, 1], 3)
+    q, k, v = (part.clone(memory_format=torch.contiguous_format).flatten(2, 3) for part in parts)
+    return q, k, v
+
+
+def rope_qkv_reference(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rope_qkv` in plain torch."""
+    q, k, v = split_heads(qkv, num_heads, num_kv_heads, head_dim)
+    if cos is None or sin is None:
+        return q, k, v
+    return rope_reference(q, cos, sin, interleaved), rope_reference(k, cos, sin, interleaved), v
+
+
+@triton.jit
+def choose(condition, a, b):
+    """The pointers ``a`` where ``condition`` holds and ``b`` elsewhere, chosen as addresses.
+
+    AMD's compiler takes neither ``tl.where`` of pointers into two tensors nor, in a tensor of less than 2 GB, an offset
+    of more than 32 bits, which leads from one tensor to the other: it cuts such an offset off. Addresses are the same
+    instructions as pointers elsewhere.
+    """
+    return tl.where(condition, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
+
+
+@triton.jit
+def load_angles(
+    cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF: tl.constexpr, BLOCK: tl.constexpr, INVERSE: tl.constexpr
+):
+    """cos and sin of a token, [1, BLOCK] in fp32; with INVERSE of the opposite angle."""
+    pair = tl.arange(0, BLOCK)[None, :]
+    entry = batch * table_b + position * table_t + pair
+    cos = tl.load(cos_ptr + entry, mask=pair < HALF, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + entry, mask=pair < HALF, other=0.0).to(tl.float32)
+    return cos, -sin if INVERSE else sin
+
+
+@triton.jit
+def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """The D / 2 pairs of a head in half-split order, [1, BLOCK] each: columns of x1, of x2, and which pairs exist."""
+    pair = tl.arange(0, BLOCK)[None, :]
+    turned = pair < HALF  # the other pairs take the entries after the rotary width, one from each half
+    return pair + tl.where(turned, 0, HALF), pair + tl.where(turned, HALF, D // 2), pair < D // 2
+
+
+@triton.jit
+def load_heads(
+    source, given, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
+    """x1 and x2 [ROWS, BLOCK] of all pairs, one head per row of ``source`` [ROWS, 1]; rows not ``given`` read as 0."""
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BLOCK)[None, :]
+        x = tl.load(source + column, mask=given & (column < D), other=0.0)
+        x1, x2 = tl.split(tl.reshape(x, [source.shape[0], BLOCK, 2]))
+    else:
+        first, second, inside = _columns(D, HALF, BLOCK)
+        x1 = tl.load(source + first, mask=given & inside, other=0.0)
+        x2 = tl.load(source + second, mask=given & inside, other=0.0)
+    return x1, x2
+
+
+@triton.jit
+def store_heads(
+    target, given, y1, y2, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """The inverse of `load_heads`, rounding to the pointers' dtype; rows not ``given`` are not written."""
+    y1, y2 = y1.to(target.dtype.element_ty), y2.to(target.dtype.element_ty)
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BLOCK)[None, :]
+        tl.store(target + column, tl.interleave(y1, y2), mask=given & (column < D))
+    else:
+        first, second, inside = _columns(D, HALF, BLOCK)
+        tl.store(target + first, y1, mask=given & inside)
+        tl.store(target + second, y2, mask=given & inside)
+
+
+@triton.jit
+def rotate(x1, x2, cos, sin, rotary, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Rotate the first HALF pairs of the rows marked ``rotary``; everything else is returned bit for bit."""
+    turned = rotary
+    if HALF < BLOCK:
+        turned = rotary & (tl.arange(0, BLOCK)[None, :] < HALF)
+    return tl.where(turned, x1 * cos - x2 * sin, x1), tl.where(turned, x2 * cos + x1 * sin, x2)
+
+
+@triton.jit
+def _rope_kernel(
+    x_ptr, y_ptr, cos_ptr, sin_ptr, T, x_b, x_t, x_h, table_b, table_t,
+    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    await_previous(OVERLAPS)
+    CHUNKS: tl.constexpr = (H + ROWS - 1) // ROWS
+    token = tl.program_id(0) // CHUNKS
+    batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    head = tl.program_id(0) % CHUNKS * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = head < H
+    cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, INVERSE)
+    x = x_ptr + batch * x_b + position * x_t + head.to(tl.int64) * x_h
+    y = y_ptr + token.to(tl.int64) * (H * D) + head * D
+    x1, x2 = load_heads(x, inside, D, HALF, BLOCK, INTERLEAVED)
+    y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin, inside, HALF, BLOCK)
+    store_heads(y, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
+
+
+@triton.jit
+def _rope_qkv_kernel(
+    packed_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, T, packed_b, packed_t,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, table_b, table_t,
+    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BACKWARD: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    await_previous(OVERLAPS)
+    SLOTS: tl.constexpr = G * (QUERIES + 2)
+    CHUNKS: tl.constexpr = (SLOTS + ROWS - 1) // ROWS
+    token = tl.program_id(0) // CHUNKS
+    batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    slot = tl.program_id(0) % CHUNKS * ROWS + tl.arange(0, ROWS)[:, None]
+    group = (slot // (QUERIES + 2)).to(tl.int64)
+    member = slot % (QUERIES + 2)  # the group's queries, then its key, then its value
+    cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, BACKWARD)
+    packed = packed_ptr + batch * packed_b + position * packed_t + slot * D
+    q = q_ptr + batch * q_b + position * q_t + (group * QUERIES + member) * q_h
+    k = k_ptr + batch * k_b + position * k_t + group * k_h
+    v = v_ptr + batch * v_b + position * v_t + group * v_h
+    split = choose(member < QUERIES, q, choose(member == QUERIES, k, v))
+    inside = slot < SLOTS
+    given = inside
+    if not HAS_Q:
+        given = given & (member >= QUERIES)
+    if not HAS_K:
+        given = given & (member != QUERIES)
+    if not HAS_V:
+        given = given & (member <= QUERIES)
+    x1, x2 = load_heads(split if BACKWARD else packed, given, D, HALF, BLOCK, INTERLEAVED)
+    y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin, member <= QUERIES, HALF, BLOCK)
+    store_heads(packed if BACKWARD else split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """``x``, copied unless its last dimension is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """``(cos, sin, batch stride, position stride)``; both tables share the strides, and a batch of 1 is broadcast.
+
+    Without tables ``stand_in`` takes their place in the launch: there are no pairs, so nothing is read.
+    """
+    if cos is None or sin is None:
+        return stand_in, stand_in, 0, 0
+    cos, sin = contiguous_rows(cos), contiguous_rows(sin)
+    if cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
+
+
+def tiles(heads: int, head_dim: int, cos: Tensor | None) -> dict[str, int]:
+    """Constants of a launch over the heads of a token."""
+    block = triton.next_power_of_2(head_dim // 2)
+    warps = min(max(block // PAIRS_PER_WARP, MIN_WARPS), MAX_WARPS)
+    return {
+        "D": head_dim,
+        "HALF": 0 if cos is None else cos.shape[-1],
+        "BLOCK": block,
+        "ROWS": min(triton.next_power_of_2(heads), max(warps * ELEMENTS_PER_WARP // (2 * block), 1)),
+        "num_warps": warps,
+    }
+
+
+def rope_forward(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
+    """Launch the kernel; ``inverse`` rotates by the opposite angle."""
+    x = contiguous_rows(x)
+    cos, sin, table_b, table_t = tables(cos, sin, x)
+    B, T, H, D = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel():
+        constants = tiles(H, D, cos)
+        with on_device_of(x):
+            _rope_kernel[(B * T * triton.cdiv(H, constants["ROWS"]),)](
+                x, y, cos, sin, T, *x.stride()[:3], table_b, table_t,
+                H=H, INTERLEAVED=interleaved, INVERSE=inverse, **constants, **overlap(x),
+            )  # fmt: skip
+    return y
+
+
+def _launch_qkv(
+    packed: Tensor, q: Tensor | None, k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    queries: int, num_kv_heads: int, head_dim: int, interleaved: bool, backward: bool,
+) -> None:  # fmt: skip
+    slots = num_kv_heads * (queries + 2)
+    constants = tiles(slots, head_dim, cos)
+    cos, sin, table_b, table_t = tables(cos, sin, packed)
+    B, T, _ = packed.shape
+    # A part that the constants disable must still be a tensor with strides.
+    parts = [packed.unsqueeze(2) if part is None else part for part in (q, k, v)]
+    if packed.numel():
+        with on_device_of(packed):
+            _rope_qkv_kernel[(B * T * triton.cdiv(slots, constants["ROWS"]),)](
+                packed, *parts, cos, sin, T, *packed.stride()[:2],
+                *(stride for part in parts for stride in part.stride()[:3]), table_b, table_t,
+                G=num_kv_heads, QUERIES=queries, INTERLEAVED=interleaved, BACKWARD=backward,
+                HAS_Q=q is not None, HAS_K=k is not None, HAS_V=v is not None, **constants, **overlap(packed),
+            )  # fmt: skip
+
+
+LIBRARY.define("rope(Tensor x, Tensor cos, Tensor sin, bool inverse, bool interleaved) -> Tensor")
+LIBRARY.define(
+    "rope_qkv(Tensor qkv, Tensor? cos, Tensor? sin, int num_heads, int num_kv_heads, int head_dim, bool interleaved)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "rope_qkv_backward(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? cos, Tensor? sin,"
+    " int num_heads, int num_kv_heads, int head_dim, bool interleaved) -> Tensor"
+)
+
+
+@torch.library.impl(LIBRARY, "rope", "CompositeExplicitAutograd")
+def _rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
+    return rope_forward(x, cos, sin, inverse, interleaved)
+
+
+def empty_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised q, k and v for the packed projection ``qkv``."""
+    q, k, v = (
+        torch.empty(*qkv.shape[:2], heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    return q, k, v
+
+
+@torch.library.impl(LIBRARY, "rope_qkv", "CompositeExplicitAutograd")
+def _rope_qkv(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv = contiguous_rows(qkv)
+    q, k, v = empty_heads(qkv, num_heads, num_kv_heads, head_dim)
+    _launch_qkv(qkv, q, k, v, cos, sin, num_heads // num_kv_heads, num_kv_heads, head_dim, interleaved, backward=False)
+    return q, k, v
+
+
+@torch.library.impl(LIBRARY, "rope_qkv_backward", "CompositeExplicitAutograd")
+def _rope_qkv_backward(
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    num_heads: int, num_kv_heads: int, head_dim: int, interleaved: bool,
+) -> Tensor:  # fmt: skip
+    dq, dk, dv = (None if grad is None else contiguous_rows(grad) for grad in (dq, dk, dv))
+    like = next(grad for grad in (dq, dk, dv) if grad is not None)
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    dqkv = torch.empty(*like.shape[:2], width, dtype=like.dtype, device=like.device)
+    queries = num_heads // num_kv_heads
+    _launch_qkv(dqkv, dq, dk, dv, cos, sin, queries, num_kv_heads, head_dim, interleaved, backward=True)
+    return dqkv
+
+
+@torch.library.register_fake("liger_models::rope", lib=LIBRARY)
+def _rope_fake(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("liger_models::rope_qkv", lib=LIBRARY)
+def _rope_qkv_fake(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return empty_heads(qkv, num_heads, num_kv_heads, head_dim)
+
+
+@torch.library.register_fake("liger_models::rope_qkv_backward", lib=LIBRARY)
+def _rope_qkv_backward_fake(
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    num_heads: int, num_kv_heads: int, head_dim: int, interleaved: bool,
+) -> Tensor:  # fmt: skip
+    like = next(grad for grad in (dq, dk, dv) if grad is not None)
+    return like.new_empty(*like.shape[:2], (num_heads + 2 * num_kv_heads) * head_dim)
+
+
+def _setup(ctx, inputs, output):
+    _, cos, sin, ctx.inverse, ctx.interleaved = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx, dy):
+    cos, sin = ctx.saved_tensors
+    return torch.ops.liger_models.rope(dy, cos, sin, not ctx.inverse, ctx.interleaved), None, None, None, None
+
+
+def _qkv_setup(ctx, inputs, output):
+    _, cos, sin, *ctx.sizes = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(cos, sin)
+
+
+def _qkv_backward(ctx, dq, dk, dv):
+    if dq is None and dk is None and dv is None:
+        return (None,) * 7
+    cos, sin = ctx.saved_tensors
+    return torch.ops.liger_models.rope_qkv_backward(dq, dk, dv, cos, sin, *ctx.sizes), *(None,) * 6
+
+
+register_autograd("rope", _backward, _setup)
+register_autograd("rope_qkv", _qkv_backward, _qkv_setup)
+
+
+# Sizes are put into a message only when it is raised: in a graph they may be symbolic, which Dynamo cannot format.
+
+
+def _check_even(op: str, head_dim: int) -> None:
+    if head_dim % 2:
+        raise ValueError(f"{op}: head_dim must be even, got {head_dim}.")
+
+
+def _check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
+    B, T = x.shape[:2]
+    if not (cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, B) and cos.shape[1] == T):
+        raise ValueError(
+            f"{op}: cos and sin must be [B or 1, T, R / 2] with B {B} and T {T}, "
+            f"got {list(cos.shape)} and {list(sin.shape)}."
+        )
+    if not 0 < 2 * cos.shape[-1] <= head_dim:
+        raise ValueError(
+            f"{op}: cos and sin hold one entry per pair, at most head_dim ({head_dim}) / 2, got {cos.shape[-1]}."
+        )
+
+
+def check_qkv(
+    op: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    """Raise unless the packed projection, the tables (or None) and the sizes match."""
+    if num_kv_heads <= 0 or num_heads % num_kv_heads:
+        raise ValueError(f"{op}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).")
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    if qkv.dim() != 3 or qkv.shape[-1] != width:
+        raise ValueError(
+            f"{op}: qkv must be [B, T, (H + 2 G) · D] with a last dimension of {width}, got {list(qkv.shape)}."
+        )
+    _check_even(op, head_dim)
+    check_floating(op, qkv=qkv, cos=cos, sin=sin)
+    check((cos is None) == (sin is None), f"{op}: cos and sin must both be given, or both be None for no rotation.")
+    if cos is not None and sin is not None:
+        _check_tables(op, qkv, cos, sin, head_dim)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate every pair of every head: ``(x1 · cos − x2 · sin, x2 · cos + x1 · sin)``.
+
+    Args:
+        x: [B, T, H, D], any strides (a transposed [B, H, T, D] is read in place), float32, float16 or bfloat16.
+        cos, sin: [B or 1, T, R / 2], preferably float32; the tables of each token's position. Entries of a head from R
+            on are copied. The tables get no gradient.
+        interleaved: pairs are (2i, 2i + 1) instead of (i, i + R/2).
+
+    Returns:
+        [B, T, H, D], contiguous, in the dtype of x.
+
+    Raises:
+        ValueError: the shapes do not match.
+        TypeError: a tensor is not floating-point.
+    """
+    check(x.dim() == 4, f"rope: x must be [B, T, H, D], got {list(x.shape)}.")
+    _check_even("rope", x.shape[-1])
+    check_floating("rope", x=x, cos=cos, sin=sin)
+    _check_tables("rope", x, cos, sin, x.shape[-1])
+    if not use_triton(x):
+        return rope_reference(x, cos, sin, interleaved)
+    y: Tensor = torch.ops.liger_models.rope(x, cos, sin, False, interleaved)
+    return y
+
+
+def rope_qkv(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the packed projection and rotate q and k, in one kernel. The packed tensor is not saved for the backward.
+
+    Args:
+        qkv: [B, T, (H + 2 G) · D]; for each of the G KV heads its H / G query heads, then k, then v.
+        cos, sin: as in `rope`, or None for no rotation.
+        num_heads: H, query heads.
+        num_kv_heads: G, a divisor of H.
+        head_dim: D.
+        interleaved: as in `rope`.
+
+    Returns:
+        ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of qkv.
+
+    Raises:
+        ValueError: the sizes do not match, or only one table is given.
+        TypeError: a tensor is not floating-point.
+    """
+    check_qkv("rope_qkv", qkv, cos, sin, num_heads, num_kv_heads, head_dim)
+    if not use_triton(qkv):
+        return rope_qkv_reference(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved=interleaved)
+    q, k, v = torch.ops.liger_models.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved)
+    return q, k, v
+
+
+def liger_rotary_pos_emb(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`rope` with the arguments of Liger's function and of transformers' ``apply_rotary_pos_emb``.
+
+    Args:
+        q: [B, H, T, D] ([B, T, H, D] with unsqueeze_dim 2).
+        k: [B, G, T, D] ([B, T, G, D] with unsqueeze_dim 2).
+        cos, sin: [B or 1, T, R] or [T, R], the two halves equal, as transformers' rotary embeddings return them; the
+            second half is not read.
+        position_ids: ignored, as in transformers: the tables already belong to the positions.
+        unsqueeze_dim: the dimension of q and k that holds the heads, 1 or 2.
+        rotary_dim: R, the number of leading entries of a head that are rotated; needed only for tables that have just
+            the first half (GPT-OSS). None for the width of the tables.
+
+    Returns:
+        ``(q, k)`` rotated: new tensors of the same shapes and dtypes.
+
+    Raises:
+        ValueError: the shapes do not match, unsqueeze_dim is neither 1 nor 2, or rotary_dim is odd or too large.
+        TypeError: a tensor is not floating-point.
+    """
+    check(unsqueeze_dim in (1, 2), f"liger_rotary_pos_emb: unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}.")
+    check(
+        q.dim() == 4 and k.dim() == 4,
+        f"liger_rotary_pos_emb: q and k must have 4 dimensions, got {list(q.shape)} and {list(k.shape)}.",
+    )
+    width = cos.shape[-1] if rotary_dim is None else rotary_dim
+    check(
+        width % 2 == 0 and 0 < width <= min(q.shape[-1], 2 * cos.shape[-1]),
+        f"liger_rotary_pos_emb: rotary_dim must be even and at most {q.shape[-1]} (the head) and twice the width of cos"
+        f" ({cos.shape[-1]}), got {width}.",
+    )
+    cos, sin = (table[..., : width // 2] for table in (cos, sin))
+    if cos.dim() == 2:
+        cos, sin = cos[None], sin[None]
+    if unsqueeze_dim == 2:
+        return rope(q, cos, sin), rope(k, cos, sin)
+    return rope(q.transpose(1, 2), cos, sin).transpose(1, 2), rope(k.transpose(1, 2), cos, sin).transpose(1, 2)

@@ -1,0 +1,106 @@
+"""Recomputation of blocks and layers: they save only their input, and the backward recomputes the rest."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_models.kernels.matmul.batch_invariance import batch_invariant, is_batch_invariant
+
+_REPEATS: ContextVar[bool | None] = ContextVar("repeats", default=None)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling the module runs more than the forward of its class, such as hooks or a replaced forward.
+
+    Hooks with ``only_checks`` set to True, which raise errors and change nothing, don't count.
+    """
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    hooks = (hook for kind in kinds for hook in kind.values())
+    return "forward" in vars(module) or not all(getattr(hook, "only_checks", False) for hook in hooks)
+
+
+def repeats() -> bool | None:
+    """Whether the running block is being recomputed in the backward; None outside of blocks run by `run_again`.
+
+    Recomputation stops at the last tensor that the backward needs.
+    """
+    return None if torch.compiler.is_compiling() else _REPEATS.get()
+
+
+def recomputes(part: Any) -> bool:
+    """Whether a part of a block is to be recomputed by itself. It is not if the whole block is recomputed."""
+    return bool(part.recompute) and torch.is_grad_enabled() and repeats() is None
+
+
+def draws(part: nn.Module, dropout: float) -> bool:
+    """Whether a part of a block may draw random numbers: in its dropout, or in hooks or wrappers of its layers."""
+    return (part.training and dropout > 0) or any(
+        is_hooked(module) or (isinstance(module, nn.Dropout) and module.training and module.p > 0)
+        for module in part.modules()
+    )
+
+
+def is_compiled(block: nn.Module) -> bool:
+    """Whether the block is compiled."""
+    return block._compiled_call_impl is not None or hasattr(block.forward, "_torchdynamo_orig_callable")
+
+
+def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...] = (), **options: Any) -> Any:
+    """``function(*args)``, of which only the tensors in ``args`` are saved; the backward calls it again.
+
+    Args:
+        function: the second call must compute the same.
+        args: what it is called with.
+        modules: the modules whose parameters it reads, besides those in ``args`` and the owner of a method.
+        options: as for `torch.utils.checkpoint.checkpoint`.
+
+    Raises:
+        RuntimeError: (in the backward) a parameter was changed in place after the first call. The gradient would belong
+            to other values than the loss.
+    """
+    if torch.compiler.is_compiling():
+        return checkpoint(function, *args, use_reentrant=False, **options)
+    # PyTorch compares the versions of tensors in `args`, which it saves, but not of the parameters read besides.
+    owners = [each for each in (getattr(function, "__self__", None), *modules, *args) if isinstance(each, nn.Module)]
+    read = [
+        (name, each, each._version)
+        for owner in owners
+        for name, each in owner.named_parameters()
+        if not each.is_inference()
+    ]
+
+    invariant = is_batch_invariant()
+
+    def call(*args: Any) -> Any:
+        for name, each, version in read:
+            if each._version != version:
+                raise RuntimeError(
+                    f"backward: {name} {list(each.shape)} must not be changed in place between forward and backward, "
+                    f"because the backward reads it again (set_checkpointing), got version {each._version} instead of "
+                    f"{version}. Call backward before optimizer.step() and other changes of the weights."
+                )
+        with batch_invariant(invariant):  # the backward may run outside of the forward's context
+            return function(*args)
+
+    return checkpoint(call, *args, use_reentrant=False, **options)
+
+
+def run_again(block: nn.Module, x: Tensor | None, residual: Tensor, layout: Any) -> Any:
+    """Run ``block(x, residual, layout)``, saving only ``residual + x`` [B, T, C] and recomputing the rest."""
+    repeated = False
+
+    def run(total: Tensor, layout: Any) -> Any:
+        nonlocal repeated
+        token = _REPEATS.set(repeated)
+        try:
+            return block(None, total, layout)
+        finally:
+            _REPEATS.reset(token)
+            repeated = True
+
+    total = residual if x is None else (residual + x).to(residual.dtype)
+    return run_twice(run, total, layout, modules=(block,))

@@ -1,0 +1,479 @@
+import sys
+
+import pytest
+import torch
+
+from liger_models.kernels.activation.gated_act import ACTIVATIONS
+from liger_models.kernels.dispatch import INTERPRET
+from liger_models.kernels.linear.gated_mlp import gated_mlp, gated_mlp_reference
+from liger_models.kernels.norm.fused_norm import FusedNorm
+
+from ..oracle import assert_close_to_truth, opcheck, run
+
+FLAVOURS = [
+    pytest.param({"act": "silu", "eps": 1e-6}, id="llama"),
+    pytest.param({"act": "gelu", "eps": 1e-5, "scale_in_fp32": True}, id="erf"),
+    pytest.param({"act": "gelu_tanh", "eps": 1e-6, "weight_offset": 1.0, "scale_in_fp32": True}, id="gemma"),
+    pytest.param({"act": "gelu_tanh", "eps": 1e-5, "norm": "layer_norm"}, id="layer"),
+]
+# The stream, F, O.
+SHAPES = [((1, 130), 200, 70), ((3, 67), 51, 47), ((2, 3, 64), 40, 64), ((4, 1, 129), 33, 50), ((11, 72), 36, 40)]
+GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ORDER = ("x", "residual", "norm_weight", "gate_up_weight", "down_weight", "gate_up_bias", "down_bias")
+NORMS = pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+MODES = pytest.mark.parametrize(
+    ("recompute", "chunk"),
+    [(False, None), (True, None), (True, 5)],
+    ids=["keep", "recompute", "chunked"],
+    indirect=["chunk"],
+)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """The interpreter takes as long for a program of many rows of a weight as for one of few."""
+    if INTERPRET:
+        monkeypatch.setattr("liger_models.kernels.matmul.row_linear.ROWS", 128)
+
+
+@pytest.fixture
+def chunk(request, monkeypatch):
+    """Up to so many rows per chunk; None for the usual number. (BLAS is less exact with three rows or fewer.)"""
+    if request.param is not None:
+        monkeypatch.setattr(sys.modules[gated_mlp.__module__], "WORKSPACE_MIB", 0)
+        monkeypatch.setattr(sys.modules[gated_mlp.__module__], "MIN_CHUNK", request.param)
+    return request.param
+
+
+def dtypes(device: str) -> list[torch.dtype]:
+    # The interpreter truncates bfloat16 where hardware rounds.
+    return GPU_DTYPES if device == "cuda" else GPU_DTYPES[:2]
+
+
+def make(shape, width, out, dtype, device, weight_dtype=None):
+    """The seven tensors in order, and the upstream gradients of both results."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64).to(device)
+    C = shape[-1]
+    stream = [draw(*shape), draw(*shape), draw(C)]
+    weights = [draw(2 * width, C) / C**0.5, draw(out, width) / width**0.5, draw(2 * width), draw(out)]
+    upstream = [draw(*shape[:-1], out).to(weight_dtype or dtype), draw(*shape).to(dtype)]
+    return [t.to(dtype) for t in stream] + [t.to(weight_dtype or dtype) for t in weights], upstream
+
+
+def with_norm_bias(inputs, names=ORDER, norm="layer_norm"):
+    """The inputs and their names, and for a LayerNorm a bias of its own and its name."""
+    if norm != "layer_norm":
+        return inputs, names
+    return [*inputs, torch.randn_like(inputs[names.index("norm_weight")])], (*names, "norm_bias")
+
+
+def with_names(function, names=ORDER, outputs=None, **constants):
+    """``function`` of the arguments named, in that order, the other tensors None; ``outputs`` picks one result."""
+
+    def call(*tensors):
+        out = function(**{**dict.fromkeys(ORDER), **dict(zip(names, tensors, strict=True))}, **constants)
+        return out if outputs is None else out[outputs]
+
+    return call
+
+
+def check(inputs, upstream, names=ORDER, recompute=False, **kwargs):
+    ours = with_names(gated_mlp, names, recompute=recompute, **kwargs)
+    assert_close_to_truth(ours, with_names(gated_mlp_reference, names, **kwargs), inputs, upstream)
+
+
+def without(inputs, *missing):
+    """The inputs left, and their names."""
+    names = tuple(name for name in ORDER if name not in missing)
+    return [inputs[ORDER.index(name)] for name in names], names
+
+
+@MODES
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize(("shape", "width", "out"), SHAPES, ids=str)
+def test_matches_fp64(backend, shape, width, out, flavour, recompute, chunk, poisoned_empty):
+    for dtype in dtypes(backend):
+        inputs, upstream = make(shape, width, out, dtype, backend)
+        for missing in ((), ("gate_up_bias", "down_bias"), ("x", "down_bias"), ("norm_weight",), ("x", "norm_weight")):
+            left, names = without(inputs, *missing)
+            check(left, upstream, names, recompute, **flavour)
+            if "norm" in flavour and "norm_weight" in names:
+                left, names = with_norm_bias(left, names)
+                check(left, upstream, names, recompute, **flavour)
+
+
+@pytest.mark.gpu
+@RECOMPUTE
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_real_sizes(flavour, recompute, poisoned_empty):
+    for dtype in GPU_DTYPES[1:]:
+        inputs, upstream = make((2, 32, 2048), 5632, 2048, dtype, "cuda")
+        check(inputs, upstream, recompute=recompute, **flavour)
+
+
+@MODES
+@pytest.mark.parametrize(("stream", "weights"), [("float32", "float16"), ("float16", "float32")])
+def test_weights_of_another_dtype(backend, stream, weights, recompute, chunk, poisoned_empty):
+    """An fp32 stream with half-precision weights is what autocast makes of a model."""
+    stream, weights = getattr(torch, stream), getattr(torch, weights)
+    inputs, upstream = make((3, 5, 32), 24, 32, stream, backend, weights)
+    for missing in ((), ("norm_weight",)):
+        left, names = without(inputs, *missing)
+        check(left, upstream, names, recompute)
+    check(inputs, upstream, recompute=recompute, scale_in_fp32=True)
+    left, names = with_norm_bias(inputs)
+    check(left, upstream, names, recompute, norm="layer_norm")
+    x, residual, norm_weight, gate_up_weight, down_weight, *biases = inputs
+    biases = [bias.to(stream) for bias in biases]
+    inputs = [x.to(weights), residual, norm_weight.float(), gate_up_weight, down_weight, *biases]
+    check(inputs, upstream, recompute=recompute)
+    left, names = with_norm_bias(inputs)
+    check([*left[:-1], left[-1].to(weights)], upstream, names, recompute, norm="layer_norm")
+
+
+@NORMS
+def test_recomputation_gives_the_same_bits(kernel_device, norm):
+    for dtype in dtypes(kernel_device):
+        for stream in {torch.float32, dtype}:
+            inputs, upstream = make((1, 33, 32), 24, 32, stream, kernel_device, dtype)
+            for act in ACTIVATIONS:
+                for missing in ((), ("x", "norm_weight")):
+                    left, names = without(inputs, *missing)
+                    if "norm_weight" in names:
+                        left, names = with_norm_bias(left, names, norm)
+                    kept = run(with_names(gated_mlp, names, act=act, norm=norm), left, upstream)
+                    again = run(with_names(gated_mlp, names, act=act, norm=norm, recompute=True), left, upstream)
+                    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+@MODES
+def test_strided_inputs_and_gradients(backend, recompute, chunk):
+    inputs, (dy, dh) = make((6, 5, 32), 12, 32, torch.float32, backend)
+    t = lambda tensor: tensor.transpose(0, 1)
+    x, residual, norm_weight, gate_up_weight, down_weight, *biases = inputs
+    columns = [weight.t().contiguous().t() for weight in (gate_up_weight, down_weight)]
+    inputs = [t(x), t(residual), norm_weight, *columns, *biases]
+    for missing in ((), ("x",), ("norm_weight",), ("x", "norm_weight")):
+        left, names = without(inputs, *missing)
+        check(left, [t(dy), t(dh)], names, recompute)
+    inputs = [x[::2, :, ::2], residual[::2, :, 1::2], norm_weight[::2], gate_up_weight[:, ::2], down_weight, *biases]
+    check(inputs, [dy[:1].expand(3, 5, 32), dh[:1, :1, :1].expand(3, 5, 16)], recompute=recompute)
+
+
+def test_only_one_of_two_outputs_is_used(backend):
+    inputs, upstream = make((4, 16), 8, 16, torch.float32, backend)
+    for missing in ((), ("x",), ("norm_weight",), ("x", "norm_weight")):
+        left, names = without(inputs, *missing)
+        for pick in (0, 1):
+            check(left, upstream[pick : pick + 1], names, outputs=pick)
+
+
+def test_without_x_the_residual_is_returned_as_it_is(backend):
+    (_, residual, *rest), _ = make((4, 16), 8, 16, torch.float32, backend)
+    assert gated_mlp(None, residual, *rest)[1] is residual
+
+
+@MODES
+@NORMS
+def test_second_backward_agrees_and_nothing_is_overwritten(backend, norm, recompute, chunk):
+    inputs, upstream = make((12, 48), 20, 48, torch.float32, backend)
+    inputs, names = with_norm_bias(inputs, norm=norm)
+    leaves = [t.requires_grad_() for t in inputs]
+    outputs = with_names(gated_mlp, names, recompute=recompute, norm=norm)(*leaves)
+    tensors = [*upstream, *outputs, *leaves]
+    kept = [t.clone() for t in tensors]
+    first = [g.clone() for g in torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)]
+    second = torch.autograd.grad(outputs, leaves, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
+
+
+@MODES
+@NORMS
+def test_empty_and_single_rows(backend, norm, recompute, chunk):
+    for shape, width in (((0, 8), 4), ((1, 8), 1), ((2, 0, 8), 4), ((8,), 4), ((12, 8), 4)):
+        inputs, upstream = make(shape, width, 8, torch.float32, backend)
+        inputs, names = with_norm_bias(inputs, norm=norm)
+        got = run(with_names(gated_mlp, names, recompute=recompute, norm=norm), inputs, upstream)
+        want = run(with_names(gated_mlp_reference, names, norm=norm), inputs, upstream)
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("with_x", [True, False])
+@NORMS
+def test_what_is_saved(kernel_device, norm, with_x):
+    inputs, names = with_norm_bias(make((6, 32), 10, 8, torch.float32, kernel_device)[0], norm=norm)
+    x, *rest = (t.requires_grad_() for t in inputs)
+    of_norm, statistics = ([(32,), (32,)], (6, 2)) if norm == "layer_norm" else ([(32,)], (6,))
+    weights = [*of_norm, (20, 32), (8, 10)]
+    for recompute, expected in ((False, [(6, 20), *weights]), (True, [*weights, (20,)])):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
+            call = with_names(gated_mlp, names, norm=norm, recompute=recompute)
+            _, stream = call(x if with_x else None, *rest)
+        assert [tuple(t.shape) for t in saved] == [(6, 32), statistics, *expected]
+        assert saved[0].data_ptr() == stream.data_ptr()
+
+
+def with_pairs(function, names, **constants):
+    """`with_names`, where the last four tensors are A and B of both low-rank terms."""
+    return lambda *tensors: with_names(
+        function, names, gate_up_low_rank=tensors[-4:-2], down_low_rank=tensors[-2:], **constants
+    )(*tensors[:-4])
+
+
+def low_ranks(shape, width, out, dtype, device):
+    generator = torch.Generator().manual_seed(1)
+    sizes = (6, shape[-1]), (2 * width, 6), (4, width), (out, 4)
+    return [torch.randn(*size, generator=generator).mul(0.25).to(device, dtype) for size in sizes]
+
+
+@MODES
+@NORMS
+@pytest.mark.parametrize("shape", [(11, 72), (2, 3, 64), (1, 130)], ids=str)
+def test_low_rank_terms_match_fp64(backend, shape, norm, recompute, chunk, poisoned_empty):
+    for dtype in dtypes(backend):
+        inputs, upstream = make(shape, 36, 40, dtype, backend)
+        pairs = low_ranks(shape, 36, 40, dtype, backend)
+        for missing in ((), ("x", "gate_up_bias", "down_bias"), ("norm_weight",)):
+            left, names = without(inputs, *missing)
+            ours = with_pairs(gated_mlp, names, norm=norm, recompute=recompute)
+            theirs = with_pairs(gated_mlp_reference, names, norm=norm)
+            assert_close_to_truth(ours, theirs, [*left, *pairs], upstream)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("trained", [(0, 1, 2, 3), (0, 1), (2, 3), (1,), (2,)], ids=str)
+def test_frozen_weights_under_low_rank_terms(kernel_device, trained, recompute):
+    """Nothing is saved beyond what frozen weights save alone; gradients are those with everything trained."""
+    shape, of_rows = (11, 72), lambda saved: [tuple(t.shape) for t in saved if t.shape[:1] == (11,)]
+    inputs, upstream = make(shape, 36, 40, torch.float32, kernel_device)
+    pairs = low_ranks(shape, 36, 40, torch.float32, kernel_device)
+    call = with_pairs(gated_mlp, ORDER, recompute=recompute)
+    everything = run(call, [*inputs, *pairs], upstream)[-4:]
+    leaves, saved = [each.clone().requires_grad_(i in trained) for i, each in enumerate(pairs)], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y, _ = call(*inputs, *leaves)
+    y.backward(upstream[0])
+    assert of_rows(saved) == [(11, 72), (11,), *([] if recompute else [(11, 72)])]
+    for i, leaf in enumerate(leaves):
+        assert torch.equal(leaf.grad, everything[i]) if i in trained else leaf.grad is None
+
+
+FROZEN = [
+    ((*ORDER, "norm_bias"), 4, 1, 1),
+    (("x", "residual"), 2, 0, 0),  # frozen weights
+    (("norm_weight",), 2, 0, 0),
+    (("norm_bias",), 2, 0, 0),
+    (("gate_up_weight",), 2, 1, 0),  # a frozen trunk
+    (("down_weight",), 1, 0, 1),
+    (("gate_up_bias",), 1, 0, 0),
+    (("down_bias",), 0, 0, 0),
+    (("x", "down_weight"), 3, 0, 1),
+]
+
+
+@RECOMPUTE
+@pytest.mark.parametrize(
+    ("norm", "trained", "matmuls", "rows", "products"),
+    [
+        *(("layer_norm", *case) for case in FROZEN),
+        ("rms_norm", ORDER, *FROZEN[0][1:]),
+        *(("rms_norm", *case) for case in FROZEN[1:] if "norm_bias" not in case[0]),
+    ],
+    ids=str,
+)
+def test_frozen_inputs_cost_nothing(kernel_device, monkeypatch, norm, trained, matmuls, rows, products, recompute):
+    inputs, (dy, _) = make((6, 32), 10, 8, torch.float32, kernel_device)
+    inputs, names = with_norm_bias(inputs, norm=norm)
+    want = dict(zip(names, run(with_names(gated_mlp, names, outputs=0, norm=norm), inputs, [dy])[1:], strict=True))
+    named = dict(zip(names, inputs, strict=True))
+    for name in trained:
+        named[name].requires_grad_()
+    y, stream = gated_mlp(**named, norm=norm, recompute=recompute)
+    assert stream.requires_grad == bool({"x", "residual"} & set(trained))
+
+    module = sys.modules[gated_mlp.__module__]
+    made = {}  # what the backward made, by the function that made it
+
+    def spy(place, name, pick):
+        original = getattr(place, name)
+        call = lambda *args, **kwargs: made.setdefault(name, []).append(pick(out := original(*args, **kwargs))) or out
+        monkeypatch.setattr(place, name, call)
+
+    spy(FusedNorm, "backward", lambda out: out[3])
+    spy(FusedNorm, "again", lambda out: out)
+    spy(module, "gated_act_backward", lambda out: out[1])
+    spy(module, "gated_act_forward", lambda out: out)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y.backward(dy)
+    again = recompute and trained != ("down_bias",)  # the projection with its bias is the one addmm
+    assert sum(event.name == "aten::mm" for event in profile.events()) == matmuls
+    assert sum(event.name == "aten::addmm" for event in profile.events()) == again
+    count = lambda *names: sum(out is not None for name in names for out in made.get(name, []))
+    assert count("backward", "again") == rows + again
+    assert count("gated_act_backward", "gated_act_forward") == products
+    for name, tensor in named.items():
+        assert (tensor.grad is not None) == (name in trained)
+        if name in trained:
+            torch.testing.assert_close(tensor.grad, want[name])
+
+
+def test_chunks_are_as_even_and_as_few_as_the_workspace_allows(monkeypatch):
+    module = sys.modules[gated_mlp.__module__]
+    row = 2 * 2 * 14336  # Llama-3-8B in bf16
+    assert [module._chunk_rows(N, row) for N in (0, 1, 16384, 18724)] == [1, 1, 16384, 18724]
+    assert [module._chunk_rows(N, row) for N in (18725, 500_000)] == [9363, 18519]
+    assert [module._chunk_rows(N, 4 * row) for N in (16384, 16385)] == [16384, 8193]
+
+
+@pytest.mark.parametrize("chunk", [4], indirect=True)
+def test_several_chunks_round_the_weights_gradients_once(kernel_device, chunk):
+    """bf16 or fp16 sums of 16 chunks would lose more than half precision's own rounding."""
+    dtype = torch.bfloat16 if kernel_device == "cuda" else torch.float16
+    inputs, upstream = make((64, 32), 24, 32, dtype, kernel_device)
+    whole = run(with_names(gated_mlp), inputs, upstream)
+    chunked = run(with_names(gated_mlp, recompute=True), inputs, upstream)
+    for ours, theirs in zip(chunked, whole, strict=True):
+        assert ours.dtype == dtype
+        # Half a unit in the last place for each of the two roundings.
+        torch.testing.assert_close(ours, theirs, rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+def test_no_grad_keeps_nothing(kernel_device):
+    inputs, _ = make((6, 32), 10, 8, torch.float32, kernel_device)
+    want = [t.detach() for t in gated_mlp(*inputs)]
+    with torch.no_grad():
+        got = gated_mlp(*(t.requires_grad_() for t in inputs))
+    assert not any(t.requires_grad for t in got)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [2048], indirect=True)
+def test_memory_of_chunks(chunk):
+    """Gate, up and their product exist for one chunk: beside it y, the stream and its gradient, and the fp32 sums."""
+    N, C, F = 32768, 1024, 4096
+    inputs, upstream = make((N, C), F, C, torch.bfloat16, "cuda")
+    leaves = [t.requires_grad_() for t in inputs[:-2]]
+    torch.autograd.grad(gated_mlp(*leaves, recompute=True), leaves, upstream)  # cuBLAS takes its workspace once
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outputs = gated_mlp(*leaves, recompute=True)
+    own_chunk = chunk * (3 * F + 3 * C)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * (2 * N * C + own_chunk) + 2**23
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(outputs, leaves, upstream)
+    sums = 3 * F * C * (2 + 1)  # in units of bf16, and the rounded ones
+    assert torch.cuda.max_memory_allocated() - before <= 2 * (3 * N * C + own_chunk + sums) + 2**23
+
+
+@pytest.mark.gpu
+@RECOMPUTE
+def test_memory(recompute):
+    """Between forward and backward: the stream, y, and gate and up unless they are recomputed; and the peak."""
+    N, C, F = 8192, 1024, 4096
+    inputs, upstream = make((N, C), F, C, torch.bfloat16, "cuda")
+    leaves = [t.requires_grad_() for t in inputs[:-2]]
+    torch.autograd.grad(gated_mlp(*leaves, recompute=recompute), leaves, upstream)  # cuBLAS takes its workspace once
+    before = torch.cuda.memory_allocated()
+    outputs = gated_mlp(*leaves, recompute=recompute)
+    units = 2 * N * C + (0 if recompute else 2 * N * F)
+    assert torch.cuda.memory_allocated() - before <= 2 * units + 2**21
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(outputs, leaves, upstream)
+    # In backward: gate and up and their gradient (one buffer if recomputed), the product's gradient or the product, dW.
+    peak = 2 * N * C + (3 if recompute else 5) * N * F + 3 * F * C
+    assert torch.cuda.max_memory_allocated() - before <= 2 * peak + 2**23
+
+
+def test_opcheck(kernel_device):
+    inputs, (dy, dh) = make((3, 24), 8, 24, torch.float32, kernel_device)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    x, residual, norm_weight, *weights = inputs
+    norm_bias = torch.randn(24, device=kernel_device, requires_grad=True)
+    rms, layer = ("rms_norm", 1e-6, 0.0, False, "silu"), ("layer_norm", 1e-6, 0.0, False, "silu")
+    op = torch.ops.liger_models.gated_mlp
+    sizes = (2, 24), (16, 2), (2, 8), (24, 2)
+    pairs = [torch.randn(*size, device=kernel_device, requires_grad=True) for size in sizes]
+    nothing = [None] * 4
+    opcheck(op, (x, residual, norm_weight, None, *weights, *nothing, *rms, False, True))
+    for recompute in (False, True):
+        opcheck(op, (x, residual, norm_weight, None, *weights, *pairs, *rms, recompute, True))
+    opcheck(op, (x, residual, norm_weight, None, *weights, *nothing, *rms, True, True))
+    opcheck(op, (x, residual, norm_weight, norm_bias, *weights, *nothing, *layer, False, True))
+    opcheck(op, (None, residual, norm_weight, None, *weights, *nothing, *layer, True, True))
+    opcheck(op, (None, residual, None, None, *weights[:2], None, None, *nothing, *rms, False, True))
+    strided = [t.detach()[:, None].expand(3, 2, 24).transpose(0, 1).requires_grad_() for t in inputs[:2]]
+    for stream in (strided, (None, strided[1])):
+        opcheck(op, (*stream, None, None, *weights, *nothing, *rms, True, True))
+        opcheck(op, (*stream, norm_weight, norm_bias, *weights, *nothing, *layer, True, True))
+    residual, norm_weight, gate_up_weight, down_weight = (t.detach() for t in inputs[1:5])
+    gate_up = torch.ones(3, 16, device=kernel_device).half()
+    halves = gate_up_weight.half(), down_weight.half(), None
+    pairs = [each.detach().half() for each in pairs]
+    for bias, statistics, kind in ((None, (3,), "rms_norm"), (norm_bias.detach(), (3, 2), "layer_norm")):
+        with_bias = bias is not None
+        all_needed = [True, True, with_bias, True, True, True, True]
+        for kept, needs, low_ranks in (
+            (gate_up, all_needed + [False] * 4, nothing),
+            (None, [False] * 3 + [True] + [False] * 7, nothing),
+            (None, all_needed + [True] * 4, pairs),
+            (gate_up, [False] * 7 + [True] * 4, pairs),
+        ):
+            args = torch.ones(statistics, device=kernel_device), kept, norm_weight, bias, *halves, *low_ranks
+            constants = kind, 1e-6, 0.0, False, "gelu", needs
+            opcheck(torch.ops.liger_models.gated_mlp_backward, (dy.half(), dh, residual, *args, *constants))
+
+
+@pytest.mark.compile
+@MODES
+def test_compiles_without_graph_breaks(kernel_device, recompute, chunk):
+    inputs, upstream = make((7, 24), 8, 24, torch.float32, kernel_device)
+
+    def function(x, residual, norm_weight, *weights):
+        y, residual = gated_mlp(None, residual, None, *weights, recompute=recompute)
+        y, residual = gated_mlp(
+            x + y, residual, norm_weight, *weights, norm="layer_norm", norm_bias=norm_weight, recompute=recompute
+        )
+        return gated_mlp(x + y, residual, norm_weight, *weights, act="gelu_tanh", recompute=recompute)
+
+    backend = "inductor" if kernel_device == "cuda" else "aot_eager"
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    torch.testing.assert_close(run(compiled, inputs, upstream), run(function, inputs, upstream))
+
+
+def test_bad_arguments():
+    ones = torch.ones
+    good = [ones(2, 4), ones(2, 4), ones(4), ones(6, 4), ones(5, 3), ones(6), ones(5)]
+
+    def bad(index, tensor, **constants):
+        gated_mlp(*good[:index], tensor, *good[index + 1 :], **constants)
+
+    with pytest.raises(ValueError, match=r"one shape, got \[1, 4\] and \[2, 4\]"):
+        bad(0, ones(1, 4))
+    with pytest.raises(ValueError, match=r"shape of residual's last dimension, got \[3\] for residual \[2, 4\]"):
+        bad(2, ones(3))
+    with pytest.raises(ValueError, match=r"gate_up_weight must be \[out, 4\], got \[6, 3\]"):
+        bad(3, ones(6, 3))
+    with pytest.raises(ValueError, match=r"gate_up_weight holds pairs of rows, got \[7, 4\]"):
+        gated_mlp(*good[:3], ones(7, 4), ones(5, 3))
+    with pytest.raises(ValueError, match=r"down_weight must be \[out, 3\], got \[5, 6\]"):
+        bad(4, ones(5, 6))
+    with pytest.raises(ValueError, match=r"gate_up_weight's bias must be \[6\], got \[3\]"):
+        bad(5, ones(3))
+    with pytest.raises(ValueError, match=r"act must be one of silu, gelu_tanh, gelu, got 'relu'"):
+        bad(6, None, act="relu")
+    with pytest.raises(ValueError, match=r"norm must be one of rms_norm, layer_norm, got 'batch_norm'"):
+        bad(6, None, norm="batch_norm")
+    with pytest.raises(ValueError, match=r"norm_bias must be None without a LayerNorm"):
+        bad(6, None, norm_bias=ones(4))
+    with pytest.raises(ValueError, match=r"norm_bias must be None without a LayerNorm"):
+        bad(2, None, norm="layer_norm", norm_bias=ones(4))
+    with pytest.raises(TypeError, match=r"must have one dtype, got torch.float32 and torch.float16"):
+        bad(4, ones(5, 3).half())
+    with pytest.raises(TypeError, match=r"x must be a floating-point tensor, got torch.int64"):
+        bad(0, ones(2, 4).long())

@@ -1,0 +1,103 @@
+import pytest
+import torch
+
+from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, dense, weight_for_op
+from liger_models.kernels.linear.low_rank_linear import low_rank_linear
+from liger_models.kernels.linear.norm_linear import linear
+from liger_models.kernels.matmul.batch_invariance import batch_invariant
+from liger_models.kernels.matmul.row_linear import MOST_RANKS
+
+from ...late import Late
+from ..frozen.test_nf4_linear import unrounded
+from ..frozen.test_quantized_weight import blocks, draw
+from ..oracle import opcheck
+
+quantization = Late("torchao.quantization", "4-bit weights need torchao")
+
+KINDS = pytest.mark.parametrize("kind", ["dense", "float8", "blocks", "nf4"])
+
+
+def make(kind, rows, R, device, dtype, shape=(20, 128)):
+    """x, W, bias and the low-rank pair; W as its kernel multiplies it, in fp64."""
+    (N, K), options = shape, {"device": device, "dtype": dtype}
+    x, weight, A = (draw(*size, **options) / K**0.5 for size in ((rows, 1, K), (N, K), (R, K)))
+    exact, low_rank = weight.double(), (A, draw(N, R, **options) / (8 * R))
+    if kind == "nf4":
+        stored = quantization.to_nf4(weight, 64, 1)
+        weight, exact = QuantizedWeight.of_nf4(stored), unrounded(stored)
+    elif kind == "blocks":
+        weight = blocks(N, K, device=device, dtype=dtype, width=32)
+        exact = dense(weight.to(torch.float32)).double()
+    elif kind == "float8":
+        weight = QuantizedWeight.of_float8(quantization.Float8Tensor.from_hp(weight))
+        exact = weight.codes.double() * weight.scales.double()[:, None]
+    return (x, weight, draw(N, **options), low_rank), exact
+
+
+def terms(x, W, bias, low_rank):
+    """The exact result, the sum of the magnitudes in it, and that of the low-rank term's in its second product."""
+    x, b, (A, B) = x.double(), bias.double(), [each.double() for each in low_rank]
+    low = x @ A.T
+    magnitudes = x.abs() @ W.abs().T + b.abs() + x.abs() @ A.abs().T @ B.abs().T
+    return x @ W.T + b + low @ B.T, magnitudes, low.abs() @ B.abs().T
+
+
+@pytest.mark.parametrize("R", [3, 48])
+@KINDS
+def test_few_rows_are_rounded_once(kernel_device, kind, R, poisoned_empty):
+    """The term is added before the result is rounded: only x @ Aᵀ and y are, and sums are in fp32."""
+    for dtype in (torch.float16, torch.bfloat16) if kernel_device == "cuda" else (torch.float16,):
+        for rows in (1,) if kind == "dense" else (1, 3, 32):
+            (x, weight, bias, low_rank), exact = make(kind, rows, R, kernel_device, dtype)
+            want, magnitudes, low = terms(x, exact, bias, low_rank)
+            error = (low_rank_linear(x, weight, bias, low_rank).double() - want).abs()
+            assert (error <= torch.finfo(dtype).eps / 2 * (want.abs() + low) + 2e-6 * magnitudes + 1e-7).all()
+
+
+@KINDS
+def test_matches_fp64(backend, kind):
+    """Single rows in fp32; more rows or ranks than the kernels take; no rows."""
+    for rows, R in ((1, 5), (1, MOST_RANKS + 1), (33, 5), (0, 5)):
+        (x, weight, bias, low_rank), exact = make(kind, rows, R, backend, torch.float32)
+        want, magnitudes, _ = terms(x, exact, bias, low_rank)
+        y = low_rank_linear(x, weight, bias, low_rank)
+        assert y.shape == want.shape
+        assert ((y.double() - want).abs() <= 2e-6 * magnitudes).all()
+
+
+@KINDS
+def test_bits_do_not_depend_on_the_batch(backend, kind):
+    (x, *others), _ = make(kind, 3, 5, backend, torch.float16)
+    with batch_invariant():
+        want = linear(x, *others)
+        for rows in (slice(1), slice(None)):
+            assert torch.equal(low_rank_linear(x[rows], *others), want[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336)], ids=str)
+@KINDS
+def test_real_sizes(kind, shape):
+    for rows in (1, 2, 16, 32):
+        (x, weight, bias, (A, B)), exact = make(kind, rows, 48, "cuda", torch.bfloat16, shape)
+        B = B * 8 * 48
+        want, _, _ = terms(x, exact, bias, (A, B))
+        for _ in range(20):  # two kernels overlap
+            assert (low_rank_linear(x, weight, bias, (A, B)).double() - want).norm() <= 4e-3 * want.norm()
+
+
+@pytest.mark.parametrize("kind", ["dense", "nf4"])
+def test_opcheck(kernel_device, kind):
+    (x, weight, bias, low_rank), _ = make(kind, 3, 4, kernel_device, torch.float32)
+    codes, rest = weight_for_op(weight)
+    opcheck(torch.ops.liger_models.low_rank_linear, (x, codes, bias, *low_rank, *rest))
+
+
+def test_bad_arguments():
+    (x, weight, bias, (A, B)), _ = make("dense", 1, 4, "cpu", torch.float32)
+    with pytest.raises(ValueError, match=r"low_rank_linear: weight must be \[out, 128\], got \[20, 127\]"):
+        low_rank_linear(x, weight[:, 1:], bias, (A, B))
+    with pytest.raises(ValueError, match=r"low_rank must be A \[R, 128\] and B \[20, R\], got \[3, 128\]"):
+        low_rank_linear(x, weight, bias, (A[1:], B))
+    with pytest.raises(TypeError, match=r"low_rank must have the weight's dtype, torch.float32, got torch.float16"):
+        low_rank_linear(x, weight, bias, (A.half(), B))

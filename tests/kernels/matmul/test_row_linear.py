@@ -1,0 +1,122 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_models.kernels.activation.gated_act import ACTIVATIONS, gated_act_reference
+from liger_models.kernels.linear.gated_mlp import gated_mlp
+from liger_models.kernels.linear.norm_linear import norm_linear
+from liger_models.kernels.matmul.row_linear import MOST_ROWS, row_linear, row_linear_forward, row_linear_reference
+from liger_models.kernels.norm.fused_norm import FusedNorm
+
+from ..oracle import opcheck, wide
+from ..rope.test_rope import draw, dtypes
+
+SIZES = [(5, 7), (4, 1024), (130, 1500), (1, 2048), (66, 64)]
+ROWS = [1, 2, 9, MOST_ROWS]
+GPU_SIZES = [(5120, 3072), (4096, 14336), (3072, 8192), (28672, 4096)]
+
+
+def error(got, exact):
+    return (wide(got) - exact).norm() / exact.norm()
+
+
+def check(N, K, dtype, device):
+    for rows in ROWS if dtype != torch.float32 else (1,):
+        x, weight, bias = (draw(*size, dtype=dtype, device=device) for size in ((rows, 1, K), (N, K), (N,)))
+        for b in (None, bias):
+            got = row_linear(x, weight, b)
+            exact = F.linear(wide(x), wide(weight), None if b is None else wide(b))
+            assert got.shape == (rows, 1, N)
+            assert got.dtype == dtype
+            plain = error(row_linear_reference(x, weight, b), exact)
+            assert error(got, exact) <= 1.5 * plain + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_matches_fp64(backend, size):
+    for dtype in dtypes(backend):
+        check(*size, dtype, backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", GPU_SIZES, ids=str)
+def test_real_sizes(size):
+    for dtype in dtypes("cuda"):
+        check(*size, dtype, "cuda")
+
+
+def check_float8(N, K, device):
+    for dtype, rows in ((dtype, rows) for dtype in dtypes(device) if dtype != torch.float32 for rows in ROWS):
+        x, weight, scales = (draw(*size, dtype=dtype, device=device) for size in ((rows, 1, K), (N, K), (N,)))
+        codes, scales = weight.to(torch.float8_e4m3fn), scales.float().abs()
+        got, _ = row_linear_forward(x, codes, None, scales=scales)
+        exact = F.linear(wide(x), wide(codes.double()) * wide(scales)[:, None])
+        assert error(got, exact) <= torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_float8_weights(kernel_device, size):
+    check_float8(*size, kernel_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", GPU_SIZES, ids=str)
+def test_float8_weights_of_real_sizes(size):
+    """With more tiles than the GPU has multiprocessors, one program takes all columns of a tile."""
+    check_float8(*size, "cuda")
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activation(kernel_device, act):
+    for dtype, rows in ((dtype, rows) for dtype in dtypes(kernel_device) for rows in (1, 5)):
+        if rows > 1 and dtype == torch.float32:
+            continue
+        x, weight, bias = (draw(*size, dtype=dtype, device=kernel_device) for size in ((rows, 70), (26, 70), (26,)))
+        x /= 8  # gates of ordinary size
+        for b in (None, bias):
+            gate_up, product = row_linear_forward(x, weight, b, act)
+            assert torch.equal(gate_up, row_linear(x, weight, b))
+            exact = gated_act_reference(wide(gate_up), act)
+            assert error(product, exact) <= 2 * torch.finfo(dtype).eps
+
+
+def test_rows_of_a_larger_weight(backend):
+    x, weight = draw(1, 33, device=backend), draw(20, 90, device=backend)
+    assert torch.equal(row_linear(x, weight[2:9, 5:38]), row_linear(x, weight[2:9, 5:38].contiguous()))
+
+
+@pytest.mark.parametrize("recompute", [None, False, True])
+def test_fused_ops_take_a_row(kernel_device, recompute):
+    """`norm_linear` (None) and `gated_mlp` of one row, against those of the same row among others."""
+    for dtype in dtypes(kernel_device):
+        x, residual = (draw(3, 1, 48, dtype=dtype, device=kernel_device, seed=seed) for seed in (0, 1))
+        weight, up, down = (draw(*size, dtype=dtype, device=kernel_device) for size in ((48,), (80, 48), (48, 40)))
+        results = []
+        for rows in (slice(1, 2), slice(None)):
+            if recompute is None:
+                y, _ = norm_linear(x[rows], residual[rows], FusedNorm(weight), up)
+            else:
+                y, _ = gated_mlp(x[rows], residual[rows], weight, up, down, act="silu", recompute=recompute)
+            results.append(y)
+        assert error(results[0], wide(results[1][1:2])) <= 4 * torch.finfo(dtype).eps
+
+
+def test_opcheck(kernel_device):
+    x, weight, bias = (draw(*size, device=kernel_device) for size in ((1, 20), (6, 20), (6,)))
+    opcheck(torch.ops.liger_models.row_linear, (x, weight, bias))
+
+
+def test_bad_arguments():
+    x, weight = torch.zeros(1, 8), torch.zeros(6, 8)
+    with pytest.raises(ValueError, match=r"x must have 1 to 1 rows in torch.float32, got \[2, 8\]"):
+        row_linear(x.expand(2, 8), weight)
+    with pytest.raises(ValueError, match=r"x must have 1 to 16 rows in torch.float16, got \[33, 8\]"):
+        row_linear(x.half().expand(33, 8), weight.half())
+    with pytest.raises(ValueError, match=r"x must have rows of the width of weight, got \[1, 7\] and \[6, 8\]"):
+        row_linear(x[:, :7], weight)
+    with pytest.raises(ValueError, match=r"bias must be \[6\], got \[8\]"):
+        row_linear(x, weight, x[0])
+    with pytest.raises(ValueError, match=r"weight must be stored by rows, got strides \(1, 6\)"):
+        row_linear(x, torch.zeros(8, 6).t())
+    with pytest.raises(TypeError, match=r"must have one dtype, got torch.float16 and torch.float32"):
+        row_linear(x.half(), weight)
