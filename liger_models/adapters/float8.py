@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.kernels.float8.float8 import MULTIPLE, RECIPES, Float8
 from liger_models.kernels.float8.float8_linear import float8_linear
 from liger_models.layers.layer import named_layers
@@ -83,7 +82,8 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
         ValueError: the recipe is unknown, or there is no linear layer to convert.
     """
     if isinstance(recipe, str):
-        check(recipe in RECIPES, f"convert_to_float8: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}.")
+        if recipe not in RECIPES:
+            raise ValueError(f"convert_to_float8: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}.")
     elif not _is_config(recipe):
         raise TypeError(
             f"convert_to_float8: recipe must be a name or a Float8LinearConfig, got {type(recipe).__name__}. "
@@ -98,11 +98,11 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
         if type(linear := getattr(layer, name)) is nn.Linear
     }
     odd = [name for name, (_, _, linear) in found.items() if any(size % MULTIPLE for size in linear.weight.shape)]
-    check(
-        len(odd) < len(found),
-        f"convert_to_float8: model must have linear layers with sizes that are multiples of {MULTIPLE} in its blocks, "
-        f"got {', '.join(odd[:4]) or 'none'}. Don't convert it (again).",
-    )
+    if len(odd) >= len(found):
+        raise ValueError(
+            f"convert_to_float8: model must have linear layers with sizes that are multiples of {MULTIPLE} in its "
+            f"blocks, got {', '.join(odd[:4]) or 'none'}. Don't convert it (again)."
+        )
     if odd:
         shown = ", ".join(f"{name} {list(found[name][2].weight.shape)}" for name in odd[:4])
         more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""

@@ -20,7 +20,6 @@ from liger_models.adapters.lora_layers import (
     short_name,
 )
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import moves_rows
 from liger_models.convert.weight_map import Expression, Name
@@ -54,35 +53,34 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
     """
     config = config or LoRAConfig()
     name = type(model).__name__
-    check(
-        adapter_config(model) is None,
-        f"apply_lora: {name} must not have adapters yet, got one that has. Merge them first.",
-    )
-    check(
-        not any(map(is_sharded, model.parameters())),
-        f"apply_lora: {name} must not be sharded yet, got sharded parameters. Add the adapters, then shard.",
-    )
+    if adapter_config(model) is not None:
+        raise ValueError(f"apply_lora: {name} must not have adapters yet, got one that has. Merge them first.")
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            f"apply_lora: {name} must not be sharded yet, got sharded parameters. Add the adapters, then shard."
+        )
     others = {
         type(each).__name__
         for each in model.modules()
         if isinstance(each, nn.Linear) and each._parameters and type(each) not in ADAPTED
     }
-    check(
-        not others,
-        f"apply_lora: linear layers must be nn.Linear, got {', '.join(sorted(others))}. Add the adapters before you "
-        "replace layers.",
-    )
-    check(
-        isinstance(model.lm_head, LigerLMHead),
-        f"apply_lora: {name} must have packed projections and its own head, got {type(model.lm_head).__name__}. Call "
-        "pack() on what unpack_projections returned.",
-    )
+    if others:
+        raise ValueError(
+            f"apply_lora: linear layers must be nn.Linear, got {', '.join(sorted(others))}. Add the adapters before "
+            "you replace layers."
+        )
+    if not isinstance(model.lm_head, LigerLMHead):
+        raise ValueError(
+            f"apply_lora: {name} must have packed projections and its own head, got {type(model.lm_head).__name__}. "
+            "Call pack() on what unpack_projections returned."
+        )
     layers, experts = adaptable_layers(model), adaptable_experts(model)
     chosen = _choose([name for _, expression in layers.values() for name in expression.names()], model, config)
-    check(
-        not (config.use_dora and any(name in chosen for parts in experts.values() for name, _ in parts.values())),
-        "apply_lora: routed experts must have adapters without DoRA, got use_dora=True. Leave it or the experts out.",
-    )
+    if config.use_dora and any(name in chosen for parts in experts.values() for name, _ in parts.values()):
+        raise ValueError(
+            "apply_lora: routed experts must have adapters without DoRA, got use_dora=True. Leave it or the experts "
+            "out."
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for path, (linear, expression) in layers.items():
@@ -155,10 +153,11 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
         ValueError: the model has no adapters, or is sharded.
     """
     _check_adapted("merge_lora", model)
-    check(
-        not any(is_sharded(parameter) for parameter in model.parameters()),
-        "merge_lora: the model must not be sharded. Save the adapters, and merge them in a process without sharding.",
-    )
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise ValueError(
+            "merge_lora: the model must not be sharded. Save the adapters, and merge them in a process without "
+            "sharding."
+        )
     kept: dict[str, tuple[LoRALinear | LoRAExperts | None, dict[str, Tensor]]] = {}
     config = model.config
     for path, moe in _experts(model).items():
@@ -193,7 +192,8 @@ def unmerge_lora(model: Model) -> Model:
         ValueError: the model was not merged with ``reversible=True``.
     """
     config, kept = model.__dict__.pop("_unmerged", (None, {}))
-    check(bool(kept), "unmerge_lora: the model must come from merge_lora(model, reversible=True), got another.")
+    if not kept:
+        raise ValueError("unmerge_lora: the model must come from merge_lora(model, reversible=True), got another.")
     model.config = config
     for path, (layer, weights) in kept.items():
         plain = model.get_submodule(path)
@@ -248,10 +248,8 @@ def matches(module: str, target: str) -> bool:
 
 
 def _check_adapted(function: str, model: nn.Module) -> None:
-    check(
-        adapter_config(model) is not None,
-        f"{function}: {type(model).__name__} must have adapters, got none. Call apply_lora first.",
-    )
+    if adapter_config(model) is None:
+        raise ValueError(f"{function}: {type(model).__name__} must have adapters, got none. Call apply_lora first.")
 
 
 def _entries(model: CausalLM) -> dict[str, Expression]:
@@ -283,21 +281,19 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     chosen: set[str] = set()
     for target in config.target_parameters:
         found = {name for name in experts.values() if matches(name, target)}
-        check(
-            bool(found),
-            f"apply_lora: target_parameters must name parameters of routed experts ({_some_experts(experts)}), got "
-            f"{target!r}. Name linear layers in target_modules.",
-        )
+        if not found:
+            raise ValueError(
+                f"apply_lora: target_parameters must name parameters of routed experts ({_some_experts(experts)}), got "
+                f"{target!r}. Name linear layers in target_modules."
+            )
         chosen |= found
     if targets == "all-linear":
         return chosen | {name for module, name in modules.items() if module != "lm_head"}
     short = sorted(set(map(short_name, names)))
     entries = _entries(model)
     others = {short_name(name) for expression in entries.values() for name in expression.names()} - set(short)
-    check(
-        len(targets) > 0 or bool(chosen),
-        f"apply_lora: target_modules must name linear layers ({', '.join(short)}), got none.",
-    )
+    if len(targets) == 0 and not chosen:
+        raise ValueError(f"apply_lora: target_modules must name linear layers ({', '.join(short)}), got none.")
     for target in [targets] if isinstance(targets, str) else targets:
         if isinstance(targets, str):
             try:
@@ -320,11 +316,11 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
             hint = " Routers, norms and the embedding have no adapters."
         if last in map(short_name, experts):
             hint = f" Routed experts are named {_some_experts(experts)}, also in target_parameters."
-        check(
-            bool(found),
-            f"apply_lora: target_modules must name linear layers of {type(model).__name__} ({', '.join(short)}), "
-            f"got {target!r}.{hint}",
-        )
+        if not found:
+            raise ValueError(
+                f"apply_lora: target_modules must name linear layers of {type(model).__name__} ({', '.join(short)}), "
+                f"got {target!r}.{hint}"
+            )
         chosen |= found
     return chosen
 

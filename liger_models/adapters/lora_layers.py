@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.common.errors import check
 from liger_models.convert.weight_map import Expression, Name
 from liger_models.distributed.collectives import Group, all_reduce, copy_to_region, sum_gradient
 from liger_models.kernels.dispatch import TRITON_DTYPES, use_triton
@@ -91,12 +90,12 @@ class LoRAConfig:
     use_dora: bool = False
 
     def __post_init__(self) -> None:
-        check(self.r >= 1, f"LoRAConfig: r must be at least 1, got {self.r}.")
-        check(0 <= self.lora_dropout < 1, f"LoRAConfig: lora_dropout must be in [0, 1), got {self.lora_dropout}.")
-        check(
-            not isinstance(self.target_parameters, str),
-            f"LoRAConfig: target_parameters must be a list of names, got {self.target_parameters!r}.",
-        )
+        if not self.r >= 1:
+            raise ValueError(f"LoRAConfig: r must be at least 1, got {self.r}.")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"LoRAConfig: lora_dropout must be in [0, 1), got {self.lora_dropout}.")
+        if isinstance(self.target_parameters, str):
+            raise ValueError(f"LoRAConfig: target_parameters must be a list of names, got {self.target_parameters!r}.")
 
     @property
     def scaling(self) -> float:

@@ -25,7 +25,6 @@ from torch.nn import functional as F
 
 from liger_models.adapters.lora_layers import adapted_layers
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.files import CONFIG, read_json_config, write_json
 from liger_models.convert.folder import write_folder
 from liger_models.distributed.ranks import raise_on_all_ranks, rank
@@ -135,19 +134,21 @@ class LigerMedusa(nn.Module):
         heads_weight: float = 1.0,
     ) -> None:
         super().__init__()
-        check(num_heads >= 1, f"LigerMedusa: num_heads must be at least 1, got {num_heads}.")
-        check(num_layers >= 1, f"LigerMedusa: num_layers must be at least 1, got {num_layers}.")
-        check(decay >= 0, f"LigerMedusa: decay must not be negative, got {decay}.")
+        if not num_heads >= 1:
+            raise ValueError(f"LigerMedusa: num_heads must be at least 1, got {num_heads}.")
+        if not num_layers >= 1:
+            raise ValueError(f"LigerMedusa: num_layers must be at least 1, got {num_layers}.")
+        if not decay >= 0:
+            raise ValueError(f"LigerMedusa: decay must not be negative, got {decay}.")
         adapted = adapted_layers(model)
-        check(
-            "lm_head" not in adapted,
-            "LigerMedusa: the model's head must have no adapter. Call merge_lora first, or adapt other layers.",
-        )
-        check(
-            model.groups.sharded is None,
-            "LigerMedusa: the model must not be sharded by apply_tp or apply_cp. Use FSDP alone.",
-        )
-        check(model.device.type != "meta", "LigerMedusa: the model must have weights, got one on meta. Load it first.")
+        if "lm_head" in adapted:
+            raise ValueError(
+                "LigerMedusa: the model's head must have no adapter. Call merge_lora first, or adapt other layers."
+            )
+        if model.groups.sharded is not None:
+            raise ValueError("LigerMedusa: the model must not be sharded by apply_tp or apply_cp. Use FSDP alone.")
+        if model.device.type == "meta":
+            raise ValueError("LigerMedusa: the model must have weights, got one on meta. Load it first.")
         self.model, self.num_layers, self.share_lm_head = model, num_layers, share_lm_head
         self.freeze, self.decay, self.heads_weight = freeze, decay, heads_weight
         model.requires_grad_(not (freeze or adapted))
@@ -190,11 +191,12 @@ class LigerMedusa(nn.Module):
         Raises:
             ValueError: as in `Decoder.forward`.
         """
-        check(labels is not None or not return_log_probs, "LigerMedusa: return_log_probs needs labels. Pass them.")
-        check(
-            "return_logits" not in inputs,
-            "LigerMedusa: return_logits must not be given. Without labels all heads' logits are returned.",
-        )
+        if labels is None and return_log_probs:
+            raise ValueError("LigerMedusa: return_log_probs needs labels. Pass them.")
+        if "return_logits" in inputs:
+            raise ValueError(
+                "LigerMedusa: return_logits must not be given. Without labels all heads' logits are returned."
+            )
         if labels is None:
             tokens = input_ids if input_ids is not None else inputs["inputs_embeds"]
             nothing = torch.full(tokens.shape[:2], IGNORED, device=tokens.device)
@@ -320,11 +322,11 @@ class LigerMedusa(nn.Module):
         folder = Path(folder).absolute()
         with raise_on_all_ranks():
             models = sorted(path.name for path in folder.glob("model*.safetensors*")) if folder.is_dir() else []
-            check(
-                not models,
-                f"LigerMedusa.save_pretrained: {folder} must not hold a model, got {', '.join(models[:3])}. Choose "
-                "a folder for the heads alone.",
-            )
+            if models:
+                raise ValueError(
+                    f"LigerMedusa.save_pretrained: {folder} must not hold a model, got {', '.join(models[:3])}. Choose "
+                    "a folder for the heads alone."
+                )
         for module in self.modules():
             reshard: Any = getattr(module, "reshard", None)
             if reshard is not None:  # FSDP: an evaluation leaves parameters gathered
@@ -374,10 +376,10 @@ class LigerMedusa(nn.Module):
         config = read_json_config(folder)
         heads: Any = config.get("medusa_num_heads")
         layers: Any = config.get("medusa_num_layers", 1)
-        check(
-            type(heads) is int and type(layers) is int,
-            f"{folder / CONFIG}: medusa_num_heads and medusa_num_layers must be integers, got {heads} and {layers}.",
-        )
+        if type(heads) is not int or type(layers) is not int:
+            raise ValueError(
+                f"{folder / CONFIG}: medusa_num_heads and medusa_num_layers must be integers, got {heads} and {layers}."
+            )
         if not (folder / HEADS).is_file():
             raise FileNotFoundError(
                 f"{folder / HEADS}: must exist, got none. Convert a medusa_lm_head.pt with torch.load and "
@@ -389,17 +391,17 @@ class LigerMedusa(nn.Module):
         projections = {f"{k}.{layers}.weight" for k in range(heads)} if shared else set()
         with safe_open(folder / HEADS, framework="pt") as file, torch.no_grad():
             names = set(file.keys()) - projections
-            check(
-                names == parameters.keys(),
-                f"{folder / HEADS}: must hold {len(parameters)} tensors such as 0.0.linear.weight, got too few, "
-                f"{sorted(parameters.keys() - names)[:5]}, or too many, {sorted(names - parameters.keys())[:5]}.",
-            )
+            if names != parameters.keys():
+                raise ValueError(
+                    f"{folder / HEADS}: must hold {len(parameters)} tensors such as 0.0.linear.weight, got too few, "
+                    f"{sorted(parameters.keys() - names)[:5]}, or too many, {sorted(names - parameters.keys())[:5]}."
+                )
             for name, parameter in parameters.items():
                 tensor = file.get_tensor(name)
-                check(
-                    tensor.shape == parameter.shape,
-                    f"{folder / HEADS}: {name} must be {list(parameter.shape)} for this model, got "
-                    f"{list(tensor.shape)}. Load the model that the heads belong to.",
-                )
+                if tensor.shape != parameter.shape:
+                    raise ValueError(
+                        f"{folder / HEADS}: {name} must be {list(parameter.shape)} for this model, got "
+                        f"{list(tensor.shape)}. Load the model that the heads belong to."
+                    )
                 parameter.copy_(tensor)
         return medusa

@@ -23,7 +23,6 @@ from liger_models.adapters.lora_layers import adapted_layers
 from liger_models.arch._qwen3_next.block import FULL, HybridConfig, zero_centred_norm
 from liger_models.arch._qwen3_next.names import KEPT
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.files import as_dtype, some
 from liger_models.convert.format import format_of
 from liger_models.convert.weight_map import Expression, Name
@@ -71,15 +70,17 @@ class LigerMTP(nn.Module):
     def __init__(self, model: CausalLM, *, loss_weight: float = 0.1) -> None:
         super().__init__()
         config = model.config
-        check(
-            isinstance(config, HybridConfig),
-            f"LigerMTP: model must be Qwen3-Next or Qwen3.5, got {type(model).__name__}. LigerMedusa takes any model.",
-        )
-        check(
-            "lm_head" not in adapted_layers(model),
-            "LigerMTP: the model's head must have no adapter. Call merge_lora first, or adapt other layers.",
-        )
-        check(model.device.type != "meta", "LigerMTP: the model must have weights, got one on meta. Load it first.")
+        if not isinstance(config, HybridConfig):
+            raise ValueError(
+                f"LigerMTP: model must be Qwen3-Next or Qwen3.5, got {type(model).__name__}. LigerMedusa takes any "
+                "model."
+            )
+        if "lm_head" in adapted_layers(model):
+            raise ValueError(
+                "LigerMTP: the model's head must have no adapter. Call merge_lora first, or adapt other layers."
+            )
+        if model.device.type == "meta":
+            raise ValueError("LigerMTP: the model must have weights, got one on meta. Load it first.")
         self.model, self.loss_weight = model, loss_weight
         stored = {name: tensor for name, tensor in model.kept_tensors.items() if name.startswith(PREFIX)}
         one: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": [FULL]}
@@ -119,18 +120,19 @@ class LigerMTP(nn.Module):
 
         self._layout = min(self._layouts(), key=lambda layout: len(names(layout) ^ stored.keys()))
         wrong = sorted(names(self._layout) ^ stored.keys())
-        check(
-            not wrong,
-            f"LigerMTP: the checkpoint must hold the tensors of one block with the model's sizes, got some missing or "
-            f"left over: {some(wrong)}.",
-        )
+        if wrong:
+            raise ValueError(
+                "LigerMTP: the checkpoint must hold the tensors of one block with the model's sizes, got some missing "
+                f"or left over: {some(wrong)}."
+            )
         for name, parameter in self._own_parameters().items():
             expression, prefix = self._layout[name]
             packed = expression.pack({each: stored[PREFIX + each.removeprefix(prefix)] for each in expression.names()})
-            check(
-                packed.shape == parameter.shape,
-                f"LigerMTP: {PREFIX}{name} must be {list(parameter.shape)} for this model, got {list(packed.shape)}.",
-            )
+            if packed.shape != parameter.shape:
+                raise ValueError(
+                    f"LigerMTP: {PREFIX}{name} must be {list(parameter.shape)} for this model, got "
+                    f"{list(packed.shape)}."
+                )
             owner, _, attribute = name.rpartition(".")
             loaded = packed.to(self.model.device, self.model.dtype, copy=True).contiguous()
             setattr(self.get_submodule(owner), attribute, nn.Parameter(loaded))
@@ -156,10 +158,8 @@ class LigerMTP(nn.Module):
             ValueError: the model is sharded; otherwise as in `Decoder.forward`.
         """
         model = self.model
-        check(
-            model.groups.sharded is None and not is_sharded(model.embed_tokens.weight),
-            "LigerMTP: the model must not be sharded. Use DistributedDataParallel for several GPUs.",
-        )
+        if model.groups.sharded is not None or is_sharded(model.embed_tokens.weight):
+            raise ValueError("LigerMTP: the model must not be sharded. Use DistributedDataParallel for several GPUs.")
         inputs["cu_seqlens"] = take_cu_seqlens(inputs.get("cu_seqlens"), inputs)
         embeds, layout = model.prepare(input_ids, **inputs)
 

@@ -24,7 +24,6 @@ from liger_models.adapters.lora_layers import (
     short_name,
 )
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.files import open_safetensors, read_json, write_json
 from liger_models.convert.folder import check_complete, write_folder
 from liger_models.distributed.ranks import raise_on_all_ranks, rank
@@ -60,8 +59,8 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
         ValueError: the model has no adapters.
     """
     config = adapter_config(model)
-    check(config is not None, f"save_adapter: {type(model).__name__} must have adapters, got none (or merged ones).")
-    assert config is not None
+    if config is None:
+        raise ValueError(f"save_adapter: {type(model).__name__} must have adapters, got none (or merged ones).")
     tensors, names, experts = {}, set(), set()
     for layer in adapted_layers(model).values():
         of_layer = {name for name, _ in layer.adapters()}
@@ -140,29 +139,31 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         if not (place / name).is_file():
             raise FileNotFoundError(f"{place}: must hold {name}, got no such file. Give the folder of PEFT adapters.")
     keys = read_json(place / CONFIG)
-    check(
-        keys.get("peft_type") == "LORA" and keys.get("bias", "none") == "none",
-        f"{place / CONFIG}: peft_type must be LORA and bias none, got {keys.get('peft_type')!r} and "
-        f"{keys.get('bias')!r}. Other adapters are not implemented.",
-    )
-    for name in REFUSED:
-        check(
-            not keys.get(name),
-            f"{place / CONFIG}: {name} must be empty, got {keys.get(name)!r}. Merge the adapter with PEFT.",
+    if keys.get("peft_type") != "LORA" or keys.get("bias", "none") != "none":
+        raise ValueError(
+            f"{place / CONFIG}: peft_type must be LORA and bias none, got {keys.get('peft_type')!r} and "
+            f"{keys.get('bias')!r}. Other adapters are not implemented."
         )
+    for name in REFUSED:
+        if keys.get(name):
+            raise ValueError(
+                f"{place / CONFIG}: {name} must be empty, got {keys.get(name)!r}. Merge the adapter with PEFT."
+            )
     initial, targets = keys.get("init_lora_weights"), keys.get("target_modules")
-    check(
-        initial in INITIAL,
-        f"{place / CONFIG}: init_lora_weights must be one of {INITIAL}, which leave the base weights unchanged, got "
-        f"{initial!r}. Convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
-    )
+    if initial not in INITIAL:
+        raise ValueError(
+            f"{place / CONFIG}: init_lora_weights must be one of {INITIAL}, which leave the base weights unchanged, "
+            f"got {initial!r}. Convert it with PEFT: save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)."
+        )
     parameters = tuple(keys.get("target_parameters") or ())
     if targets is None and parameters:
         targets = []
-    check(
-        isinstance(targets, str | list),
-        f"{place / CONFIG}: target_modules must be a list of names or a string, got {targets!r}. Add what is adapted.",
-    )
+    if not isinstance(targets, str | list):
+        raise ValueError(
+            f"{place / CONFIG}: target_modules must be a list of names or a string, got {targets!r}. Add what is "
+            "adapted."
+        )
     weights = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]  # of linear layers
     keys["target_parameters"] = tuple(name for name in parameters if not name.endswith(".weight"))
     if isinstance(targets, list):
@@ -253,22 +254,22 @@ def _of_experts(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
 def _fill_adapters(model: CausalLM, stored: dict[str, Tensor], file: Path) -> None:
     """Copy the tensors of a file into the model's adapters; the two must match exactly."""
     head = stored.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT saves it with the head's adapter
-    check(
-        head is None or torch.equal(head.to(model.lm_head.weight), model.lm_head.weight),
-        f"{file}: the head's weight must equal the model's, got another. Load the model that was adapted.",
-    )
+    if head is not None and not torch.equal(head.to(model.lm_head.weight), model.lm_head.weight):
+        raise ValueError(
+            f"{file}: the head's weight must equal the model's, got another. Load the model that was adapted."
+        )
     wanted = {name: each for layer in adapted_layers(model).values() for name, each in peft_tensors(layer).items()}
     odd = sorted(wanted.keys() ^ stored.keys())
-    check(
-        not odd,
-        f"{file}: must hold exactly the adapters that {CONFIG} describes for {type(model).__name__}, got "
-        f"{len(odd)} too many or too few: {', '.join(odd[:3])}. Load them into the model that they were trained on.",
-    )
+    if odd:
+        raise ValueError(
+            f"{file}: must hold exactly the adapters that {CONFIG} describes for {type(model).__name__}, got "
+            f"{len(odd)} too many or too few: {', '.join(odd[:3])}. Load them into the model that they were trained on."
+        )
     for name, (parameter, write, read) in wanted.items():
         shape = write(torch.empty_like(parameter, device="meta")).shape
-        check(
-            stored[name].shape == shape,
-            f"{file}: {name} must be {list(shape)}, got {list(stored[name].shape)}. Load it into the model that it was "
-            "trained on.",
-        )
+        if stored[name].shape != shape:
+            raise ValueError(
+                f"{file}: {name} must be {list(shape)}, got {list(stored[name].shape)}. Load it into the model that it "
+                "was trained on."
+            )
         parameter.data.copy_(read(stored[name]))

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from liger_models.adapters.lora import adaptable_layers
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.kernels.frozen.nf4_linear import NF4_BLOCK, nf4_layout
 from liger_models.kernels.frozen.quantized_weight import QuantizedWeight
 from liger_models.kernels.moe.quantized import bytes_of_experts, quantize_experts
@@ -45,7 +44,8 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
 
     Source: https://arxiv.org/abs/2305.14314 (NF4), https://arxiv.org/abs/2209.05433 (float8).
     """
-    check(dtype in _FORMATS, f"quantize_base: dtype must be one of {', '.join(_FORMATS)}, got {dtype!r}.")
+    if dtype not in _FORMATS:
+        raise ValueError(f"quantize_base: dtype must be one of {', '.join(_FORMATS)}, got {dtype!r}.")
     try:
         import torchao.quantization as torchao
     except ImportError as error:
@@ -55,22 +55,20 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
     found: Any = adapted_layers(model) or {path: layer for path, (layer, _) in adaptable_layers(model).items()}
     layers = {path: each for path, each in found.items() if path != "lm_head" and isinstance(each, nn.Linear)}
     mixtures = _mixtures(model)
-    check(
-        bool(layers or mixtures),
-        f"quantize_base: {type(model).__name__} must have adapters on layers of the blocks, or no adapters and layers "
-        "that are nn.Linear, got neither. Quantise before you replace layers.",
-    )
-    check(
-        not any(getattr(each, "quantized_weight", None) for each in layers.values())
-        and not any(each.quantized_weights for each in mixtures),
-        "quantize_base: weights must not be quantised yet, got some that are. Call it once.",
-    )
-    check(
-        not any(is_sharded(each.weight) for each in layers.values())
-        and not any(each.groups.tensor for each in mixtures),
-        "quantize_base: linear layers must not be sharded yet, got some that are. Quantise, then call apply_tp and "
-        "apply_fsdp.",
-    )
+    if not layers and not mixtures:
+        raise ValueError(
+            f"quantize_base: {type(model).__name__} must have adapters on layers of the blocks, or no adapters and "
+            "layers that are nn.Linear, got neither. Quantise before you replace layers."
+        )
+    if any(getattr(each, "quantized_weight", None) for each in layers.values()) or any(
+        each.quantized_weights for each in mixtures
+    ):
+        raise ValueError("quantize_base: weights must not be quantised yet, got some that are. Call it once.")
+    if any(is_sharded(each.weight) for each in layers.values()) or any(each.groups.tensor for each in mixtures):
+        raise ValueError(
+            "quantize_base: linear layers must not be sharded yet, got some that are. Quantise, then call apply_tp and "
+            "apply_fsdp."
+        )
     del found
     for path in [*layers]:
         layer = layers.pop(path)  # so that nothing holds a dense weight that is quantised

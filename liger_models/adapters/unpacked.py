@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from liger_models.adapters.lora import adaptable_layers, matches
 from liger_models.adapters.lora_layers import ADAPTED, short_name
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.files import CONFIG, read_json
 from liger_models.convert.format import format_of
 from liger_models.convert.weight_map import Expression, Name
@@ -49,19 +48,20 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
     """
     models = [each for each in model.modules() if isinstance(each, CausalLM)]
     where = f"unpack_projections: {type(model).__name__}"
-    check(len(models) == 1, f"{where} must be or hold one CausalLM, got {len(models)}. Load a model of this package.")
-    check(
-        not any(map(is_sharded, model.parameters())),
-        f"{where} must not be sharded, got sharded parameters. For several GPUs use apply_lora and apply_fsdp.",
-    )
+    if len(models) != 1:
+        raise ValueError(f"{where} must be or hold one CausalLM, got {len(models)}. Load a model of this package.")
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            f"{where} must not be sharded, got sharded parameters. For several GPUs use apply_lora and apply_fsdp."
+        )
     others = {type(each).__name__ for each in model.modules() if isinstance(each, nn.Linear) and each._parameters}
     others -= {kind.__name__ for kind in ADAPTED}
-    check(
-        not others and not any(isinstance(each, UnpackedLinear) for each in model.modules()),
-        f"{where} must have packed projections and no other linear layers than nn.Linear, got "
-        f"{', '.join(sorted(others)) or 'a model that is unpacked already'}. Unpack it before anything replaces "
-        "layers, and once: use what the first call returned.",
-    )
+    if others or any(isinstance(each, UnpackedLinear) for each in model.modules()):
+        raise ValueError(
+            f"{where} must have packed projections and no other linear layers than nn.Linear, got "
+            f"{', '.join(sorted(others)) or 'a model that is unpacked already'}. Unpack it before anything replaces "
+            "layers, and once: use what the first call returned."
+        )
     return UnpackedModel(model, models[0])
 
 
@@ -130,12 +130,12 @@ class HFModules(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_modules", {}):
-            check(
-                name in self.owners,
-                f"{name}: PEFT must replace linear layers, norms, the embedding or the head, got another module. "
-                "Experts, routers and patch embeddings have no adapters: list other names in target_modules or "
-                "modules_to_save.",
-            )
+            if name not in self.owners:
+                raise ValueError(
+                    f"{name}: PEFT must replace linear layers, norms, the embedding or the head, got another module. "
+                    "Experts, routers and patch embeddings have no adapters: list other names in target_modules or "
+                    "modules_to_save."
+                )
             setattr(*self.owners[name], value)
         super().__setattr__(name, value)
 
@@ -218,11 +218,12 @@ class UnpackedModel(HFModules):
                 full = f"{path}.{name}".lstrip(".")
                 if self.causal_lm in module.modules():
                     continue
-                check(
-                    name not in self._node(path)._modules,
-                    f"unpack_projections: {type(self.inner).__name__} must have modules of other names beside its "
-                    f"{type(self.causal_lm).__name__}, got {full}, which transformers' model has as well. Rename it.",
-                )
+                if name in self._node(path)._modules:
+                    raise ValueError(
+                        f"unpack_projections: {type(self.inner).__name__} must have modules of other names beside its "
+                        f"{type(self.causal_lm).__name__}, got {full}, which transformers' model has as well. Rename "
+                        "it."
+                    )
                 self._place(full, holder, name)
             self._node(path)._parameters.update(holder._parameters)
 
@@ -273,24 +274,24 @@ class UnpackedModel(HFModules):
         targets = getattr(config, "target_modules", None) or []
         for target in [] if isinstance(targets, str) or config.inference_mode else sorted(targets):
             found = next((name for name in self.fixed if matches(name, target)), None)
-            check(
-                found is None,
-                f"target_modules must name linear layers, got {target!r}, which means {found} as well. Experts, "
-                "routers and patch embeddings have no adapters. Leave it out, or give longer names.",
-            )
+            if found is not None:
+                raise ValueError(
+                    f"target_modules must name linear layers, got {target!r}, which means {found} as well. Experts, "
+                    "routers and patch embeddings have no adapters. Leave it out, or give longer names."
+                )
         parameters = getattr(config, "target_parameters", None)
-        check(
-            not parameters,
-            f"target_parameters must be empty, got {parameters}. Experts have no adapters here: use apply_lora. If you "
-            "have given none, PEFT has made them of names in target_modules that mean experts: leave these out.",
-        )
+        if parameters:
+            raise ValueError(
+                f"target_parameters must be empty, got {parameters}. Experts have no adapters here: use apply_lora. If "
+                "you have given none, PEFT has made them of names in target_modules that mean experts: leave these out."
+            )
         for name in ("trainable_token_indices", "token_indices", "ensure_weight_tying"):
             given = getattr(config, name, None)
-            check(
-                not (given and self.causal_lm.config.tie_word_embeddings),
-                f"{name} must be empty in a model that ties the head to the embedding, got {given}. Leave it out; "
-                "modules_to_save trains copies of either.",
-            )
+            if given and self.causal_lm.config.tie_word_embeddings:
+                raise ValueError(
+                    f"{name} must be empty in a model that ties the head to the embedding, got {given}. Leave it out; "
+                    "modules_to_save trains copies of either."
+                )
         leaves = [node._modules[name] for node in self.modules() if isinstance(node, HFModules) for name in node.owners]
         if self.skipped and not config.inference_mode and not any(type(leaf) is nn.Linear for leaf in leaves):
             names = ", ".join(sorted(self.skipped))
@@ -301,11 +302,11 @@ class UnpackedModel(HFModules):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         known = {prefix + name for name in self.state_dict(keep_vars=True)}
         odd = [name for name in state_dict if name.startswith(prefix) and name not in known]
-        check(
-            not odd,
-            f"load_state_dict: tensors must belong to adapted modules of {type(self.causal_lm).__name__}, got "
-            f"{len(odd)} others: {', '.join(odd[:3])}. Experts, routers and the head have no adapters.",
-        )
+        if odd:
+            raise ValueError(
+                f"load_state_dict: tensors must belong to adapted modules of {type(self.causal_lm).__name__}, got "
+                f"{len(odd)} others: {', '.join(odd[:3])}. Experts, routers and the head have no adapters."
+            )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
@@ -376,11 +377,11 @@ class UnpackedModel(HFModules):
         """The model with projections packed in host memory, inside; with ``keep`` on its device and for good."""
         model = self.causal_lm
         odd = sorted({name for name, _ in self.named_parameters(remove_duplicate=False)} ^ self.names)
-        check(
-            not odd,
-            f"{type(model).__name__}: must have no adapters to be packed or saved, got {', '.join(odd[:3])}. Merge "
-            "them, or remove them: model = model.merge_and_unload(), or model.unload().",
-        )
+        if odd:
+            raise ValueError(
+                f"{type(model).__name__}: must have no adapters to be packed or saved, got {', '.join(odd[:3])}. Merge "
+                "them, or remove them: model = model.merge_and_unload(), or model.unload()."
+            )
         if keep:
             self._parameters.clear()
             self._modules.clear()  # each part is freed as soon as it is packed

@@ -14,7 +14,6 @@ from liger_models.arch.registry import MODEL_CLASSES, built_in
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.processor import Processor
 from liger_models.base.vision_language import VisionLanguageModel
-from liger_models.common.errors import check
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_json_config, read_model_type
 from liger_models.convert.format import format_of
@@ -146,11 +145,11 @@ class AutoLigerProcessor:
         """
         hf_config = read_json_config(Path(folder))
         model_class = get_arch(read_model_type(hf_config))
-        check(
-            issubclass(model_class, VisionLanguageModel),
-            f"AutoLigerProcessor: {folder} must be a model with images, got {model_class.__name__}, which takes text "
-            "only. Use Tokenizer.from_pretrained.",
-        )
+        if not issubclass(model_class, VisionLanguageModel):
+            raise ValueError(
+                f"AutoLigerProcessor: {folder} must be a model with images, got {model_class.__name__}, which takes "
+                "text only. Use Tokenizer.from_pretrained."
+            )
         with torch.device("meta"):
             model: Any = model_class(read_config(model_class.config_class, hf_config))
         model.hf_config, model.assets = hf_config, read_assets(Path(folder), hf_config)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
@@ -52,10 +51,10 @@ class Exaone4Config(RMSNormDecoderConfig):
         super().__post_init__()
         check_layer_types("Exaone4Config", self.layer_types, self.num_hidden_layers)
         pattern = self.sliding_window_pattern
-        check(
-            not isinstance(pattern, str) or (pattern != "" and set(pattern) <= set("LG")),
-            f"Exaone4Config: sliding_window_pattern must be a number or a text of L and G, got {pattern!r}.",
-        )
+        if isinstance(pattern, str) and not (pattern != "" and set(pattern) <= set("LG")):
+            raise ValueError(
+                f"Exaone4Config: sliding_window_pattern must be a number or a text of L and G, got {pattern!r}."
+            )
 
     def window(self, layer: int) -> int | None:
         """Number of tokens that a layer sees, None for all."""

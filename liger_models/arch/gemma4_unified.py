@@ -18,7 +18,6 @@ from liger_models.arch._gemma4.images import Gemma4WithImages, Placeholders
 from liger_models.arch._gemma4.text import text_map
 from liger_models.arch._gemma4.unified import Gemma4UnifiedTextConfig
 from liger_models.arch.registry import add_family
-from liger_models.common.errors import check
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Expression, Rearrange, WeightMap
 from liger_models.kernels.options import KernelOptions
@@ -44,11 +43,11 @@ class Gemma4UnifiedVisionConfig:
     rms_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check(
-            self.mm_embed_dim == self.output_proj_dims,
-            f"Gemma4UnifiedVisionConfig: output_proj_dims ({self.output_proj_dims}) must be mm_embed_dim "
-            f"({self.mm_embed_dim}). Check config.json.",
-        )
+        if self.mm_embed_dim != self.output_proj_dims:
+            raise ValueError(
+                f"Gemma4UnifiedVisionConfig: output_proj_dims ({self.output_proj_dims}) must be mm_embed_dim "
+                f"({self.mm_embed_dim}). Check config.json."
+            )
 
     @property
     def pooled(self) -> int:
@@ -147,10 +146,11 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     vision = {"patch_size": 16, "pooling_kernel_size": 3, **(hf.get("vision_config") or {})}
     side = vision["patch_size"] * vision["pooling_kernel_size"]
     given = vision.pop("model_patch_size", side)
-    check(
-        given == side,
-        f"config.json: vision_config.model_patch_size must be patch_size · pooling_kernel_size, {side}, got {given}.",
-    )
+    if given != side:
+        raise ValueError(
+            f"config.json: vision_config.model_patch_size must be patch_size · pooling_kernel_size, {side}, got "
+            f"{given}."
+        )
     return images.from_json(Gemma4UnifiedConfig, hf, vision)
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
@@ -54,10 +53,10 @@ class Ministral3Config(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(
-            isinstance(self.rope_scaling, YarnScaling),
-            f"Ministral3Config: rope_scaling must be of type yarn, got {self.rope_scaling}. Check config.json.",
-        )
+        if not isinstance(self.rope_scaling, YarnScaling):
+            raise ValueError(
+                f"Ministral3Config: rope_scaling must be of type yarn, got {self.rope_scaling}. Check config.json."
+            )
 
 
 class Ministral3Attention(LigerAttention):

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map, fused_gate_up_rows, fused_qkv_rows
 from liger_models.kernels.options import KernelOptions
@@ -53,14 +52,15 @@ class Phi3Config(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(
-            self.rope_scaling is None or isinstance(self.rope_scaling, LongRopeScaling),
-            f"Phi3Config: rope_scaling must be LongRopeScaling or None, got {self.rope_scaling}. Phi-3 has no other.",
-        )
-        check(
-            self.resid_pdrop == 0,
-            f"Phi3Config: resid_pdrop must be 0, got {self.resid_pdrop}. Residual dropout is not implemented.",
-        )
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, LongRopeScaling):
+            raise ValueError(
+                f"Phi3Config: rope_scaling must be LongRopeScaling or None, got {self.rope_scaling}. Phi-3 has no "
+                "other."
+            )
+        if self.resid_pdrop != 0:
+            raise ValueError(
+                f"Phi3Config: resid_pdrop must be 0, got {self.resid_pdrop}. Residual dropout is not implemented."
+            )
 
     @property
     def rotary_width(self) -> int:

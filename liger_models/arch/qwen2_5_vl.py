@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import QWEN2_IGNORED_KEYS, read_multimodal, write_multimodal
 from liger_models.arch.registry import add_family
-from liger_models.common.errors import check
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map, equal_qkv_rows, gate_up_rows, patch_rows
 from liger_models.kernels.options import KernelOptions
@@ -59,21 +58,21 @@ class Qwen2_5VLVisionConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        check(
-            self.hidden_size % (4 * self.num_heads) == 0,
-            f"Qwen2_5VLVisionConfig: hidden_size ({self.hidden_size}) must be a multiple of 4 · num_heads "
-            f"({self.num_heads}), to rotate by row and column. Check config.json.",
-        )
-        check(
-            self.window_side > 0,
-            f"Qwen2_5VLVisionConfig: window_size ({self.window_size}) must be at least the side of an image token "
-            f"({self.patch_size * self.spatial_merge_size}). Check config.json.",
-        )
-        check(
-            self.hidden_act == "silu",
-            f"Qwen2_5VLVisionConfig: hidden_act must be 'silu', got {self.hidden_act!r}. "
-            "The tower has no other activation.",
-        )
+        if self.hidden_size % (4 * self.num_heads) != 0:
+            raise ValueError(
+                f"Qwen2_5VLVisionConfig: hidden_size ({self.hidden_size}) must be a multiple of 4 · num_heads "
+                f"({self.num_heads}), to rotate by row and column. Check config.json."
+            )
+        if not self.window_side > 0:
+            raise ValueError(
+                f"Qwen2_5VLVisionConfig: window_size ({self.window_size}) must be at least the side of an image token "
+                f"({self.patch_size * self.spatial_merge_size}). Check config.json."
+            )
+        if self.hidden_act != "silu":
+            raise ValueError(
+                f"Qwen2_5VLVisionConfig: hidden_act must be 'silu', got {self.hidden_act!r}. The tower has no other "
+                "activation."
+            )
 
     @property
     def window_side(self) -> int:
@@ -110,11 +109,11 @@ class Qwen2_5VLConfig(RMSNormDecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layer_types("Qwen2_5VLConfig", self.layer_types, self.num_hidden_layers)
-        check(
-            self.vision_config.out_hidden_size == self.hidden_size,
-            f"Qwen2_5VLConfig: vision_config.out_hidden_size ({self.vision_config.out_hidden_size}) must be "
-            f"hidden_size ({self.hidden_size}). Check config.json.",
-        )
+        if self.vision_config.out_hidden_size != self.hidden_size:
+            raise ValueError(
+                f"Qwen2_5VLConfig: vision_config.out_hidden_size ({self.vision_config.out_hidden_size}) must be "
+                f"hidden_size ({self.hidden_size}). Check config.json."
+            )
 
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; None for full attention."""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import QWEN2_IGNORED_KEYS, read_multimodal, write_multimodal
 from liger_models.arch.registry import add_family
-from liger_models.common.errors import check
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map, equal_qkv_rows, patch_rows
 from liger_models.kernels.options import KernelOptions
@@ -55,16 +54,16 @@ class Qwen2VLVisionConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        check(
-            self.embed_dim % (4 * self.num_heads) == 0,
-            f"Qwen2VLVisionConfig: embed_dim ({self.embed_dim}) must be a multiple of 4 · num_heads "
-            f"({self.num_heads}), to rotate by row and column. Check config.json.",
-        )
-        check(
-            self.hidden_act in ("quick_gelu", "gelu", "gelu_pytorch_tanh"),
-            f"Qwen2VLVisionConfig: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', "
-            f"got {self.hidden_act!r}. The tower has no other activation.",
-        )
+        if self.embed_dim % (4 * self.num_heads) != 0:
+            raise ValueError(
+                f"Qwen2VLVisionConfig: embed_dim ({self.embed_dim}) must be a multiple of 4 · num_heads "
+                f"({self.num_heads}), to rotate by row and column. Check config.json."
+            )
+        if self.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh"):
+            raise ValueError(
+                "Qwen2VLVisionConfig: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', got "
+                f"{self.hidden_act!r}. The tower has no other activation."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +95,11 @@ class Qwen2VLConfig(RMSNormDecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layer_types("Qwen2VLConfig", self.layer_types, self.num_hidden_layers)
-        check(
-            self.vision_config.hidden_size == self.hidden_size,
-            f"Qwen2VLConfig: vision_config.hidden_size ({self.vision_config.hidden_size}) must be the language model's "
-            f"hidden_size ({self.hidden_size}). Check config.json.",
-        )
+        if self.vision_config.hidden_size != self.hidden_size:
+            raise ValueError(
+                f"Qwen2VLConfig: vision_config.hidden_size ({self.vision_config.hidden_size}) must be the language "
+                f"model's hidden_size ({self.hidden_size}). Check config.json."
+            )
 
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; None for full attention."""

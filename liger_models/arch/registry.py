@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.format import FORMATS, CheckpointFormat
 from liger_models.convert.weight_map import WeightMap
 
@@ -67,35 +66,34 @@ def register(
     Raises:
         ValueError: the name or the class is already registered, or models of the class could not be saved and loaded.
     """
-    check(
-        isinstance(model_type, str) and model_type != "",
-        f"register: model_type must be a non-empty string, as in config.json, got {model_type!r}.",
-    )
-    check(
-        isinstance(model_class, type) and issubclass(model_class, CausalLM) and model_class is not CausalLM,
-        f"register: model_class must be a class that derives from liger_models.base.CausalLM, got {model_class!r}.",
-    )
+    if not isinstance(model_type, str) or model_type == "":
+        raise ValueError(f"register: model_type must be a non-empty string, as in config.json, got {model_type!r}.")
+    if not isinstance(model_class, type) or not issubclass(model_class, CausalLM) or model_class is CausalLM:
+        raise ValueError(
+            f"register: model_class must be a class that derives from liger_models.base.CausalLM, got {model_class!r}."
+        )
     config_class = getattr(model_class, "config_class", None)
-    check(
-        isinstance(config_class, type) and "__dataclass_fields__" in vars(config_class),
-        f"register: {model_class.__name__}.config_class must be a dataclass, got {config_class!r}. Derive it from "
-        "liger_models.layers.DecoderConfig, with @dataclass(frozen=True, kw_only=True) above it.",
-    )
+    if not isinstance(config_class, type) or "__dataclass_fields__" not in vars(config_class):
+        raise ValueError(
+            f"register: {model_class.__name__}.config_class must be a dataclass, got {config_class!r}. Derive it from "
+            "liger_models.layers.DecoderConfig, with @dataclass(frozen=True, kw_only=True) above it."
+        )
     assert config_class is not None
     before = MODEL_CLASSES.get(model_type)
     ours = model_type in built_in()
-    check(
-        not ours and (before is None or _path(before) == _path(model_class)),
-        f"register: model_type must be a name that is free, got {model_type!r}, which is taken by "
-        f"{'an architecture of liger_models' if ours or before is None else _path(before)}. Choose another.",
-    )
+    if ours or (before is not None and _path(before) != _path(model_class)):
+        raise ValueError(
+            f"register: model_type must be a name that is free, got {model_type!r}, which is taken by "
+            f"{'an architecture of liger_models' if ours or before is None else _path(before)}. Choose another."
+        )
     for cls in (model_class, config_class):
         taken = FORMATS[cls].model_type if cls in FORMATS else None
-        check(
-            taken in (None, model_type),
-            f"register: {model_class.__name__} and its config_class must be classes of their own, got {cls.__name__}, "
-            f"registered as {taken!r}. Derive a class from it; a derived config_class is a dataclass too.",
-        )
+        if taken not in (None, model_type):
+            raise ValueError(
+                f"register: {model_class.__name__} and its config_class must be classes of their own, got "
+                f"{cls.__name__}, registered as {taken!r}. Derive a class from it; a derived config_class is a "
+                "dataclass too."
+            )
     _check_fields(config_class)
     checkpoint = CheckpointFormat(
         model_type=model_type,
@@ -117,17 +115,17 @@ def _check_fields(config_class: type) -> None:
     """Raise ValueError if `save_pretrained` could not write such a config, or loading could not read it back."""
     hints = typing.get_type_hints(config_class)
     missing = [field for field in _NEEDED if field not in hints]
-    check(
-        not missing,
-        f"register: {config_class.__name__} must have the fields {', '.join(_NEEDED)}, but lacks "
-        f"{', '.join(missing)}. Derive it from liger_models.layers.DecoderConfig.",
-    )
-    for field in dataclasses.fields(config_class):
-        check(
-            field.name == "rope_scaling" or _fits_json(hints[field.name]),
-            f"register: {config_class.__name__}.{field.name} must have a type that config.json can hold (int, float, "
-            f"str, bool, None, lists of these, or a dataclass of such fields), got {hints[field.name]}.",
+    if missing:
+        raise ValueError(
+            f"register: {config_class.__name__} must have the fields {', '.join(_NEEDED)}, but lacks "
+            f"{', '.join(missing)}. Derive it from liger_models.layers.DecoderConfig."
         )
+    for field in dataclasses.fields(config_class):
+        if field.name != "rope_scaling" and not _fits_json(hints[field.name]):
+            raise ValueError(
+                f"register: {config_class.__name__}.{field.name} must have a type that config.json can hold (int, "
+                f"float, str, bool, None, lists of these, or a dataclass of such fields), got {hints[field.name]}."
+            )
 
 
 def _fits_json(hint: Any) -> bool:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
@@ -57,11 +56,11 @@ class SmolLM3Config(RMSNormDecoderConfig):
         super().__post_init__()
         check_layer_types("SmolLM3Config", self.layer_types, self.num_hidden_layers)
         given = self.num_hidden_layers if self.no_rope_layers is None else len(self.no_rope_layers)
-        check(
-            given >= self.num_hidden_layers,
-            f"SmolLM3Config: no_rope_layers must hold num_hidden_layers ({self.num_hidden_layers}) entries, "
-            f"got {given}. Check config.json.",
-        )
+        if not given >= self.num_hidden_layers:
+            raise ValueError(
+                f"SmolLM3Config: no_rope_layers must hold num_hidden_layers ({self.num_hidden_layers}) entries, got "
+                f"{given}. Check config.json."
+            )
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer rotates q and k."""

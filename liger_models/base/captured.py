@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation.graphs import capture_stream, keeps_random_numbers
 from liger_models.layers.decoder import Decoder
@@ -38,14 +37,16 @@ class CapturedStep:
         self.model = model
         self.parameters = [each for each in model.parameters() if each.requires_grad]
         taken = [name for name, each in model.named_parameters() if each.grad is not None]
-        check(
-            not taken,
-            f"capture: all gradients must be None, got those of {', '.join(taken[:3])}. Call model.zero_grad() first.",
-        )
-        check(
-            batch.get("labels") is not None,
-            f"capture: batch must have labels, of whose loss the gradients are, got {', '.join(batch) or 'nothing'}.",
-        )
+        if taken:
+            raise ValueError(
+                f"capture: all gradients must be None, got those of {', '.join(taken[:3])}. Call model.zero_grad() "
+                "first."
+            )
+        if batch.get("labels") is None:
+            raise ValueError(
+                "capture: batch must have labels, of whose loss the gradients are, got "
+                f"{', '.join(batch) or 'nothing'}."
+            )
         self._batch = {
             name: each.detach().to(model.device, copy=True) if isinstance(each, Tensor) else each
             for name, each in batch.items()
@@ -74,20 +75,22 @@ class CapturedStep:
                 between training and evaluation, since the capture; or gradients are not those of the step.
             RuntimeError: a CUDA graph of the summed gradients cannot be captured.
         """
-        check(
-            self._state == self._model_state(),
-            "step: the parameters must be where they were at the capture, as trainable, and the model in the same mode "
-            "(train or eval), got another state. Call capture again.",
-        )
+        if self._state != self._model_state():
+            raise ValueError(
+                "step: the parameters must be where they were at the capture, as trainable, and the model in the same "
+                "mode (train or eval), got another state. Call capture again."
+            )
         grads = [each.grad for each in self.parameters]
         fresh = all(each is None for each in grads)
-        check(
-            fresh
-            or self._gradients is None
-            or all(each is ours for each, ours in zip(grads, self._gradients, strict=True)),
-            "step: the gradients must all be None or all be the tensors that the step put there, got others. Call "
-            "model.zero_grad() first.",
-        )
+        if (
+            not fresh
+            and self._gradients is not None
+            and not all(each is ours for each, ours in zip(grads, self._gradients, strict=True))
+        ):
+            raise ValueError(
+                "step: the gradients must all be None or all be the tensors that the step put there, got others. Call "
+                "model.zero_grad() first."
+            )
         self._take(batch)
         if self._gradients is None:
             return self._run()
@@ -103,38 +106,38 @@ class CapturedStep:
 
     def _run(self) -> Tensor:
         loss: Any = self.model(**self._batch).loss
-        check(
-            isinstance(loss, Tensor) and loss.dim() == 0,
-            f"step: the forward must return a loss [], got {type(loss).__name__}. Leave out return_log_probs, and let "
-            "loss_function return a mean.",
-        )
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            raise ValueError(
+                f"step: the forward must return a loss [], got {type(loss).__name__}. Leave out return_log_probs, and "
+                "let loss_function return a mean."
+            )
         loss.backward()
         found: Tensor = loss.detach()
         return found
 
     def _take(self, batch: Mapping[str, Any]) -> None:
         """Copy the tensors of a batch to where the graphs read them."""
-        check(
-            batch.keys() == self._batch.keys(),
-            f"step: batch must have {', '.join(self._batch)} as at the capture, got {', '.join(batch)}. Capture a step "
-            "for each kind of batch.",
-        )
+        if batch.keys() != self._batch.keys():
+            raise ValueError(
+                f"step: batch must have {', '.join(self._batch)} as at the capture, got {', '.join(batch)}. Capture a "
+                "step for each kind of batch."
+            )
         for name, ours in self._batch.items():
             given = batch[name]
             if isinstance(ours, Tensor):
                 same = isinstance(given, Tensor) and given.shape == ours.shape and given.dtype == ours.dtype
                 shown = f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor) else repr(given)
-                check(
-                    same,
-                    f"step: {name} must be {list(ours.shape)} {ours.dtype} as at the capture, got {shown}. Pad it, or "
-                    "capture a step for each shape.",
-                )
+                if not same:
+                    raise ValueError(
+                        f"step: {name} must be {list(ours.shape)} {ours.dtype} as at the capture, got {shown}. Pad it, "
+                        "or capture a step for each shape."
+                    )
             else:
-                check(
-                    not isinstance(given, Tensor) and given == ours,
-                    f"step: {name} must be {ours!r} as at the capture, got {given!r}. Pass a tensor at the capture for "
-                    "a number that changes.",
-                )
+                if isinstance(given, Tensor) or given != ours:
+                    raise ValueError(
+                        f"step: {name} must be {ours!r} as at the capture, got {given!r}. Pass a tensor at the capture "
+                        "for a number that changes."
+                    )
         for name, ours in self._batch.items():
             if isinstance(ours, Tensor):
                 ours.copy_(batch[name], non_blocking=True)
@@ -226,4 +229,5 @@ def _check_model(model: Decoder) -> None:
             '"selective" or "none".',
         ),
     ):
-        check(holds, f"capture: {message}")
+        if not holds:
+            raise ValueError(f"capture: {message}")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from liger_models.base.captured import CapturedStep
-from liger_models.common.errors import check
 from liger_models.common.foreign import foreign_arguments, is_hub_name
 from liger_models.convert.files import as_dtype
 from liger_models.convert.hub import download, push
@@ -93,22 +92,23 @@ class CausalLM(Decoder):
                 has more rows than the head (placeholders of Llama 3.2 Vision).
         """
         for name, given in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
-            check(given is None or given > 0, f"resize_token_embeddings: {name} must be positive, got {given}.")
+            if given is not None and not given > 0:
+                raise ValueError(f"resize_token_embeddings: {name} must be positive, got {given}.")
         V = -(-new_num_tokens // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
         parts: tuple[LigerEmbedding | LigerLMHead, ...] = self.embed_tokens, self.lm_head
         plain = all([name for name, _ in part.named_parameters()] == ["weight"] for part in parts)
         cut = self.groups.tensor is not None or any(hasattr(part.weight, "full_tensor") for part in parts)
-        check(
-            plain and not cut,
-            "resize_token_embeddings: embedding and head must not be sharded or have adapters, got a model that "
-            f"{'is sharded' if cut else 'has adapters on them'}. Resize first.",
-        )
+        if not plain or cut:
+            raise ValueError(
+                "resize_token_embeddings: embedding and head must not be sharded or have adapters, got a model that "
+                f"{'is sharded' if cut else 'has adapters on them'}. Resize first."
+            )
         rows = [len(part.weight) for part in parts]
-        check(
-            rows[0] == rows[1] == self.config.vocab_size,
-            f"resize_token_embeddings: embedding and head must have vocab_size ({self.config.vocab_size}) rows, got "
-            f"{rows[0]} and {rows[1]}. Ids beyond the vocabulary are placeholders.",
-        )
+        if not rows[0] == rows[1] == self.config.vocab_size:
+            raise ValueError(
+                f"resize_token_embeddings: embedding and head must have vocab_size ({self.config.vocab_size}) rows, "
+                f"got {rows[0]} and {rows[1]}. Ids beyond the vocabulary are placeholders."
+            )
         tied = self.lm_head.weight is self.embed_tokens.weight
         resize_rows(self.embed_tokens, V)
         if tied:
@@ -139,18 +139,16 @@ class CausalLM(Decoder):
             ValueError: nothing fits, or ``budget`` and ``tokens`` are given without "auto", or left out with it.
         """
         if policy != "auto":
-            check(
-                budget is None and tokens is None,
-                f'set_checkpointing: budget and tokens are for policy "auto", got {policy!r}. Leave them out.',
-            )
+            if budget is not None or tokens is not None:
+                raise ValueError(
+                    f'set_checkpointing: budget and tokens are for policy "auto", got {policy!r}. Leave them out.'
+                )
             return super().set_checkpointing(policy, offload_layers=offload_layers)
-        check(
-            budget is not None and tokens is not None and offload_layers == 0,
-            'set_checkpointing: "auto" needs budget and tokens, and chooses offload_layers itself, got '
-            f"{budget}, {tokens} and {offload_layers}.",
-        )
-        assert budget is not None
-        assert tokens is not None
+        if budget is None or tokens is None or offload_layers != 0:
+            raise ValueError(
+                'set_checkpointing: "auto" needs budget and tokens, and chooses offload_layers itself, got '
+                f"{budget}, {tokens} and {offload_layers}."
+            )
         plan_memory(self, tokens, budget, host_moments=False, in_backward=False).apply(self)
 
     def capture(self, batch: Mapping[str, Any]) -> CapturedStep:
@@ -188,10 +186,10 @@ class CausalLM(Decoder):
         Raises:
             ValueError: ``every_n_layers`` is below 1.
         """
-        check(
-            every_n_layers >= 1,
-            f'every_n_layers must be at least 1, got {every_n_layers}. set_checkpointing("none") saves everything.',
-        )
+        if not every_n_layers >= 1:
+            raise ValueError(
+                f'every_n_layers must be at least 1, got {every_n_layers}. set_checkpointing("none") saves everything.'
+            )
         blocks = len(self.layers)
         policies = ["none" if index % every_n_layers else "full" for index in range(blocks)]
         self.set_checkpointing(policies, offload_layers=blocks if offload else 0)
@@ -440,11 +438,11 @@ class CausalLM(Decoder):
         Raises:
             ValueError: the model is sharded.
         """
-        check(
-            not any(hasattr(parameter, "full_tensor") for parameter in self.parameters()),
-            "push_to_hub: the model must not be sharded. Call save_pretrained on all ranks, and upload the folder from "
-            "one of them.",
-        )
+        if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
+            raise ValueError(
+                "push_to_hub: the model must not be sharded. Call save_pretrained on all ranks, and upload the folder "
+                "from one of them."
+            )
 
         return push(
             self,

@@ -16,7 +16,6 @@ from urllib.request import url2pathname
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.common.json_files import parse_json
 
 if TYPE_CHECKING:
@@ -42,10 +41,10 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
     """
     if isinstance(source, Mapping):
         found = [source[key] for key in ("bytes", "path", "url") if source.get(key) is not None]
-        check(
-            bool(found),
-            f"open_image: a mapping must have the key bytes, path or url, got {sorted(map(str, source))}.",
-        )
+        if not found:
+            raise ValueError(
+                f"open_image: a mapping must have the key bytes, path or url, got {sorted(map(str, source))}."
+            )
         return locate_image(found[0])
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
@@ -62,7 +61,8 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
     if kind[1]:
         header, comma, content = source[len("data:") :].partition(",")
         try:
-            check(bool(comma), "no comma")
+            if not comma:
+                raise ValueError("no comma")
             raw = unquote_to_bytes(content)
             return base64.b64decode(b"".join(raw.split()), validate=True) if header.endswith(";base64") else raw
         except ValueError as error:
@@ -71,10 +71,10 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
                 f"({error}). Encode it again."
             ) from error
     url = urlsplit(source)
-    check(
-        kind[2].lower() == "file" and url.netloc in ("", "localhost"),
-        f"open_image: an image must be {_SPELLINGS}, got the URL {source[:60]}. Download it and pass its bytes.",
-    )
+    if kind[2].lower() != "file" or url.netloc not in ("", "localhost"):
+        raise ValueError(
+            f"open_image: an image must be {_SPELLINGS}, got the URL {source[:60]}. Download it and pass its bytes."
+        )
     return Path(url2pathname(url.path))
 
 
@@ -107,7 +107,8 @@ def open_image(source: "Source") -> "Image":
     else:
         image = found
         _check_size(image, "an image")
-    check(min(image.size) > 0, f"open_image: an image must have pixels, got {image.width} x {image.height}.")
+    if not min(image.size) > 0:
+        raise ValueError(f"open_image: an image must have pixels, got {image.width} x {image.height}.")
     return image
 
 
@@ -173,11 +174,11 @@ def read_image(source: "Source") -> "Image":
 
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # "I" before Pillow 11
         return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L").convert("RGB")
-    check(
-        image.mode not in ("I", "F"),
-        f"read_image: an image must have 8 or 16 bits per channel, got mode {image.mode}, whose range is unknown. "
-        "Scale it to 0 ... 255 and convert it: image.convert('L').",
-    )
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"read_image: an image must have 8 or 16 bits per channel, got mode {image.mode}, whose range is unknown. "
+            "Scale it to 0 ... 255 and convert it: image.convert('L')."
+        )
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
@@ -242,11 +243,11 @@ def _numbers(key: str, value: Any, *, positive: bool = False) -> list[float]:
     valid = len(numbers) in (1, 3) and all(
         isinstance(each, int | float) and math.isfinite(each) and (each > 0 or not positive) for each in numbers
     )
-    check(
-        valid,
-        f"preprocessor_config.json: {key} must be {'positive' if positive else 'finite'}, a number or one for each of "
-        f"3 channels, got {value!r:.80}. Take the file of the checkpoint.",
-    )
+    if not valid:
+        raise ValueError(
+            f"preprocessor_config.json: {key} must be {'positive' if positive else 'finite'}, a number or one for each "
+            f"of 3 channels, got {value!r:.80}. Take the file of the checkpoint."
+        )
     return [float(each) for each in numbers]
 
 
@@ -278,11 +279,11 @@ _OWN_FILES = {"image_processor": "preprocessor_config.json", "video_processor": 
 
 def check_given(settings: Mapping[str, Any]) -> None:
     """Raise ValueError if a checkpoint has no image settings, because guessed means and sizes may be wrong."""
-    check(
-        bool(settings),
-        "preprocessor_config.json: must be among the checkpoint's files, got none. Save it next to the model: "
-        "AutoProcessor.from_pretrained(...).save_pretrained(folder).",
-    )
+    if not settings:
+        raise ValueError(
+            "preprocessor_config.json: must be among the checkpoint's files, got none. Save it next to the model: "
+            "AutoProcessor.from_pretrained(...).save_pretrained(folder)."
+        )
 
 
 def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list[Source]":
@@ -302,15 +303,15 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
     counts = [text.count(token) for text in texts]
     if any(isinstance(each, list | tuple) for each in images):
         given = [len(each) if isinstance(each, list | tuple) else None for each in images]
-        check(
-            given == counts,
-            f"{owner}: the list of images for each text must match its number of {token}, {counts}, got {given}.",
-        )
+        if given != counts:
+            raise ValueError(
+                f"{owner}: the list of images for each text must match its number of {token}, {counts}, got {given}."
+            )
         images = [image for each in images for image in each]
-    check(
-        sum(counts) == len(images),
-        f"{owner}: the texts must have one {token} for each of the {len(images)} images, got {sum(counts)}.",
-    )
+    if sum(counts) != len(images):
+        raise ValueError(
+            f"{owner}: the texts must have one {token} for each of the {len(images)} images, got {sum(counts)}."
+        )
     return list(images)
 
 
@@ -332,7 +333,5 @@ def _given(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 def check_settings(settings: Mapping[str, Any], **fixed: Any) -> None:
     """Raise ValueError if preprocessor_config.json has another value than the given one, which alone is implemented."""
     for key, value in fixed.items():
-        check(
-            settings.get(key, value) in (value, None),
-            f"preprocessor_config.json: {key} must be {value!r}, got {settings.get(key)!r}.",
-        )
+        if settings.get(key, value) not in (value, None):
+            raise ValueError(f"preprocessor_config.json: {key} must be {value!r}, got {settings.get(key)!r}.")

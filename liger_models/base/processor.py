@@ -14,7 +14,6 @@ from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.images import settings_file
-from liger_models.common.errors import check
 from liger_models.convert.files import ASSETS, CONFIG, write_json
 from liger_models.text.chat import Span, answer_mask
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
@@ -107,11 +106,11 @@ def image_parts(
     """
     contents = [message.get("content") for messages in _batch(conversations) for message in messages]
     for content in contents:
-        check(
-            content is None or isinstance(content, str | list | tuple),
-            f"apply_chat_template: a message's content must be a text or a list of parts, got "
-            f"{type(content).__name__}.",
-        )
+        if content is not None and not isinstance(content, str | list | tuple):
+            raise ValueError(
+                "apply_chat_template: a message's content must be a text or a list of parts, got "
+                f"{type(content).__name__}."
+            )
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
     names = {"image": ("image", "path", "url")} | ({"video": ("video",)} if videos else {})
     found: list[tuple[str, Any, Mapping[str, Any]]] = []
@@ -122,22 +121,22 @@ def image_parts(
         kind = part["type"] if "type" in keys else kind
         if kind == "text" or (kind not in names and "text" in keys):
             continue
-        check(
-            kind in names,
-            f"apply_chat_template: a part of a message must be of type text or {' or '.join(names)}, got {kind!r}.",
-        )
+        if kind not in names:
+            raise ValueError(
+                f"apply_chat_template: a part of a message must be of type text or {' or '.join(names)}, got {kind!r}."
+            )
         unread = sorted(keys & RESIZING - ({*BOUNDS} if bounds and kind == "image" else set()))
-        check(
-            not unread,
-            f"apply_chat_template: a part of type {kind} must not have a size of its own, got {', '.join(unread)}. "
-            "Resize it first, or set bounds on the processor: processor.images.max_pixels = ...",
-        )
+        if unread:
+            raise ValueError(
+                f"apply_chat_template: a part of type {kind} must not have a size of its own, got {', '.join(unread)}. "
+                "Resize it first, or set bounds on the processor: processor.images.max_pixels = ..."
+            )
         given = [part[name] for name in names[kind] if name in keys]
-        check(
-            bool(given),
-            f"apply_chat_template: a part of type {kind} must have the key {' or '.join(names[kind])}, got "
-            f"{sorted(keys)}. Or render the texts by the tokenizer's apply_chat_template, and call the processor.",
-        )
+        if not given:
+            raise ValueError(
+                f"apply_chat_template: a part of type {kind} must have the key {' or '.join(names[kind])}, got "
+                f"{sorted(keys)}. Or render the texts by the tokenizer's apply_chat_template, and call the processor."
+            )
         found.append((kind, given[0], part))
     return found
 
@@ -179,11 +178,11 @@ def image_tokens(name: str, tokenizer: Tokenizer, ids: Sequence[int]) -> list[st
         ValueError: the tokenizer lacks one of them.
     """
     tokens = [tokenizer.backend.id_to_token(token) or "" for token in ids]
-    check(
-        "" not in tokens,
-        f"{name}: the tokenizer must have the image token ids {', '.join(map(str, ids))}, got {len(tokenizer)} tokens. "
-        "Use the tokenizer of the checkpoint.",
-    )
+    if "" in tokens:
+        raise ValueError(
+            f"{name}: the tokenizer must have the image token ids {', '.join(map(str, ids))}, got {len(tokenizer)} "
+            "tokens. Use the tokenizer of the checkpoint."
+        )
     return tokens
 
 
@@ -329,12 +328,12 @@ class Processor(ABC):
         """
         batch = _batch(conversations)
         learns = return_labels or return_assistant_tokens_mask
-        check(
-            not learns or (tokenize and return_dict and not add_generation_prompt),
-            "apply_chat_template: answers must be complete and in a dict, got add_generation_prompt=True, "
-            "tokenize=False or return_dict=False. Leave it out, or leave out return_labels and "
-            "return_assistant_tokens_mask.",
-        )
+        if learns and (not tokenize or not return_dict or add_generation_prompt):
+            raise ValueError(
+                "apply_chat_template: answers must be complete and in a dict, got add_generation_prompt=True, "
+                "tokenize=False or return_dict=False. Leave it out, or leave out return_labels and "
+                "return_assistant_tokens_mask."
+            )
         answers: list[list[Span]] | None = None
         if learns:
             rendered = [self.tokenizer.render_answers(messages, **variables) for messages in batch]
@@ -389,11 +388,11 @@ class Processor(ABC):
     def texts(self, texts: str | Sequence[str] | None, options: TextOptions) -> list[str]:
         """The texts of a call, which may be one, and which transformers calls ``text``."""
         given = [each for each in (texts, options.pop("text", None)) if each is not None]
-        check(
-            len(given) == 1,
-            f"{type(self).__name__}: texts must be given once, got {len(given)} of texts and text. Images alone have "
-            "no placeholder to stand in.",
-        )
+        if len(given) != 1:
+            raise ValueError(
+                f"{type(self).__name__}: texts must be given once, got {len(given)} of texts and text. Images alone "
+                "have no placeholder to stand in."
+            )
         return [given[0]] if isinstance(given[0], str) else list(given[0])
 
     def encode(
@@ -423,21 +422,23 @@ class Processor(ABC):
         """
         name = type(self).__name__
         side = self.tokenizer.padding_side if padding_side is None else padding_side
-        check(side in ("left", "right"), f"{name}: padding_side must be 'left' or 'right', got {padding_side!r}.")
+        if side not in ("left", "right"):
+            raise ValueError(f"{name}: padding_side must be 'left' or 'right', got {padding_side!r}.")
         padding = {"longest": True, "do_not_pad": False}.get(padding, padding) if isinstance(padding, str) else padding
-        check(
-            padding in (True, False, "max_length"),
-            f"{name}: padding must be True, False, 'longest' or 'max_length', got {padding!r}.",
-        )
-        check(truncation in (True, False), f"{name}: truncation must be True or False, got {truncation!r}.")
-        check(
-            (max_length is not None and max_length > 0) == (truncation or padding == "max_length"),
-            f"{name}: max_length must be a positive number of tokens, with truncation=True or padding='max_length', "
-            f"got {max_length}, truncation={truncation} and padding={padding!r}.",
-        )
-        check(return_tensors in ("pt", None), f"{name}: return_tensors must be 'pt' or None, got {return_tensors!r}.")
+        if padding not in (True, False, "max_length"):
+            raise ValueError(f"{name}: padding must be True, False, 'longest' or 'max_length', got {padding!r}.")
+        if truncation not in (True, False):
+            raise ValueError(f"{name}: truncation must be True or False, got {truncation!r}.")
+        if (max_length is not None and max_length > 0) != (truncation or padding == "max_length"):
+            raise ValueError(
+                f"{name}: max_length must be a positive number of tokens, with truncation=True or "
+                f"padding='max_length', got {max_length}, truncation={truncation} and padding={padding!r}."
+            )
+        if return_tensors not in ("pt", None):
+            raise ValueError(f"{name}: return_tensors must be 'pt' or None, got {return_tensors!r}.")
         spans = answers if answers is not None else [()] * len(texts)
-        check(len(spans) == len(texts), f"{name}: answers must be one list for each text, got {len(spans)} lists.")
+        if len(spans) != len(texts):
+            raise ValueError(f"{name}: answers must be one list for each text, got {len(spans)} lists.")
         written = [edited(*each) for each in zip(texts, edits, spans, strict=True)]
         encodings = self.tokenizer.backend.encode_batch(
             [text for text, _ in written], add_special_tokens=add_special_tokens
@@ -453,11 +454,12 @@ class Processor(ABC):
             media = self.media_ids
             for row in rows["input_ids"]:
                 lost = sum(token in media for token in row[max_length:])
-                check(
-                    not lost,
-                    f"{name}: max_length must leave room for all image tokens, got {max_length}, which cuts off {lost} "
-                    f"of them in a text of {len(row)} tokens. Raise it, take smaller images, or leave the text out.",
-                )
+                if lost:
+                    raise ValueError(
+                        f"{name}: max_length must leave room for all image tokens, got {max_length}, which cuts off "
+                        f"{lost} of them in a text of {len(row)} tokens. Raise it, take smaller images, or leave the "
+                        "text out."
+                    )
             rows = {key: [row[:max_length] for row in column] for key, column in rows.items()}
         lengths = [len(row) for row in rows["input_ids"]]
         if padding:
@@ -470,10 +472,10 @@ class Processor(ABC):
                 ]
         if return_tensors is None:
             return ModelInputs(rows)
-        check(
-            bool(padding) or len(set(lengths)) < 2,
-            f"{name}: rows of a tensor must have one length, got {sorted(set(lengths))}. Set padding=True.",
-        )
+        if not padding and len(set(lengths)) >= 2:
+            raise ValueError(
+                f"{name}: rows of a tensor must have one length, got {sorted(set(lengths))}. Set padding=True."
+            )
         return ModelInputs({key: torch.tensor(column, dtype=torch.int64) for key, column in rows.items()})
 
     def changed_files(self) -> dict[str, bytes]:
@@ -492,11 +494,11 @@ class Processor(ABC):
         Raises:
             ValueError: the processor does not come from a checkpoint, or the chat template is not a text.
         """
-        check(
-            bool(self.files),
-            f"{type(self).__name__}: must come from a checkpoint to be saved, got one without files. Take "
-            "model.processor, or AutoLigerProcessor.from_pretrained(folder).",
-        )
+        if not self.files:
+            raise ValueError(
+                f"{type(self).__name__}: must come from a checkpoint to be saved, got one without files. Take "
+                "model.processor, or AutoLigerProcessor.from_pretrained(folder)."
+            )
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         changed = self.tokenizer.changed_files(self.files) | self.changed_files()

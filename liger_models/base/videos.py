@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from liger_models.common.errors import check
-
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -44,11 +42,11 @@ def read_header(source: Path | bytes) -> VideoHeader:
     with _opened(source) as (container, stream):
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         rate = stream.average_rate or stream.guessed_rate
-        check(
-            bool(rate) and min(stream.width, stream.height, frames) > 0,
-            f"a video with frames and their rate is needed, not {frames} frames of {stream.width} x {stream.height} at "
-            f"{rate} per second",
-        )
+        if not (bool(rate) and min(stream.width, stream.height, frames) > 0):
+            raise ValueError(
+                f"a video with frames and their rate is needed, not {frames} frames of {stream.width} x "
+                f"{stream.height} at {rate} per second"
+            )
         return VideoHeader(stream.width, stream.height, frames, float(rate))
 
 
@@ -70,7 +68,8 @@ def read_frames(source: Path | bytes, numbers: Sequence[int]) -> "list[Image]":
                 found[number] = frame.to_image()
             if number >= numbers[-1]:
                 break
-        check(len(found) == len(wanted), f"its frame {numbers[-1]} is missing")
+        if len(found) != len(wanted):
+            raise ValueError(f"its frame {numbers[-1]} is missing")
     return [found[number] for number in numbers]
 
 
@@ -89,7 +88,8 @@ def _opened(source: Path | bytes) -> Iterator[tuple[Any, Any]]:
     try:
         file = io.BytesIO(source) if isinstance(source, bytes) else str(source)
         with av.open(file, options={"protocol_whitelist": "file"}) as container:  # playlists may name URLs
-            check(bool(container.streams.video), "it has no video stream")
+            if not container.streams.video:
+                raise ValueError("it has no video stream")
             yield container, container.streams.video[0]
     except ImportError:
         raise

@@ -18,7 +18,6 @@ import torch
 
 from liger_models.arch.registry import built_in
 from liger_models.cli.arch_source import arguments, module_source, own_keys
-from liger_models.common.errors import check
 from liger_models.common.json_files import parse_json
 from liger_models.convert.files import SHARDS, WEIGHTS, read_headers
 
@@ -94,19 +93,19 @@ def new_arch(name: str, config_file: Path) -> NewArch:
 
 
 def _check(name: str, hf: Mapping[str, Any]) -> None:
-    check(
-        name.isidentifier() and name == name.lower() and not name.startswith("_"),
-        f"new-arch: NAME must be model_type, a Python name in lower case, got {name!r}. Rename it.",
-    )
-    check(name not in built_in(), f"new-arch: NAME must be new, got {name!r}, an architecture of liger_models.")
+    if not name.isidentifier() or name != name.lower() or name.startswith("_"):
+        raise ValueError(f"new-arch: NAME must be model_type, a Python name in lower case, got {name!r}. Rename it.")
+    if name in built_in():
+        raise ValueError(f"new-arch: NAME must be new, got {name!r}, an architecture of liger_models.")
     given = hf.get("model_type", name)
-    check(given == name, f"new-arch: NAME must be config.json's model_type, {given!r}, got {name!r}.")
+    if given != name:
+        raise ValueError(f"new-arch: NAME must be config.json's model_type, {given!r}, got {name!r}.")
     missing = [key for key in NEEDED if key not in hf]
-    check(
-        not missing,
-        f"new-arch: config.json must be that of a text decoder, got none of the keys {', '.join(missing)}. For a model "
-        "with images, write the text model's first, from its text_config; rename other spellings.",
-    )
+    if missing:
+        raise ValueError(
+            f"new-arch: config.json must be that of a text decoder, got none of the keys {', '.join(missing)}. For a "
+            "model with images, write the text model's first, from its text_config; rename other spellings."
+        )
     if not (ARCH / "registry.py").is_file() or not DATA.is_dir():
         raise FileNotFoundError(
             f"new-arch: the working directory must be the root of a checkout of liger_models, got {Path.cwd()}."

@@ -4,12 +4,6 @@ import torch
 from torch import Tensor
 
 
-def check(condition: bool, message: str) -> None:
-    """Raise ValueError with ``message`` unless ``condition`` holds."""
-    if not condition:
-        raise ValueError(message)
-
-
 def check_values(condition: Tensor, message: str) -> None:
     """Check the values of tensors without waiting for the device.
 
@@ -23,7 +17,8 @@ def check_values(condition: Tensor, message: str) -> None:
     if torch.compiler.is_compiling() or condition.is_meta or hasattr(condition, "fake_mode"):
         return
     if condition.device.type == "cpu":
-        check(bool(condition), message)
+        if not condition:
+            raise ValueError(message)
     elif condition.is_cuda and not torch.cuda.is_current_stream_capturing():
         torch._assert_async(condition, message)
 
@@ -31,11 +26,11 @@ def check_values(condition: Tensor, message: str) -> None:
 def check_tensors(**given: object) -> None:
     """Raise ValueError unless each argument of a forward is a tensor or None."""
     for name, value in given.items():
-        check(
-            value is None or isinstance(value, Tensor),
-            f"forward: {name} must be a tensor, got {type(value).__name__}. Pass torch.tensor(...), or "
-            "return_tensors='pt' to a tokenizer or processor.",
-        )
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(
+                f"forward: {name} must be a tensor, got {type(value).__name__}. Pass torch.tensor(...), or "
+                "return_tensors='pt' to a tokenizer or processor."
+            )
 
 
 def check_integers(**given: object) -> None:
@@ -59,11 +54,11 @@ def check_documents(op: str, cu_seqlens: Tensor | None, B: int, T: int) -> int:
         return B
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
-    check(
-        cu_seqlens.dim() == 1 and len(cu_seqlens) > 1 and B == 1,
-        f"{op}: cu_seqlens must be [documents + 1] and the batch one row of packed documents, "
-        f"got {list(cu_seqlens.shape)} and {B} rows. Flatten the rows and add their bounds.",
-    )
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) <= 1 or B != 1:
+        raise ValueError(
+            f"{op}: cu_seqlens must be [documents + 1] and the batch one row of packed documents, got "
+            f"{list(cu_seqlens.shape)} and {B} rows. Flatten the rows and add their bounds."
+        )
     if cu_seqlens.device.type != "cpu":  # on an accelerator this would launch five kernels for each op of each layer
         return len(cu_seqlens) - 1
     check_values(

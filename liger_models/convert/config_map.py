@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from liger_models.common.errors import check
 from liger_models.convert.format import format_of
 from liger_models.convert.fp8 import block_size
 from liger_models.layers.config import LAYER_TYPES, check_numbers
@@ -79,18 +78,18 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
                 nested.append(value)
             elif key in MOST and isinstance(value, int):
                 most = max(MOST[key], tensors)
-                check(
-                    value <= most,
-                    f"config.json: {key} must be at most {most}, got {value}. A checkpoint with more tensors may have "
-                    "more: load it from a folder.",
-                )
+                if not value <= most:
+                    raise ValueError(
+                        f"config.json: {key} must be at most {most}, got {value}. A checkpoint with more tensors may "
+                        "have more: load it from a folder."
+                    )
                 found[key] = max(value, found.get(key, 0))
     experts = max(found.get("num_experts", 0), found.get("num_local_experts", 0)) * found.get("num_hidden_layers", 0)
-    check(
-        experts <= max(MOST_EXPERTS, tensors),
-        f"config.json: num_hidden_layers times the number of experts must be at most {max(MOST_EXPERTS, tensors)}, got "
-        f"{experts}. A checkpoint with more tensors may have more: load it from a folder.",
-    )
+    if not experts <= max(MOST_EXPERTS, tensors):
+        raise ValueError(
+            f"config.json: num_hidden_layers times the number of experts must be at most {max(MOST_EXPERTS, tensors)}, "
+            f"got {experts}. A checkpoint with more tensors may have more: load it from a folder."
+        )
 
 
 @contextlib.contextmanager
@@ -200,7 +199,8 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
     """The fields ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor`` of a config, and unknown keys."""
     where = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     given = hf.get(where) or {}
-    check(isinstance(given, Mapping), f"config.json: {where} must be an object of values, got {given!r}.")
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config.json: {where} must be an object of values, got {given!r}.")
     rope = {key: value for key, value in given.items() if value is not None}
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from liger_models.common.errors import check
 from liger_models.common.json_files import parse_json
 from liger_models.convert.folder import check_complete
 from liger_models.convert.fp8 import block_size, dequantise
@@ -100,7 +99,8 @@ def as_dtype(
     known = {str(each).removeprefix("torch."): each for each in allowed}
     name = str(dtype).lower().removeprefix("torch.")
     name = DTYPE_NAMES.get(name, name)
-    check(name in known, f"{argument} must be one of {', '.join(known)}, got {dtype!r}. Choose one of them.")
+    if name not in known:
+        raise ValueError(f"{argument} must be one of {', '.join(known)}, got {dtype!r}. Choose one of them.")
     return known[name]
 
 
@@ -183,29 +183,28 @@ def read_headers(folder: Path) -> dict[str, Stored]:
         path = folder / name
         with open_safetensors(path) as file:
             for key in file.keys():  # noqa: SIM118  it is no dict
-                check(
-                    not place or key in place,
-                    f"{folder / INDEX}: must name all tensors of its files, got none of the name {key}, which {name} "
-                    "holds. Download the index and the files of one commit.",
-                )
+                if place and key not in place:
+                    raise ValueError(
+                        f"{folder / INDEX}: must name all tensors of its files, got none of the name {key}, which "
+                        f"{name} holds. Download the index and the files of one commit."
+                    )
                 header = file.get_slice(key)
                 found = Stored(path, tuple(header.get_shape()), header.get_dtype())
-                if key in stored:
-                    check(
-                        _same(stored[key], found, key),
+                if key in stored and not _same(stored[key], found, key):
+                    raise ValueError(
                         f"{folder}: {key} must be one tensor, got different ones in {stored[key].file.name} and "
-                        f"{name}. Download the index and the files of one commit.",
+                        f"{name}. Download the index and the files of one commit."
                     )
                 if place.get(key, name) == name:
                     stored[key] = found
                 else:
                     stored.setdefault(key, found)
     for key, name in place.items():
-        check(
-            key in stored and stored[key].file == folder / name,
-            f"{folder / INDEX}: must name the file of each tensor, got {name} for {key}, which it does not hold. "
-            "Download the index and the files of one commit.",
-        )
+        if key not in stored or stored[key].file != folder / name:
+            raise ValueError(
+                f"{folder / INDEX}: must name the file of each tensor, got {name} for {key}, which it does not hold. "
+                "Download the index and the files of one commit."
+            )
     return with_scales(stored, folder)
 
 
@@ -226,12 +225,12 @@ def with_scales(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
         weight = found.get(owner, scales)
         *before, rows, columns = weight.shape if len(weight.shape) > 1 else (0, 0)
         wanted = (*before, -(-rows // block[0]), -(-columns // block[1]))
-        check(
-            weight.dtype == FLOAT8 and scales.dtype in FLOATS and scales.shape == wanted,
-            f"{scales.file}: {name} must be floating-point numbers {list(wanted)} for blocks of {list(block)} of "
-            f"{owner} in {FLOAT8}, got {list(scales.shape)} in {scales.dtype}, and {weight.dtype} for {owner}. "
-            "Download the files of one commit.",
-        )
+        if weight.dtype != FLOAT8 or scales.dtype not in FLOATS or scales.shape != wanted:
+            raise ValueError(
+                f"{scales.file}: {name} must be floating-point numbers {list(wanted)} for blocks of {list(block)} of "
+                f"{owner} in {FLOAT8}, got {list(scales.shape)} in {scales.dtype}, and {weight.dtype} for {owner}. "
+                "Download the files of one commit."
+            )
         found[owner] = weight._replace(scales=BlockScales(scales.file, name, scales.dtype, block))
     return found
 
@@ -316,11 +315,11 @@ def read_index(path: Path) -> dict[str, str]:
         # Both kinds of paths, because the checkpoint may come from another system.
         parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
         outside = ".." in parts or PurePosixPath(name).is_absolute() or bool(PureWindowsPath(name).anchor)
-        check(
-            not outside and "\0" not in name and name.endswith(".safetensors"),
-            f"{path}: must name safetensors files in its folder, got {name!r}. Do not load this checkpoint unless you "
-            "know who wrote it.",
-        )
+        if outside or "\0" in name or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{path}: must name safetensors files in its folder, got {name!r}. Do not load this checkpoint unless "
+                "you know who wrote it."
+            )
     return place
 
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
-
 
 def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns that share a scale, by the ``quantization_config`` of a checkpoint in float8.
@@ -23,12 +21,12 @@ def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
     """
     block, fmt = quantization.get("weight_block_size"), quantization.get("fmt", "e4m3")
     known = isinstance(block, list) and len(block) == 2 and all(isinstance(each, int) and each > 0 for each in block)
-    check(
-        quantization.get("quant_method") == "fp8" and known and fmt == "e4m3",
-        "config.json: quantization_config of a checkpoint in float8 must have quant_method 'fp8', fmt 'e4m3' and "
-        f"weight_block_size [rows, columns], got {quantization.get('quant_method')!r}, {fmt!r} and {block!r}. Load the "
-        "original checkpoint instead.",
-    )
+    if quantization.get("quant_method") != "fp8" or not known or fmt != "e4m3":
+        raise ValueError(
+            "config.json: quantization_config of a checkpoint in float8 must have quant_method 'fp8', fmt 'e4m3' and "
+            f"weight_block_size [rows, columns], got {quantization.get('quant_method')!r}, {fmt!r} and {block!r}. Load "
+            "the original checkpoint instead."
+        )
     assert block is not None
     return block[0], block[1]
 

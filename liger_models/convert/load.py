@@ -12,7 +12,6 @@ import torch
 from huggingface_hub.utils.tqdm import tqdm
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.convert.config_map import blaming, read_config
 from liger_models.convert.files import (
     CONFIG,
@@ -145,11 +144,11 @@ def _read_asset(path: Path) -> bytes:
     consists of links to ``blobs/<hash>``.
     """
     target = path.resolve()
-    check(
-        target.name == path.name or target.parent.name == "blobs" or target.is_relative_to(path.parent.resolve()),
-        f"{path}: must not be a link to a file of another name outside of the checkpoint, got one to {target}. Copy "
-        "the file if it belongs to the model, or remove the link.",
-    )
+    if target.name != path.name and target.parent.name != "blobs" and not target.is_relative_to(path.parent.resolve()):
+        raise ValueError(
+            f"{path}: must not be a link to a file of another name outside of the checkpoint, got one to {target}. "
+            "Copy the file if it belongs to the model, or remove the link."
+        )
     return path.read_bytes()
 
 
@@ -247,11 +246,11 @@ def _keep_float8(model: Decoder, weights: WeightMap, stored: Mapping[str, Stored
                 model.set_submodule(path, StoredLinear(layer, QuantizedWeight(*parts, [*rows, columns, width], kind)))
             else:
                 setattr(layer, name, nn.Parameter(QuantizedExperts(*parts, kind, width), requires_grad=False))
-    check(
-        found,
-        "load_pretrained: keep_float8 needs linear layers or experts in float8 with scales of blocks, got a checkpoint "
-        "without any. Leave it out.",
-    )
+    if not found:
+        raise ValueError(
+            "load_pretrained: keep_float8 needs linear layers or experts in float8 with scales of blocks, got a "
+            "checkpoint without any. Leave it out."
+        )
     model.float8_tensors = frozenset(name for name, one in stored.items() if one.scales is not None)
 
 
@@ -397,11 +396,11 @@ def _check_head(weights: WeightMap, stored: Mapping[str, Stored], hf_config: Map
                 torch.equal(ours[i : i + 4096].to(theirs[i : i + 4096].dtype), theirs[i : i + 4096])
                 for i in range(0, stored[head].shape[0], 4096)
             )
-        check(
-            same,
-            f"{stored[head].file}: {head} must be equal to {embedding} by tie_word_embeddings in {CONFIG}, got another "
-            f"tensor. Set tie_word_embeddings to false{places} to load both, or remove the head.",
-        )
+        if not same:
+            raise ValueError(
+                f"{stored[head].file}: {head} must be equal to {embedding} by tie_word_embeddings in {CONFIG}, got "
+                f"another tensor. Set tie_word_embeddings to false{places} to load both, or remove the head."
+            )
 
 
 def _read(

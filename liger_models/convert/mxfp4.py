@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.convert.weight_map import Expression, WeightMap
 
 BLOCK = 32
@@ -85,14 +84,15 @@ class Mxfp4(Expression):
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
         *shape, width = packed.shape
-        check(
-            width % BLOCK == 0,
-            f"{self.blocks}: the last dimension must be a multiple of {BLOCK} in MXFP4, got {list(packed.shape)}.",
-        )
+        if width % BLOCK != 0:
+            raise ValueError(
+                f"{self.blocks}: the last dimension must be a multiple of {BLOCK} in MXFP4, got {list(packed.shape)}."
+            )
         if packed.is_meta:
             scales = packed.new_empty(*shape, width // BLOCK, dtype=torch.uint8)
             return {self.blocks: scales.new_empty(*scales.shape, BLOCK // 2), self.scales: scales}
-        check(self.read is not None, f"{self.blocks}: unpacking MXFP4 needs the scales of a checkpoint, got none.")
+        if self.read is None:
+            raise ValueError(f"{self.blocks}: unpacking MXFP4 needs the scales of a checkpoint, got none.")
         assert self.read is not None
         scales = self.read(self.scales).to(packed.device)
         blocks = encode(packed, scales) if scales.shape == (*shape, width // BLOCK) else None

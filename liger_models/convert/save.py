@@ -12,7 +12,6 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.convert.config_map import write_config
 from liger_models.convert.files import (
     CONFIG,
@@ -77,17 +76,17 @@ def save_pretrained(
         OSError: the folder cannot be written.
     """
     dtype = None if dtype is None else as_dtype("save_pretrained: dtype", dtype)
-    check(
-        isinstance(max_shard_size, str) or (type(max_shard_size) is int and max_shard_size > 0),
-        f"save_pretrained: max_shard_size must be a positive number of bytes or text such as '5GB', got "
-        f"{max_shard_size!r}.",
-    )
+    if not isinstance(max_shard_size, str) and not (type(max_shard_size) is int and max_shard_size > 0):
+        raise ValueError(
+            "save_pretrained: max_shard_size must be a positive number of bytes or text such as '5GB', got "
+            f"{max_shard_size!r}."
+        )
     adapters = [name for name, layer in named_layers(model) if layer.adapted]
-    check(
-        not adapters,
-        f"save_pretrained: {type(model).__name__} must not have adapters, got some on {some(adapters)}. Save LoRA "
-        "adapters with save_adapter, or merge them with merge_lora.",
-    )
+    if adapters:
+        raise ValueError(
+            f"save_pretrained: {type(model).__name__} must not have adapters, got some on {some(adapters)}. Save LoRA "
+            "adapters with save_adapter, or merge them with merge_lora."
+        )
     folder = Path(folder).absolute()
     stored = as_stored("save_pretrained", model, merge=False, parameters=tensors)
     quantised: dict[str, Any] = {}
@@ -158,18 +157,19 @@ def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap,
     quantization = read_json_config(folder).get("quantization_config") or {}
     maps = format_of(model_class).quantised_maps
     method = quantization.get("quant_method")
-    check(
-        method == "mxfp4" and "mxfp4" in maps,
-        f"save_pretrained: mxfp4 must be the folder of a {model_class.__name__} checkpoint in MXFP4, got {folder} with "
-        f"quant_method {method!r}. Leave it out to write all tensors in one dtype.",
-    )
+    if method != "mxfp4" or "mxfp4" not in maps:
+        raise ValueError(
+            f"save_pretrained: mxfp4 must be the folder of a {model_class.__name__} checkpoint in MXFP4, got {folder} "
+            f"with quant_method {method!r}. Leave it out to write all tensors in one dtype."
+        )
     stored = read_headers(folder)
 
     def read(name: str) -> Tensor:
-        check(
-            name in stored,
-            f"{folder}: must hold {name}, got no tensor of this name. Pass the checkpoint that the model comes from.",
-        )
+        if name not in stored:
+            raise ValueError(
+                f"{folder}: must hold {name}, got no tensor of this name. Pass the checkpoint that the model comes "
+                "from."
+            )
         return read_tensor(stored[name].file, name)
 
     return with_scales(maps["mxfp4"](config), read), {"quantization_config": quantization}
@@ -204,11 +204,11 @@ def with_auto_map(
     """
     module = "modeling_liger"
     auto_classes = next((found for end, found in AUTO_CLASSES.items() if name.endswith(end)), ())
-    check(
-        auto_classes != (),
-        f"save_pretrained: auto_map needs a class whose name ends in {' or '.join(AUTO_CLASSES)}, got {name}. Register "
-        "the architecture with such an hf_class.",
-    )
+    if auto_classes == ():
+        raise ValueError(
+            f"save_pretrained: auto_map needs a class whose name ends in {' or '.join(AUTO_CLASSES)}, got {name}. "
+            "Register the architecture with such an hf_class."
+        )
     named = dict.fromkeys(auto_classes, f"{module}.{name}")
     code = {f"{module}.py": _CODE.format(name=name).encode()}
     return {**hf_config, "auto_map": {**(hf_config.get("auto_map") or {}), **named}}, {**assets, **code}

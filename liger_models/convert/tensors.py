@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.convert.files import FLOATS, SCALES, as_dtype, some
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import Part, fill_part
@@ -107,10 +106,11 @@ def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iter
     dtype = None if dtype is None else as_dtype("hf_gradients: dtype", dtype)
     stored = as_stored("hf_gradients", model, merge=False)
     gradients = {name: each.grad.detach() for name, each in stored.parameters.items() if each.grad is not None}
-    check(
-        len(gradients) > 0,
-        "hf_gradients: parameters of the model must have gradients, got none. Call it between backward and zero_grad.",
-    )
+    if len(gradients) == 0:
+        raise ValueError(
+            "hf_gradients: parameters of the model must have gradients, got none. Call it between backward and "
+            "zero_grad."
+        )
     return stored.unpack(((name, _full(gradient)) for name, gradient in gradients.items()), dtype)
 
 
@@ -138,11 +138,11 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
     stored = as_stored("load_hf_tensors", model, merge=False)
     config = stored.config
     quantised = stored.quantised
-    check(
-        not stored.kept,
-        "load_hf_tensors: weights must not be kept in float8, got a model that was loaded with keep_float8. Load it "
-        "without.",
-    )
+    if stored.kept:
+        raise ValueError(
+            "load_hf_tensors: weights must not be kept in float8, got a model that was loaded with keep_float8. Load "
+            "it without."
+        )
     names = _Names(format_of(type(model)).weight_maps(config), {n: stored.dense(n) for n in stored.parameters})
     agreed = raise_on_all_ranks if stored.is_sharded else contextlib.nullcontext
     if isinstance(tensors, Mapping):
@@ -299,11 +299,11 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
     Raises:
         ValueError: parameters are on the meta device or not in the weight map.
     """
-    check(
-        isinstance(model, Decoder),
-        f"{where}: model must be one of this package, got {type(model).__name__}. Pass the model inside of it "
-        "(DistributedDataParallel: model.module; LigerMedusa: model.model).",
-    )
+    if not isinstance(model, Decoder):
+        raise ValueError(
+            f"{where}: model must be one of this package, got {type(model).__name__}. Pass the model inside of it "
+            "(DistributedDataParallel: model.module; LigerMedusa: model.model)."
+        )
     for module in model.modules() if parameters is None else ():
         reshard: Any = getattr(module, "reshard", None)
         if reshard is not None:  # FSDP leaves weights gathered after an evaluation
@@ -311,11 +311,11 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
     once = dict(model.named_parameters() if parameters is None else parameters)  # no further names of shared parameters
     stored = dict(model.named_parameters(remove_duplicate=False) if parameters is None else parameters)
     absent = [name for name, parameter in stored.items() if parameter.is_meta]
-    check(
-        not absent,
-        f"{where}: parameters must hold weights, got {some(absent)} on the meta device. Load or initialise the model "
-        "first.",
-    )
+    if absent:
+        raise ValueError(
+            f"{where}: parameters must hold weights, got {some(absent)} on the meta device. Load or initialise the "
+            "model first."
+        )
     layers = {path: layer for path, layer in named_layers(model) if layer.adapted}
     head, embedding = stored.get("lm_head.weight"), stored["embed_tokens.weight"]
     tied = head is None or head is embedding or _local(head).data_ptr() == _local(embedding).data_ptr() != 0
@@ -340,11 +340,11 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
         if name in weights.entries or (name in once and not name.startswith(added))
     }
     extra = sorted(stored.keys() - weights.entries.keys())
-    check(
-        not extra,
-        f"{where}: every parameter must have a name in a checkpoint of {type(model).__name__}, got {some(extra)}. "
-        "Save LoRA adapters with save_adapter, or merge them with merge_lora; remove other additions.",
-    )
+    if extra:
+        raise ValueError(
+            f"{where}: every parameter must have a name in a checkpoint of {type(model).__name__}, got {some(extra)}. "
+            "Save LoRA adapters with save_adapter, or merge them with merge_lora; remove other additions."
+        )
     adapted = {f"{path}.{name}": layer for path, layer in layers.items() for name in layer.adapted}
     return Stored(config, weights, stored, adapted, merge, quantised)
 
@@ -371,23 +371,24 @@ class _Names:
     def accept(self, name: str, tensor: Tensor) -> WeightMap:
         """The weight map of the layout, which has this name in this shape; raises ValueError if there is none."""
         where = "load_hf_tensors"
-        check(
-            isinstance(tensor, Tensor) and not is_sharded(tensor) and tensor.dtype in FLOATS.values(),
-            f"{where}: {name} must be a whole tensor of one of the dtypes {', '.join(map(str, FLOATS.values()))}, got "
-            f"{type(tensor).__name__} {getattr(tensor, 'dtype', '')}. Gather or dequantise it.",
-        )
+        if not isinstance(tensor, Tensor) or is_sharded(tensor) or tensor.dtype not in FLOATS.values():
+            raise ValueError(
+                f"{where}: {name} must be a whole tensor of one of the dtypes {', '.join(map(str, FLOATS.values()))}, "
+                f"got {type(tensor).__name__} {getattr(tensor, 'dtype', '')}. Gather or dequantise it."
+            )
         known = [layout for layout in self.layouts if name in layout[1] or layout[0].passes_over(name)]
         if not known:
             near = difflib.get_close_matches(name, self.layouts[0][1], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ValueError(f"{where}: tensors must have the names in a checkpoint of the model, got {name}.{hint}")
         fitting = [layout for layout in known if name not in layout[1] or layout[1][name].shape == tensor.shape]
-        check(
-            bool(fitting),
-            f"{where}: {name} must have shape {tuple(known[0][1].get(name, tensor).shape)}, got {tuple(tensor.shape)}. "
-            "Pass the weights of a model with the same config.",
-        )
-        check(name not in self.read, f"{where}: each tensor must be given once, got {name} twice.")
+        if not fitting:
+            raise ValueError(
+                f"{where}: {name} must have shape {tuple(known[0][1].get(name, tensor).shape)}, got "
+                f"{tuple(tensor.shape)}. Pass the weights of a model with the same config."
+            )
+        if name in self.read:
+            raise ValueError(f"{where}: each tensor must be given once, got {name} twice.")
         self.layouts = fitting
         self.read.add(name)
         return fitting[0][0]
@@ -400,11 +401,11 @@ class _Names:
     def check_complete(self) -> None:
         """Raise ValueError unless all tensors of a layout have been read."""
         missing = [name for name in self.layouts[0][1] if name not in self.read]
-        check(
-            not missing,
-            f"load_hf_tensors: all tensors of a checkpoint of the model must be given, got none of the name "
-            f"{some(missing)}. Pass the weights of a model with the same config.",
-        )
+        if missing:
+            raise ValueError(
+                "load_hf_tensors: all tensors of a checkpoint of the model must be given, got none of the name "
+                f"{some(missing)}. Pass the weights of a model with the same config."
+            )
 
 
 def _owners(weights: WeightMap) -> tuple[dict[str, str], Counter[str]]:
@@ -458,8 +459,8 @@ def _check_head(name: str, head: Tensor, embedding: Any) -> None:
         offset, shape = Part.of(embedding)
         for dim in range(head.dim()):
             head = head.narrow(dim, offset[dim], shape[dim])
-    check(
-        same and torch.equal(head.to(local.device, local.dtype), local),
-        f"load_hf_tensors: {name} must be equal to the embedding, which the model's head is tied to, got another "
-        "tensor. Leave it out, or load into a model whose config has tie_word_embeddings=False.",
-    )
+    if not same or not torch.equal(head.to(local.device, local.dtype), local):
+        raise ValueError(
+            f"load_hf_tensors: {name} must be equal to the embedding, which the model's head is tied to, got another "
+            "tensor. Leave it out, or load into a model whose config has tie_word_embeddings=False."
+        )

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.data.batch import Batch, collate, make_row
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.encoding import Document, Encoder
@@ -35,10 +34,10 @@ class AnswerEncoder(Encoder):
         for where, example in self._limited(examples):
             labelled = self.formats.name(where, example) == "kto"
             label = example.get("label")
-            check(
-                not labelled or label in (0, 1),
-                f"{where}: label must be true for a good answer and false for a bad one, got {label!r}. Correct it.",
-            )
+            if labelled and label not in (0, 1):
+                raise ValueError(
+                    f"{where}: label must be true for a good answer and false for a bad one, got {label!r}. Correct it."
+                )
             try:
                 reader = self.tokenizer if self.processor is None else self.processor
                 rows = encode_pair(where, example, reader, ("completion",) if labelled else ANSWERS)
@@ -153,7 +152,8 @@ class AnswerDataset(PackedDataset):
     ) -> None:
         self.formats, self.complete = tuple(formats), complete
         super().__init__(source, tokenizer, length=length, formats=formats, **{**options, "overflow": "truncate"})
-        check(self._rows is not None, "AnswerDataset: the source must have a length, got a stream. Save it as a file.")
+        if self._rows is None:
+            raise ValueError("AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
     def describe(self) -> str:
         """See `PackedDataset.describe`; also how many sequences are cut."""

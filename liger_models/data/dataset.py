@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from liger_models.base.processor import Processor
-from liger_models.common.errors import check
 from liger_models.data.batch import Batch, collate
 from liger_models.data.encoding import Document, Encoder, Skipped
 from liger_models.data.formats import DOCUMENTS, Formats, mark_learnt
@@ -117,23 +116,22 @@ class PackedDataset(IterableDataset[Batch]):
     ) -> None:
         self.rank = processes.rank() if rank is None else rank
         self.ranks = processes.world_size() if ranks is None else ranks
-        check(length >= 2, f"PackedDataset: length must be at least 2, got {length}.")
-        check(batch_size >= 1, f"PackedDataset: batch_size must be at least 1, got {batch_size}.")
-        check(overflow in OVERFLOWS, f"PackedDataset: overflow must be one of {OVERFLOWS}, got {overflow!r}.")
-        check(
-            0 <= self.rank < self.ranks, f"PackedDataset: rank must be 0 to {self.ranks - 1} (ranks), got {self.rank}."
-        )
+        if not length >= 2:
+            raise ValueError(f"PackedDataset: length must be at least 2, got {length}.")
+        if not batch_size >= 1:
+            raise ValueError(f"PackedDataset: batch_size must be at least 1, got {batch_size}.")
+        if overflow not in OVERFLOWS:
+            raise ValueError(f"PackedDataset: overflow must be one of {OVERFLOWS}, got {overflow!r}.")
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"PackedDataset: rank must be 0 to {self.ranks - 1} (ranks), got {self.rank}.")
         self.length, self.batch_size, self.overflow = length, batch_size, overflow
         self.shuffle, self.seed = shuffle, seed
-        check(format is None or field is None, f"PackedDataset: give format or field, got {format!r} and {field!r}.")
-        check(
-            shares is None or isinstance(source, list | tuple),
-            f"PackedDataset: shares need a list of sources, got {type(source).__name__}.",
-        )
-        check(
-            max_samples is None or max_samples >= 1,
-            f"PackedDataset: max_samples must be at least 1, got {max_samples}.",
-        )
+        if format is not None and field is not None:
+            raise ValueError(f"PackedDataset: give format or field, got {format!r} and {field!r}.")
+        if shares is not None and not isinstance(source, list | tuple):
+            raise ValueError(f"PackedDataset: shares need a list of sources, got {type(source).__name__}.")
+        if max_samples is not None and not max_samples >= 1:
+            raise ValueError(f"PackedDataset: max_samples must be at least 1, got {max_samples}.")
         self.encoder = self._make_encoder(tokenizer, field, Formats(formats, format), max_samples, broken_media)
         self._filler = self.encoder.tokenizer.padding_id
         self._make_row = RowMaker(length, self._filler, self.encoder.processor, broken_media)
@@ -145,11 +143,10 @@ class PackedDataset(IterableDataset[Batch]):
             else:
                 parts = [self._load_rows(find_files(each), cache_dir, progress) for each in source]
                 self._rows = MixedRows(parts, shares, shuffle, seed)
-            check(self._rows.has_targets(), f"PackedDataset: {self._named()} {_NO_TARGETS}")
-        check(
-            self._rows is not None or (max_samples is None and shares is None),
-            "PackedDataset: max_samples and shares must be None for a stream. Prepare the stream.",
-        )
+            if not self._rows.has_targets():
+                raise ValueError(f"PackedDataset: {self._named()} {_NO_TARGETS}")
+        if self._rows is None and (max_samples is not None or shares is not None):
+            raise ValueError("PackedDataset: max_samples and shares must be None for a stream. Prepare the stream.")
         self.epoch = self.passed = 0
         self._loaded = False  # whether the next iteration starts at a position that was loaded
         self._rewind()
@@ -249,12 +246,12 @@ class PackedDataset(IterableDataset[Batch]):
         """
         saved, now = state["data"], self._identity()
         differing = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
-        check(
-            not differing,
-            "PackedDataset: the data must be that of the saved state, got other "
-            + "; ".join(f"{name} ({now.get(name)} instead of {saved.get(name)})" for name in differing)
-            + ". Use the same source and options, or start a new run in another folder.",
-        )
+        if differing:
+            raise ValueError(
+                "PackedDataset: the data must be that of the saved state, got other "
+                + "; ".join(f"{name} ({now.get(name)} instead of {saved.get(name)})" for name in differing)
+                + ". Use the same source and options, or start a new run in another folder."
+            )
         self.set_epoch(state["epoch"])
         self._follow(state)
         if get_worker_info() is None:  # workers take turns from the start of the iteration, so they keep that
@@ -353,21 +350,19 @@ class PackedDataset(IterableDataset[Batch]):
                 order = torch.randperm(len(documents), generator=seeded_generator(self.seed, self.epoch, self._read))
                 documents = [documents[i] for i in order.tolist()]
             pieces = [piece for document in documents for piece in self._split(document)]
-            check(
-                self._first > 0 or not pieces or any(has_target(ids) for ids, _ in pieces),
-                f"PackedDataset: the first {len(window)} examples of {self._named()} {_NO_TARGETS}",
-            )
+            if not self._first > 0 and pieces and not any(has_target(ids) for ids, _ in pieces):
+                raise ValueError(f"PackedDataset: the first {len(window)} examples of {self._named()} {_NO_TARGETS}")
             packed = pack([len(ids) for ids, _ in pieces], self.length)
             for row in packed[taken:]:
                 yield [pieces[i] for i in row]
             taken = 0
             self._read += len(window)
             self._first += len(packed)
-        check(
-            self._first > 0,
-            f"PackedDataset: the source must hold documents, got none in epoch {self.epoch}. Pass something that can "
-            "be iterated more than once, not an iterator.",
-        )
+        if not self._first > 0:
+            raise ValueError(
+                f"PackedDataset: the source must hold documents, got none in epoch {self.epoch}. Pass something that "
+                "can be iterated more than once, not an iterator."
+            )
 
     def _split(self, document: Document) -> list[Piece]:
         ids = torch.tensor(document.ids, dtype=torch.int32)

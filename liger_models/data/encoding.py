@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from liger_models.base.processor import Processor
-from liger_models.common.errors import check
 from liger_models.data.formats import DOCUMENTS, Formats
 from liger_models.data.media import (
     BrokenMediaError,
@@ -160,25 +159,23 @@ class Encoder:
             example = self.formats.convert(where, example, self.tokenizer)
         known = sorted(example) if isinstance(example, Mapping) else type(example).__name__
         field = next((name for name in FIELDS if name in known), "completion") if self.field is None else self.field
-        check(
-            isinstance(example, Mapping) and field in example,
-            f"{where}: an example must have {field}, got {known}. Name another column by field=.",
-        )
+        if not isinstance(example, Mapping) or field not in example:
+            raise ValueError(f"{where}: an example must have {field}, got {known}. Name another column by field=.")
         unread = [name for name in MEDIA_COLUMNS if name.rstrip("s") not in self.kinds]
         media = [name for name in unread if not is_empty(example.get(name))]
         taken = " and ".join(("text", *self.kinds))
-        check(not media, f"{where}: an example must be {taken}, got a field {', '.join(media)}. {self._advice}")
+        if media:
+            raise ValueError(f"{where}: an example must be {taken}, got a field {', '.join(media)}. {self._advice}")
         columns = columns_of(example, self.kinds)
         value, prompt = example[field], example.get("prompt") if self.field is None else None
         if isinstance(value, str):
-            check(
-                prompt is None or isinstance(prompt, str),
-                f"{where}: prompt must be a text as {field} is, got messages. Convert one.",
-            )
-            check(
-                self.field is not None or field != "messages",
-                f"{where}: messages must be a list of messages, got the text {value[:60]!r}. If it is JSON, parse it.",
-            )
+            if prompt is not None and not isinstance(prompt, str):
+                raise ValueError(f"{where}: prompt must be a text as {field} is, got messages. Convert one.")
+            if self.field is None and field == "messages":
+                raise ValueError(
+                    f"{where}: messages must be a list of messages, got the text {value[:60]!r}. If it is JSON, parse "
+                    "it."
+                )
             whole = (prompt or "") + value
             places = () if self.processor is None else self.processor.placeholder.finditer(whole)
             kinds = [str(place.lastgroup) for place in places]
@@ -188,40 +185,41 @@ class Encoder:
             return self._write(where, whole, None if prompt is None else [(len(prompt), len(whole))], True, found)
         value = value if isinstance(value, list) else to_plain(value)
         if is_messages(value) and (value or field == "messages" or prompt):
-            check(
-                prompt is None or is_messages(prompt),
-                f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one.",
-            )
+            if prompt is not None and not is_messages(prompt):
+                raise ValueError(
+                    f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one."
+                )
             messages, found = place_media(where, [*(prompt or ()), *value], columns, self.takes_bounds)
             messages = read_messages(where, messages, self.kinds)
             first = len(prompt or ())
             answers = [number >= first and each["role"] == "assistant" for number, each in enumerate(messages)]
-            check(any(answers), f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
+            if not any(answers):
+                raise ValueError(f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
             learnt = [answer and each.get("weight", 1) == 1 for answer, each in zip(answers, messages, strict=True)]
             try:
                 text, spans = self.tokenizer.render_answers(messages, learnt=learnt, **read_variables(example))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{where}: {error}") from error
-            check(
-                bool(spans) or not any(learnt),
-                f"{where}: the chat template must mark answers by {{% generation %}}, got none marked. Mark them, or "
-                "leave all marks out.",
-            )
+            if not spans and any(learnt):
+                raise ValueError(
+                    f"{where}: the chat template must mark answers by {{% generation %}}, got none marked. Mark them, "
+                    "or leave all marks out."
+                )
             return self._write(where, text, spans, False, found)
-        check(
-            isinstance(value, Sequence) and all(type(token) is int and 0 <= token < 2**31 for token in value),
-            f"{where}: {field} must be a text, messages, or token ids, got {str(value)[:60]!r}. Correct it.",
-        )
+        if not isinstance(value, Sequence) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+            raise ValueError(
+                f"{where}: {field} must be a text, messages, or token ids, got {str(value)[:60]!r}. Correct it."
+            )
         placeholders = [token for token, id in self._media.items() if id in value]
         given = placeholders or [kind for kind, column in columns.items() if column]
-        check(not given, f"{where}: token ids must be of text, got {', '.join(given)}. {_NO_MEDIA}")
+        if given:
+            raise ValueError(f"{where}: token ids must be of text, got {', '.join(given)}. {_NO_MEDIA}")
         labels = example.get("labels", value)
         labels = labels if isinstance(labels, list) else to_plain(labels)
-        check(
-            len(labels) == len(value)
-            and all(label in (token, -100) for token, label in zip(value, labels, strict=True)),
-            f"{where}: labels must be those of {field}, unshifted, or -100, got others. Correct them.",
-        )
+        if len(labels) != len(value) or not all(
+            label in (token, -100) for token, label in zip(value, labels, strict=True)
+        ):
+            raise ValueError(f"{where}: labels must be those of {field}, unshifted, or -100, got others. Correct them.")
         ids = (token if label == token else ~token for token, label in zip(value, labels, strict=True))
         return Document(array("i", ids))
 
@@ -317,9 +315,8 @@ class Encoder:
     def _check_text(self, where: str, text: str) -> str:
         """The text; raises ValueError if it holds placeholders, whose images would be missing."""
         placeholders = [token for token in self._media if token in text]
-        check(
-            not placeholders, f"{where}: a text must be without images, got {', '.join(placeholders)}. {self._advice}"
-        )
+        if placeholders:
+            raise ValueError(f"{where}: a text must be without images, got {', '.join(placeholders)}. {self._advice}")
         return text
 
     @property
@@ -353,35 +350,39 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
     for number, message in enumerate(messages, 1):
         present = {key: value for key, value in message.items() if value is not None}
         role = present.get("role")
-        check(isinstance(role, str), f"{where}: message {number} must have a role, such as user, got {role!r}. Add it.")
+        if not isinstance(role, str):
+            raise ValueError(f"{where}: message {number} must have a role, such as user, got {role!r}. Add it.")
         content = present.get("content")
         calls = present.get("tool_calls") if present.get("role") == "assistant" else None
-        check(
-            content is not None or bool(calls),
-            f"{where}: message {number} must have content, got null. Only an assistant's message with tool_calls may "
-            "have none.",
-        )
-        check(
-            content is None or role not in SPEAKERS or isinstance(content, str | list | tuple),
-            f"{where}: message {number} must have content that is a text or a list of parts, got "
-            f"{str(content)[:60]!r}. Correct it.",
-        )
-        for part in content if isinstance(content, list | tuple) else ():
-            check(
-                isinstance(part, Mapping) and (part.get("type") != "text" or _is_text(part)),
-                f"{where}: message {number} must have parts such as {{'type': 'text', 'text': ...}}, got "
-                f"{str(part)[:60]!r}. Correct it.",
+        if content is None and not calls:
+            raise ValueError(
+                f"{where}: message {number} must have content, got null. Only an assistant's message with tool_calls "
+                "may have none."
             )
+        if content is not None and role in SPEAKERS and not isinstance(content, str | list | tuple):
+            raise ValueError(
+                f"{where}: message {number} must have content that is a text or a list of parts, got "
+                f"{str(content)[:60]!r}. Correct it."
+            )
+        for part in content if isinstance(content, list | tuple) else ():
+            if not isinstance(part, Mapping) or (part.get("type") == "text" and not _is_text(part)):
+                raise ValueError(
+                    f"{where}: message {number} must have parts such as {{'type': 'text', 'text': ...}}, got "
+                    f"{str(part)[:60]!r}. Correct it."
+                )
             found = [] if part.get("type") in kinds else _media_in(part)
             taken = " and ".join(("text", *kinds))
-            check(not found, f"{where}: message {number} must be {taken}, got a part {', '.join(found)}. {_NO_MEDIA}")
+            if found:
+                raise ValueError(
+                    f"{where}: message {number} must be {taken}, got a part {', '.join(found)}. {_NO_MEDIA}"
+                )
         if not kinds and isinstance(content, list | tuple) and all(map(_is_text, content)):
             content = "".join(part["text"] for part in content)  # templates of text models take no parts
         weight = present.get("weight", 1)
-        check(
-            weight in (0, 1),
-            f"{where}: message {number} must have weight 0 (not learnt) or 1, got {weight!r}. Correct it.",
-        )
+        if weight not in (0, 1):
+            raise ValueError(
+                f"{where}: message {number} must have weight 0 (not learnt) or 1, got {weight!r}. Correct it."
+            )
         read.append({**present, "content": content})
     return read
 
@@ -431,7 +432,8 @@ def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{name} must be JSON where it is a text, got {str(value)[:60]!r}. Correct it.") from error
     more = found["chat_template_kwargs"] or {}
-    check(isinstance(more, Mapping), f"chat_template_kwargs must be an object, got {str(more)[:60]!r}. Correct it.")
+    if not isinstance(more, Mapping):
+        raise ValueError(f"chat_template_kwargs must be an object, got {str(more)[:60]!r}. Correct it.")
     return {"tools": found["tools"], **{key: value for key, value in more.items() if value is not None}}
 
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from liger_models.common.errors import check
 from liger_models.text.tokenizer import Tokenizer
 
 ROLES = {
@@ -57,18 +56,22 @@ class Format(NamedTuple):
 
 def _from_sharegpt(where: str, example: Example, chat: bool) -> Example:
     turns = next(example[name] for name in ("conversations", "conversation") if example.get(name) is not None)
-    check(
-        isinstance(turns, Sequence) and not isinstance(turns, str) and all(isinstance(each, Mapping) for each in turns),
-        f"{where}: conversations must be a list of turns with from and value, got {str(turns)[:60]!r}. Correct it.",
-    )
+    if (
+        not isinstance(turns, Sequence)
+        or isinstance(turns, str)
+        or not all(isinstance(each, Mapping) for each in turns)
+    ):
+        raise ValueError(
+            f"{where}: conversations must be a list of turns with from and value, got {str(turns)[:60]!r}. Correct it."
+        )
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, 1):
         speaker, content = (_first(turn, names) for names in ("from|role", "value|content"))
         role = ROLES.get(str(speaker))
-        check(
-            role is not None,
-            f"{where}: turn {number} must be from one of {', '.join(ROLES)}, got {speaker!r}. Rename it.",
-        )
+        if role is None:
+            raise ValueError(
+                f"{where}: turn {number} must be from one of {', '.join(ROLES)}, got {speaker!r}. Rename it."
+            )
         if role == "call":
             messages.append({"role": "assistant", "content": None, "tool_calls": _read_calls(where, number, content)})
         else:
@@ -92,13 +95,15 @@ def _from_alpaca(where: str, example: Example, chat: bool) -> Example:
         _first(example, names) for names in ("instruction|question", "input|context", "output|response|answer")
     )
     for name, value in (("instruction", instruction), ("input", given or ""), ("output", output)):
-        check(isinstance(value, str), f"{where}: {name} must be a text, got {str(value)[:60]!r}. Correct it.")
+        if not isinstance(value, str):
+            raise ValueError(f"{where}: {name} must be a text, got {str(value)[:60]!r}. Correct it.")
     history = example.get("history") or ()
-    check(
-        isinstance(history, list | tuple)
-        and all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history),
-        f"{where}: history must be a list of pairs of question and answer, got {str(history)[:60]!r}. Correct it.",
-    )
+    if not isinstance(history, list | tuple) or not all(
+        isinstance(turn, list | tuple) and len(turn) == 2 for turn in history
+    ):
+        raise ValueError(
+            f"{where}: history must be a list of pairs of question and answer, got {str(history)[:60]!r}. Correct it."
+        )
     if chat:
         asked = {"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction}
         earlier = [
@@ -110,7 +115,8 @@ def _from_alpaca(where: str, example: Example, chat: bool) -> Example:
         conversation = _with_system(example, [*earlier, asked])
         return {"prompt": conversation["messages"], "completion": answer}
     unread = [name for name in ("system", "history") if example.get(name)]
-    check(not unread, f"{where}: {' and '.join(unread)} needs a chat template, and the tokenizer has none. Set one.")
+    if unread:
+        raise ValueError(f"{where}: {' and '.join(unread)} needs a chat template, and the tokenizer has none. Set one.")
     parts = [ALPACA.format(ALPACA_INPUT if given else ""), f"### Instruction:\n{instruction}"]
     parts += [f"### Input:\n{given}"] if given else []
     return {"prompt": "\n\n".join([*parts, "### Response:\n"]), "completion": output}
@@ -163,11 +169,11 @@ class Formats:
     """
 
     def __init__(self, allowed: Sequence[str], format: str | None = None) -> None:
-        check(
-            format is None or format in allowed,
-            f"format must be one of {', '.join(allowed)}, got {format!r}."
-            + (f" {FORMATS[format].todo}" if format in FORMATS else ""),
-        )
+        if format is not None and format not in allowed:
+            raise ValueError(
+                f"format must be one of {', '.join(allowed)}, got {format!r}."
+                + (f" {FORMATS[format].todo}" if format in FORMATS else "")
+            )
         self.allowed, self.format = tuple(allowed), format
         self._of_file: dict[str, str] = {}
 
@@ -187,11 +193,11 @@ class Formats:
         known = sorted(map(str, example)) if isinstance(example, Mapping) else type(example).__name__
         columns = "; ".join(f"{name}: {', '.join(FORMATS[name].columns)}" for name in self.allowed)
         if self.format is not None:
-            check(
-                isinstance(example, Mapping) and FORMATS[self.format].fits(example),
-                f"{where}: an example of format {self.format} must have {', '.join(FORMATS[self.format].columns)}, got "
-                f"{known}. Correct it, or name another format by format=.",
-            )
+            if not isinstance(example, Mapping) or not FORMATS[self.format].fits(example):
+                raise ValueError(
+                    f"{where}: an example of format {self.format} must have {', '.join(FORMATS[self.format].columns)}, "
+                    f"got {known}. Correct it, or name another format by format=."
+                )
             return self.format
         found = [name for name in FORMATS if isinstance(example, Mapping) and FORMATS[name].fits(example)]
         labelled = "kto" in found and "kto" not in self.allowed  # bad answers must not be learnt
@@ -201,18 +207,18 @@ class Formats:
                 f"{where}: an example must be of format {', '.join(self.allowed)}, got format {found[0]}. "
                 f"{FORMATS[found[0]].todo}"
             )
-        check(
-            bool(usable),
-            f"{where}: an example must have the columns of a format ({columns}), got {known}. Rename its columns, or "
-            "name the column of a text by field=.",
-        )
+        if not usable:
+            raise ValueError(
+                f"{where}: an example must have the columns of a format ({columns}), got {known}. Rename its columns, "
+                "or name the column of a text by field=."
+            )
         file = re.match(r"(.*), (?:line|row) \d+$", where)  # data sets may hold examples of several formats
         first = self._of_file.setdefault(file[1], usable[0]) if file else usable[0]
-        check(
-            first == usable[0],
-            f"{where}: all examples of a file must have one format, got {usable[0]} after {first}. Write them into "
-            "several files, or name the format by format=.",
-        )
+        if first != usable[0]:
+            raise ValueError(
+                f"{where}: all examples of a file must have one format, got {usable[0]} after {first}. Write them into "
+                "several files, or name the format by format=."
+            )
         return first
 
     def convert(self, where: str, example: Example, tokenizer: Tokenizer) -> Example:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from liger_models.common.errors import check
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
 
@@ -24,11 +23,11 @@ class PackedLoader(DataLoader[Batch]):
     """
 
     def __init__(self, data: PackedDataset, **options: Any) -> None:
-        check(
-            not options.get("persistent_workers"),
-            "PackedLoader: persistent_workers must be False, got True: workers receive epoch and position when they "
-            "start.",
-        )
+        if options.get("persistent_workers"):
+            raise ValueError(
+                "PackedLoader: persistent_workers must be False, got True: workers receive epoch and position when "
+                "they start."
+            )
         self.data = data
         # A generator of its own: starting an epoch must not draw from the default one, which decides dropout.
         given = {"generator": torch.Generator(), "worker_init_fn": _leave_interrupts, **options}

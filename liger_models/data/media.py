@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 from liger_models.base.images import image_size, locate_image, read_image
 from liger_models.base.processor import BOUNDS, RESIZING, Edit, MediaSize, Processor, edited
 from liger_models.base.videos import read_frames, read_header
-from liger_models.common.errors import check
 from liger_models.text.chat import Span
 
 if TYPE_CHECKING:
@@ -75,8 +74,9 @@ class Medium:
             if sampled is None:
                 size = MediaSize(*image_size(found), **own)
             else:
-                check(isinstance(found, Path | bytes), "an image. Pass images as images.")
-                width, height, frames, fps = read_header(cast("Path | bytes", found))
+                if not isinstance(found, Path | bytes):
+                    raise ValueError("an image. Pass images as images.")
+                width, height, frames, fps = read_header(found)
                 numbers = sampled(frames, fps, own.get("fps"))
                 rate = len(numbers) / frames * fps
                 size = MediaSize(width, height, len(numbers), rate, numbers=numbers, file_fps=fps)
@@ -212,11 +212,12 @@ def fill(where: str, kinds: Sequence[str | None], columns: Mapping[str, Sequence
     """
     for kind in dict.fromkeys([*columns, *map(str, kinds)]):
         given = columns.get(kind, ())
-        check(
-            kinds.count(kind) == len(given),
-            f'{where}: an example must have a place for each of its {len(given)} {kind}s, a part {{"type": "{kind}"}} '
-            f"or the model's placeholder, got {kinds.count(kind)}. Correct it.",
-        )
+        if kinds.count(kind) != len(given):
+            raise ValueError(
+                f"{where}: an example must have a place for each of its {len(given)} {kind}s, a part "
+                f'{{"type": "{kind}"}} '
+                f"or the model's placeholder, got {kinds.count(kind)}. Correct it."
+            )
     queues = {kind: iter(given) for kind, given in columns.items()}
     return [next(queues[str(kind)]) for kind in kinds]
 
@@ -247,11 +248,11 @@ def _read_part(where: str, part: Any, kinds: Mapping[str, Any], bounds: bool) ->
     taken = ("fps",) if kind == "video" else BOUNDS if bounds else ()
     own = {key: present[key] for key in taken if key in present}
     sizes = sorted(RESIZING & {*present} - {*own})
-    check(
-        not sizes,
-        f"{where}: a part of type {kind} must not have a size of its own, got {', '.join(sizes)}. Resize it first, or "
-        "set bounds on the processor: processor.images.max_pixels = ...",
-    )
+    if sizes:
+        raise ValueError(
+            f"{where}: a part of type {kind} must not have a size of its own, got {', '.join(sizes)}. Resize it first, "
+            "or set bounds on the processor: processor.images.max_pixels = ..."
+        )
     spellings = [present[key] for key in (kind, f"{kind}_url", "path", "url", "bytes") if key in present]
     return kind, spellings[0] if spellings else None, own
 
@@ -283,11 +284,11 @@ def write_media(
     """
     places = list(processor.placeholder.finditer(text))
     kinds = [place.lastgroup for place in places]
-    check(
-        kinds == [medium.size.kind for medium in media],
-        f"{where}: a text must have a placeholder for each of its {len(media)} {_named(media)}, got {len(kinds)}. Does "
-        "the chat template write them, or does a message have them by mistake?",
-    )
+    if kinds != [medium.size.kind for medium in media]:
+        raise ValueError(
+            f"{where}: a text must have a placeholder for each of its {len(media)} {_named(media)}, got {len(kinds)}. "
+            "Does the chat template write them, or does a message have them by mistake?"
+        )
     try:
         written = [processor.written(medium.size) for medium in media]
     except ValueError as error:
@@ -317,10 +318,10 @@ def find_tokens(
     """
     places = [place for place, id in enumerate(ids) if id in tokens]
     ends = [0, *accumulate(counts)]
-    check(
-        len(places) == ends[-1],
-        f"{where}: a document must have {ends[-1]} image tokens, got {len(places)}. Is it the model's tokenizer?",
-    )
+    if len(places) != ends[-1]:
+        raise ValueError(
+            f"{where}: a document must have {ends[-1]} image tokens, got {len(places)}. Is it the model's tokenizer?"
+        )
     return [
         replace(medium, first=places[start], end=places[end - 1] + 1)
         for medium, start, end in zip(media, ends, ends[1:], strict=False)

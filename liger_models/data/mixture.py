@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.data.packing import PackedRows, seeded_generator
 from liger_models.data.tokens import TokenFile
 
@@ -27,10 +26,10 @@ class MixedRows(PackedRows):
     """
 
     def __init__(self, parts: Sequence[PackedRows], shares: Sequence[float], shuffle: bool, seed: int) -> None:
-        check(
-            len(shares) == len(parts) and all(0 < share < float("inf") for share in shares),
-            f"PackedDataset: shares must be {len(parts)} positive numbers, one for each source, got {list(shares)}.",
-        )
+        if len(shares) != len(parts) or not all(0 < share < float("inf") for share in shares):
+            raise ValueError(
+                f"PackedDataset: shares must be {len(parts)} positive numbers, one for each source, got {list(shares)}."
+            )
         self.parts, self.shares, self.shuffle, self.seed, self.epoch = list(parts), list(shares), shuffle, seed, 0
         self.tokens = parts[0].tokens
         sizes = [len(part) for part in parts]

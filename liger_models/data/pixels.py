@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from liger_models.base.processor import Processor
-from liger_models.common.errors import check
 from liger_models.data.batch import Batch, make_row
 from liger_models.data.media import BrokenMediaError, Medium
 
@@ -42,10 +41,8 @@ class RowMaker:
     def __init__(
         self, length: int, filler: int, processor: Processor | None = None, broken_media: str = "error"
     ) -> None:
-        check(
-            broken_media in BROKEN_MEDIA,
-            f"PackedDataset: broken_media must be one of {BROKEN_MEDIA}, got {broken_media!r}.",
-        )
+        if broken_media not in BROKEN_MEDIA:
+            raise ValueError(f"PackedDataset: broken_media must be one of {BROKEN_MEDIA}, got {broken_media!r}.")
         self.length, self.filler, self.processor, self.broken_media = length, filler, processor, broken_media
         self.broken = torch.zeros(WORKERS, dtype=torch.int64).share_memory_()
 

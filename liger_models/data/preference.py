@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from liger_models.base.processor import Processor
-from liger_models.common.errors import check
 from liger_models.data.batch import Batch, join_rows
 from liger_models.data.encoding import check_characters, is_empty, is_messages, read_messages, read_variables
 from liger_models.data.media import Medium, columns_of, find_tokens, open_media, place_media, write_media
@@ -78,15 +77,16 @@ def preference_batch(
             message of weight 0, images without a processor, an image that cannot be read, or more or fewer images than
             places for them.
     """
-    check(
-        tokenizer is None or processor is None,
-        "preference_batch: tokenizer or processor must be given, got both. The processor has a tokenizer.",
-    )
+    if tokenizer is not None and processor is not None:
+        raise ValueError(
+            "preference_batch: tokenizer or processor must be given, got both. The processor has a tokenizer."
+        )
     if isinstance(pairs, Mapping) and "completion_mask" in pairs:
         return _from_collated(pairs)
     if isinstance(pairs, Mapping):
         pairs = _from_columns(pairs, () if processor is None else MEDIA_COLUMNS)
-    check(len(pairs) > 0, "preference_batch: pairs must hold at least one, got none.")
+    if len(pairs) == 0:
+        raise ValueError("preference_batch: pairs must hold at least one, got none.")
     reader = tokenizer if processor is None else processor
     encoded = [encode_pair(f"preference_batch, pair {number}", pair, reader) for number, pair in enumerate(pairs, 1)]
     rows = [row for side in zip(*encoded, strict=True) for row in side]
@@ -108,10 +108,10 @@ def preference_batch(
 
 def _from_collated(batch: Mapping[str, Any]) -> Batch:
     required = ("input_ids", "attention_mask", "completion_mask")
-    check(
-        all(isinstance(batch.get(name), Tensor) for name in required),
-        f"preference_batch: a collated batch must have tensors {', '.join(required)}, got {sorted(batch)}.",
-    )
+    if not all(isinstance(batch.get(name), Tensor) for name in required):
+        raise ValueError(
+            f"preference_batch: a collated batch must have tensors {', '.join(required)}, got {sorted(batch)}."
+        )
     ids, mask, answers = (batch[name] for name in required)
     images = {name: value for name, value in batch.items() if name in IMAGE_INPUTS}
     return {"input_ids": ids, "labels": ids.masked_fill(answers == 0, -100), "attention_mask": mask, **images}
@@ -122,17 +122,17 @@ def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[
     known = (*ANSWERS, "prompt", "tools", "chat_template_kwargs", *fields)
     columns = {name: column for name, column in pairs.items() if name.startswith(known)}
     sizes = {name: len(column) for name, column in columns.items()}
-    check(
-        len(set(sizes.values())) == 1 and not any(isinstance(column, str) for column in columns.values()),
-        "preference_batch: columns must have equal lengths, with an entry for each pair, got "
-        f"{sizes or sorted(pairs)}. A single pair goes into a list.",
-    )
+    if len(set(sizes.values())) != 1 or any(isinstance(column, str) for column in columns.values()):
+        raise ValueError(
+            "preference_batch: columns must have equal lengths, with an entry for each pair, got "
+            f"{sizes or sorted(pairs)}. A single pair goes into a list."
+        )
     for name, column in columns.items():
         mask = name.replace("input_ids", "attention_mask")
-        check(
-            mask in columns or not isinstance(column, Tensor),
-            f"preference_batch: {name} is a tensor, which may be padded, and must come with {mask}. Add it.",
-        )
+        if mask not in columns and isinstance(column, Tensor):
+            raise ValueError(
+                f"preference_batch: {name} is a tensor, which may be padded, and must come with {mask}. Add it."
+            )
     columns = {name: column.tolist() if isinstance(column, Tensor) else column for name, column in columns.items()}
     return [{name: column[i] for name, column in columns.items()} for i in range(next(iter(sizes.values())))]
 
@@ -152,34 +152,34 @@ def encode_pair(
     unread = [name for name in (*MEDIA_COLUMNS, *sorted(IMAGE_INPUTS)) if name.rstrip("s") not in columns]
     unread = [name for name in unread if not is_empty(pair.get(name))]
     taken = " and ".join(("text", *columns))
-    check(
-        not unread,
-        f"{where}: must be {taken}, got {', '.join(unread)}. Pass the model's processor: processor=model.processor."
-        if processor is None
-        else f"{where}: must be {taken}, got {', '.join(unread)}, which the model does not take. Leave it out.",
-    )
+    if unread:
+        raise ValueError(
+            f"{where}: must be {taken}, got {', '.join(unread)}. Pass the model's processor: processor=model.processor."
+            if processor is None
+            else f"{where}: must be {taken}, got {', '.join(unread)}, which the model does not take. Leave it out."
+        )
     rows = _read_ids(pair)
     parts = [part for part in (*answers, "prompt") if pair.get(part) is not None]
     texts = [isinstance(pair[part], str) for part in parts]
     if not rows:
-        check(
-            {*answers} <= {*parts} and ("prompt" in parts or not any(texts)),
-            f"{where}: must have prompt, {' and '.join(answers)}, or the same with _ids, got {sorted(pair)}.",
-        )
-        check(tokenizer is not None, f"{where}: texts and messages need a tokenizer. Pass it.")
-        check(all(texts) or not any(texts), f"{where}: must be all texts or all messages, got both. Convert them.")
+        if not ({*answers} <= {*parts} and ("prompt" in parts or not any(texts))):
+            raise ValueError(
+                f"{where}: must have prompt, {' and '.join(answers)}, or the same with _ids, got {sorted(pair)}."
+            )
+        if tokenizer is None:
+            raise ValueError(f"{where}: texts and messages need a tokenizer. Pass it.")
+        if not all(texts) and any(texts):
+            raise ValueError(f"{where}: must be all texts or all messages, got both. Convert them.")
         for part in parts:
             value = pair[part]
-            check(
-                isinstance(value, str) or is_messages(value),
-                f"{where}: {part} must be a text or messages, got {str(value)[:60]!r}. Correct it.",
-            )
+            if not isinstance(value, str) and not is_messages(value):
+                raise ValueError(f"{where}: {part} must be a text or messages, got {str(value)[:60]!r}. Correct it.")
             check_characters(where, value if isinstance(value, str) else "")
-    check(
-        not any(columns.values()) or not (rows or any(texts)),
-        f"{where}: images stand in messages, got a field {', '.join(kind for kind in columns if columns[kind])} beside "
-        "texts or token ids. Convert them.",
-    )
+    if any(columns.values()) and (rows or any(texts)):
+        raise ValueError(
+            f"{where}: images stand in messages, got a field {', '.join(kind for kind in columns if columns[kind])} "
+            "beside texts or token ids. Convert them."
+        )
     if not rows and tokenizer is not None:
         rows = (
             _encode_texts(pair, tokenizer, answers)
@@ -187,7 +187,8 @@ def encode_pair(
             else _encode_chats(where, pair, tokenizer, processor, columns, answers)
         )
     for name, row in zip(answers, rows, strict=True):
-        check(bool(row.answer), f"{where}: {name} must have tokens, got none. Leave it out.")
+        if not row.answer:
+            raise ValueError(f"{where}: {name} must have tokens, got none. Leave it out.")
     return rows
 
 
@@ -248,13 +249,14 @@ def _encode_chats(
     counts: list[int] = []
     for name in answers:
         answer, pictured = place_media(where, pair[name][shared:], dict.fromkeys(columns, ()))
-        check(not pictured, f"{where}: {name} must be text, got an image or a video. Only prompts may have some.")
+        if pictured:
+            raise ValueError(f"{where}: {name} must be text, got an image or a video. Only prompts may have some.")
         answer = read_messages(f"{where}, {name}", answer)
-        check(
-            all(message.get("weight", 1) for message in answer),
-            f"{where}: {name} must have no message with weight 0: answers are compared as a whole. Move messages that "
-            "are not learnt into the prompt, or leave the weight out.",
-        )
+        if not all(message.get("weight", 1) for message in answer):
+            raise ValueError(
+                f"{where}: {name} must have no message with weight 0: answers are compared as a whole. Move messages "
+                "that are not learnt into the prompt, or leave the weight out."
+            )
         learnt = [number >= len(prompt) for number in range(len(prompt) + len(answer))]
         try:
             text, spans = tokenizer.render_answers([*prompt, *answer], learnt=learnt, **variables)
@@ -266,7 +268,8 @@ def _encode_chats(
             spans = moved or []
         encoding = tokenizer.backend.encode(text, add_special_tokens=False)
         mask = answer_mask(encoding.offsets, spans)
-        check(any(mask), f"{where}: an answer must be a message of the assistant that is not empty, got {answer}.")
+        if not any(mask):
+            raise ValueError(f"{where}: an answer must be a message of the assistant that is not empty, got {answer}.")
         first, last = mask.index(True), len(mask) - mask[::-1].index(True)
         ids = encoding.ids[:last]
         tokens = set() if processor is None else processor.media_ids

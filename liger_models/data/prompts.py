@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from liger_models.base.processor import Processor
-from liger_models.common.errors import check
 from liger_models.data.answers import AnswerRows
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.encoding import check_characters, is_messages, read_messages, read_variables
@@ -71,7 +70,8 @@ class PromptDataset(PackedDataset):
 
     def __init__(self, source: Any, tokenizer: Tokenizer | Processor, *, length: int, **options: Any) -> None:
         super().__init__(source, tokenizer, length=length, **{**options, "formats": ("prompt",)})
-        check(self._rows is not None, "PromptDataset: the source must have a length, got a stream. Save it as a file.")
+        if self._rows is None:
+            raise ValueError("PromptDataset: the source must have a length, got a stream. Save it as a file.")
 
     def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
         examples, media = [], []
@@ -90,7 +90,8 @@ class PromptDataset(PackedDataset):
             tokens.extend(~token for token in ids)
             ends.append(len(tokens))
         skipped = self.encoder.skipped
-        check(len(examples) > 0, f"PromptDataset: the source must hold prompts, got none. {skipped.why}".rstrip())
+        if len(examples) == 0:
+            raise ValueError(f"PromptDataset: the source must hold prompts, got none. {skipped.why}".rstrip())
         self._warn(skipped.count, skipped.why, 0)
         stored: Any = SimpleNamespace(
             documents=len(ends),
@@ -110,21 +111,22 @@ class PromptDataset(PackedDataset):
         media: list[Medium] = []
         if isinstance(prompt, str):
             given = [kind for kind, column in columns_of(example, self.encoder.kinds).items() if column]
-            check(not given, f"{where}: images stand in messages, got {', '.join(given)} beside a text. Convert it.")
+            if given:
+                raise ValueError(
+                    f"{where}: images stand in messages, got {', '.join(given)} beside a text. Convert it."
+                )
             check_characters(where, prompt)
             ids = tokenizer.encode(prompt)
             ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
         else:
-            check(
-                is_messages(prompt),
-                f"{where}: prompt must be a text or messages, got {str(prompt)[:60]!r}. Correct it.",
-            )
+            if not is_messages(prompt):
+                raise ValueError(f"{where}: prompt must be a text or messages, got {str(prompt)[:60]!r}. Correct it.")
             ids, media = encode_prompt(where, example, self.encoder.processor or tokenizer)
-        check(
-            0 < len(ids) <= self.length,
-            f"{where}: a prompt must have 1 to {self.length} tokens, got {len(ids)}. Shorten it, or raise length, "
-            "which holds the prompt and the answer.",
-        )
+        if not 0 < len(ids) <= self.length:
+            raise ValueError(
+                f"{where}: a prompt must have 1 to {self.length} tokens, got {len(ids)}. Shorten it, or raise length, "
+                "which holds the prompt and the answer."
+            )
         return ids, media
 
     def _show(self, documents: list[list[int]]) -> str:

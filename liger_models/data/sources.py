@@ -9,8 +9,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from liger_models.common.errors import check
-
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
 PARQUET_ROWS = 1024
 """Rows of a Parquet file that are decoded at a time."""
@@ -45,15 +43,13 @@ def find_files(source: Any) -> Any:
         FileNotFoundError: a path does not exist, or a folder holds no file with a known suffix.
         ValueError: a file with another suffix, or an object that cannot be iterated.
     """
-    check(
-        not isinstance(source, Mapping),
-        f"PackedDataset: source must be files, a data set or other examples, got {type(source).__name__} of "
-        f"{', '.join(map(str, source)) if isinstance(source, Mapping) else ''}. Pass one of its splits.",
-    )
-    check(
-        isinstance(source, PathLike) or hasattr(source, "__iter__") or hasattr(source, "__getitem__"),
-        f"PackedDataset: source must be files, a data set or other examples, got {source!r}.",
-    )
+    if isinstance(source, Mapping):
+        raise ValueError(
+            f"PackedDataset: source must be files, a data set or other examples, got {type(source).__name__} of "
+            f"{', '.join(map(str, source)) if isinstance(source, Mapping) else ''}. Pass one of its splits."
+        )
+    if not isinstance(source, PathLike) and not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
+        raise ValueError(f"PackedDataset: source must be files, a data set or other examples, got {source!r}.")
     if isinstance(source, str | PathLike):
         source = [source]
     if not (isinstance(source, list | tuple) and source and all(isinstance(each, str | PathLike) for each in source)):
@@ -69,7 +65,8 @@ def find_files(source: Any) -> Any:
             )
         files += found
     for file in files:
-        check(file.suffix in SUFFIXES, f"PackedDataset: {file} must end in one of {', '.join(SUFFIXES)}. Convert it.")
+        if file.suffix not in SUFFIXES:
+            raise ValueError(f"PackedDataset: {file} must end in one of {', '.join(SUFFIXES)}. Convert it.")
     return tuple(file.absolute() for file in files)
 
 
@@ -138,7 +135,8 @@ def _read_array(path: Path) -> Iterator[Located]:
         raise ValueError(f"{path}: must be a JSON array of objects, got: {error}. Correct the file.") from error
     for number, example in enumerate(examples, 1):
         where = Place.of(path, f"row {number}")
-        check(isinstance(example, dict), f"{where}: must be a JSON object, got: {str(example)[:60]}. Correct it.")
+        if not isinstance(example, dict):
+            raise ValueError(f"{where}: must be a JSON object, got: {str(example)[:60]}. Correct it.")
         yield where, example
 
 
@@ -157,10 +155,8 @@ def _read_lines(path: Path) -> Iterator[Located]:
                 raise ValueError(
                     f"{where}: must be a JSON object, got: {error}. Write each example as one line."
                 ) from error
-            check(
-                path.suffix == ".txt" or isinstance(example, dict),
-                f"{where}: must be a JSON object, got: {text[:60]}. Write one example per line.",
-            )
+            if path.suffix != ".txt" and not isinstance(example, dict):
+                raise ValueError(f"{where}: must be a JSON object, got: {text[:60]}. Write one example per line.")
             yield where, example
 
 

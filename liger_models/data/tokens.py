@@ -19,7 +19,6 @@ from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import tqdm
 
 from liger_models.base.processor import MediaSize
-from liger_models.common.errors import check
 from liger_models.data.encoding import Document, Encoder, Skipped
 from liger_models.data.media import Medium
 from liger_models.data.sources import read_examples, to_plain
@@ -98,11 +97,11 @@ class TokenFile:
             for header in map(json.loads, lines):
                 path, size = header["path"], header["bytes"]
                 found = os.stat(path).st_size if path and os.path.isfile(path) else None
-                check(
-                    path is None or found == size,
-                    f"{header['where']}: {path} must have the {size} bytes of when its header was read, got {found}. "
-                    f"Restore it, or delete {self.folder}; the next run reads all headers again.",
-                )
+                if path is not None and found != size:
+                    raise ValueError(
+                        f"{header['where']}: {path} must have the {size} bytes of when its header was read, got "
+                        f"{found}. Restore it, or delete {self.folder}; the next run reads all headers again."
+                    )
 
     def media_in(self, start: int, end: int) -> list[Medium]:
         """The images whose first tokens are from ``start`` to ``end`` - 1."""
@@ -169,7 +168,8 @@ class TokenFile:
                 total += len(document.ids)
                 files[IDS].write(document.ids)
                 files[ENDS].write(array("q", [total]))
-        check(total > 0, f"PackedDataset: {named} must hold documents, got none. {skipped.why}".rstrip())
+        if not total > 0:
+            raise ValueError(f"PackedDataset: {named} must hold documents, got none. {skipped.why}".rstrip())
         files[CONTENTS].checksum = 0  # they may be large, and each is checked when it is decoded
         sizes: dict[str, Any] = {"files": {name: [file.size, file.checksum] for name, file in files.items()}}
         sizes |= {"media_checksum": media_checksum, "skipped": skipped.count, "why": skipped.why}

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import (
     Group,
     all_reduce,
@@ -48,16 +47,16 @@ class ParallelGroups:
             whole: whether the forward needs all tokens on every rank.
         """
         sharing = self.context or (self.tensor if self.tensor is not None and self.tensor.sequence_parallel else None)
-        check(
-            sharing is None or T % sharing.size == 0,
-            f"forward: T must be a multiple of the {sharing and sharing.size} ranks that share the tokens, got {T}. "
-            "Pad the batch; for generation, do not use apply_cp or sequence_parallel.",
-        )
-        check(
-            self.context is None or not whole,
-            "forward: cache, logits_to_keep, loss_function and hidden states need all tokens on one rank. Do not use "
-            "apply_cp.",
-        )
+        if sharing is not None and T % sharing.size != 0:
+            raise ValueError(
+                f"forward: T must be a multiple of the {sharing and sharing.size} ranks that share the tokens, got "
+                f"{T}. Pad the batch; for generation, do not use apply_cp or sequence_parallel."
+            )
+        if self.context is not None and whole:
+            raise ValueError(
+                "forward: cache, logits_to_keep, loss_function and hidden states need all tokens on one rank. Do not "
+                "use apply_cp."
+            )
 
     def context_share(self, x: Tensor) -> Tensor:
         """All tokens [B, T, ...] -> this rank's share under context parallelism [B, T / R, ...]."""

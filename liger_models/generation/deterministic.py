@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.loss.linear_cross_entropy import logits_buffer, write_logits
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
@@ -35,7 +34,8 @@ def deterministic_forward(model: Decoder) -> Iterator[None]:
             autocast.
     """
     refused = refusal(model)
-    check(refused is None, f"deterministic_forward: {refused}. Run the ordinary forward.")
+    if refused is not None:
+        raise ValueError(f"deterministic_forward: {refused}. Run the ordinary forward.")
     with batch_invariant():
         yield
 

@@ -14,7 +14,6 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.common.foreign import translate
 from liger_models.common.json_files import parse_json
 from liger_models.generation.stop_strings import StopStrings
@@ -187,30 +186,33 @@ class Settings:
     def __post_init__(self) -> None:
         for name, kind in NUMBERS.items():
             value = getattr(self, name)
-            check(
-                isinstance(value, Tensor) or (isinstance(value, kind) and not isinstance(value, bool)),
-                f"generate: {name} must be {'an integer' if kind is Integral else 'a number'}, got {value!r}.",
+            if not isinstance(value, Tensor) and (not isinstance(value, kind) or isinstance(value, bool)):
+                raise ValueError(
+                    f"generate: {name} must be {'an integer' if kind is Integral else 'a number'}, got {value!r}."
+                )
+        if not self.max_new_tokens >= 1:
+            raise ValueError(f"generate: max_new_tokens must be at least 1, got {self.max_new_tokens}.")
+        if not self.temperature > 0:
+            raise ValueError(
+                f"generate: temperature must be positive, got {self.temperature}. For the most likely tokens set "
+                "do_sample=False."
             )
-        check(self.max_new_tokens >= 1, f"generate: max_new_tokens must be at least 1, got {self.max_new_tokens}.")
-        check(
-            self.temperature > 0,
-            f"generate: temperature must be positive, got {self.temperature}. "
-            "For the most likely tokens set do_sample=False.",
-        )
-        check(self.top_k >= 0, f"generate: top_k must be at least 1, got {self.top_k}. Set 0 for all tokens.")
-        check(0 < self.top_p <= 1, f"generate: top_p must be in (0, 1], got {self.top_p}. Set 1 for all tokens.")
-        check(0 <= self.min_p <= 1, f"generate: min_p must be in [0, 1], got {self.min_p}. Set 0 for all tokens.")
-        check(
-            0 < self.typical_p <= 1,
-            f"generate: typical_p must be in (0, 1], got {self.typical_p}. Set 1 for all tokens.",
-        )
+        if not self.top_k >= 0:
+            raise ValueError(f"generate: top_k must be at least 1, got {self.top_k}. Set 0 for all tokens.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"generate: top_p must be in (0, 1], got {self.top_p}. Set 1 for all tokens.")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"generate: min_p must be in [0, 1], got {self.min_p}. Set 0 for all tokens.")
+        if not 0 < self.typical_p <= 1:
+            raise ValueError(f"generate: typical_p must be in (0, 1], got {self.typical_p}. Set 1 for all tokens.")
         for name in ("epsilon_cutoff", "eta_cutoff"):
             share = getattr(self, name)
-            check(0 <= share < 1, f"generate: {name} must be in [0, 1), got {share}. Set 0 for all tokens.")
-        check(
-            self.repetition_penalty > 0,
-            f"generate: repetition_penalty must be positive, got {self.repetition_penalty}. Set 1 for no penalty.",
-        )
+            if not 0 <= share < 1:
+                raise ValueError(f"generate: {name} must be in [0, 1), got {share}. Set 0 for all tokens.")
+        if not self.repetition_penalty > 0:
+            raise ValueError(
+                f"generate: repetition_penalty must be positive, got {self.repetition_penalty}. Set 1 for no penalty."
+            )
         for name, least, todo in (
             ("no_repeat_ngram_size", 0, "Set 0 for no such rule."),
             ("min_new_tokens", 0, "Set 0 for no minimum."),
@@ -218,20 +220,18 @@ class Settings:
             ("num_draft_tokens", 1, "Omit draft_model for no drafts."),
         ):
             value = getattr(self, name)
-            check(
-                isinstance(value, int) and value >= least,
-                f"generate: {name} must be an integer of at least {least}, got {value!r}. {todo}",
+            if not (isinstance(value, int) and value >= least):
+                raise ValueError(f"generate: {name} must be an integer of at least {least}, got {value!r}. {todo}")
+        if self.num_return_sequences != 1 and not self.do_sample:
+            raise ValueError(
+                f"generate: num_return_sequences must be 1 without do_sample, got {self.num_return_sequences}. The "
+                "most likely tokens are the same in every sequence: set do_sample=True."
             )
-        check(
-            self.num_return_sequences == 1 or self.do_sample,
-            f"generate: num_return_sequences must be 1 without do_sample, got {self.num_return_sequences}. The most "
-            "likely tokens are the same in every sequence: set do_sample=True.",
-        )
-        check(
-            all(map(callable, self.logits_processor)),
-            "generate: logits_processor must be a function or a list of functions, got "
-            f"{', '.join(type(each).__name__ for each in self.logits_processor)}.",
-        )
+        if not all(map(callable, self.logits_processor)):
+            raise ValueError(
+                "generate: logits_processor must be a function or a list of functions, got "
+                f"{', '.join(type(each).__name__ for each in self.logits_processor)}."
+            )
 
 
 def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
@@ -253,22 +253,20 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     stops: Any = said("eos_token_id", getattr(model.config, "eos_token_id", None), [])
     stops = stops.tolist() if hasattr(stops, "tolist") else stops
     eos: list[Any] = [stops] if isinstance(stops, str | Real) else [*stops]
-    check(
-        all(isinstance(token, int) for token in eos),
-        f"generate: eos_token_id must be a token or a list of tokens, got {stops!r}.",
-    )
+    if not all(isinstance(token, int) for token in eos):
+        raise ValueError(f"generate: eos_token_id must be a token or a list of tokens, got {stops!r}.")
     vocab, pad, generator = model.config.vocab_size, options.get("pad_token_id"), options.get("generator")
-    check(
-        pad is None or 0 <= pad < vocab,
-        f"generate: pad_token_id must be in [0, {vocab}), got {pad}. Omit it to pad with the stop token.",
-    )
+    if pad is not None and not 0 <= pad < vocab:
+        raise ValueError(
+            f"generate: pad_token_id must be in [0, {vocab}), got {pad}. Omit it to pad with the stop token."
+        )
     # Some checkpoints use −1 for no padding token.
     pads = [pad, stored.get("pad_token_id"), getattr(model.config, "pad_token_id", None), *eos]
-    check(
-        generator is None or generator.device.type == model.device.type,
-        f"generate: generator must be on {model.device.type} like the model, "
-        f"got {None if generator is None else generator.device}. Use torch.Generator({model.device.type!r}).",
-    )
+    if generator is not None and generator.device.type != model.device.type:
+        raise ValueError(
+            f"generate: generator must be on {model.device.type} like the model, got "
+            f"{None if generator is None else generator.device}. Use torch.Generator({model.device.type!r})."
+        )
 
     def known_tokens(tokens: Any) -> bool:
         return isinstance(tokens, Sequence) and all(isinstance(token, int) and 0 <= token < vocab for token in tokens)
@@ -279,31 +277,27 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         tokenizer = getattr(model, "tokenizer")  # noqa: B009  not of `Decoder`
     seed: Any = options.get("seed")
     seeds = seed if isinstance(seed, Sequence) else [] if seed is None else [seed]
-    check(seed is None or generator is None, "generate: seed and generator exclude each other, got both. Pass one.")
-    check(
-        all(isinstance(each, int) and 0 <= each < 2**62 for each in seeds),
-        f"generate: seed must be an integer in [0, 2**62) or a list of them, got {seed!r}.",
-    )
+    if seed is not None and generator is not None:
+        raise ValueError("generate: seed and generator exclude each other, got both. Pass one.")
+    if not all(isinstance(each, int) and 0 <= each < 2**62 for each in seeds):
+        raise ValueError(f"generate: seed must be an integer in [0, 2**62) or a list of them, got {seed!r}.")
     kept, given = options.get("cache"), [name for name in model.prompt_inputs if options.get(name) is not None]
-    check(
-        kept is None or (isinstance(kept, DecodeCache) and options.get("use_cache") is not False and not given),
-        f"generate: cache must be a DecodeCache, without {', '.join(given) or 'use_cache=False'}, got "
-        f"{type(kept).__name__}.",
-    )
+    if kept is not None and (not isinstance(kept, DecodeCache) or options.get("use_cache") is False or given):
+        raise ValueError(
+            f"generate: cache must be a DecodeCache, without {', '.join(given) or 'use_cache=False'}, got "
+            f"{type(kept).__name__}."
+        )
     # The checkpoint's may be more than a short call asks for.
     least, most = options.get("min_new_tokens"), cast(Any, max_new_tokens)
-    check(
-        not (isinstance(least, int) and isinstance(most, Real)) or least <= max_new_tokens,
-        f"generate: min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {least}.",
-    )
+    if (isinstance(least, int) and isinstance(most, Real)) and not least <= max_new_tokens:
+        raise ValueError(f"generate: min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {least}.")
     processors: Any = _first(options.get("logits_processor"), [])
     several = isinstance(processors, Sequence) and not callable(processors)
     words, suppressed = said("bad_words_ids", []), said("suppress_tokens", [])
-    check(
-        isinstance(words, Sequence) and all(known_tokens(word) and len(word) for word in words),
-        f"generate: bad_words_ids must be lists of tokens in [0, {vocab}), got {words}.",
-    )
-    check(known_tokens(suppressed), f"generate: suppress_tokens must be tokens in [0, {vocab}), got {suppressed}.")
+    if not isinstance(words, Sequence) or not all(known_tokens(word) and len(word) for word in words):
+        raise ValueError(f"generate: bad_words_ids must be lists of tokens in [0, {vocab}), got {words}.")
+    if not known_tokens(suppressed):
+        raise ValueError(f"generate: suppress_tokens must be tokens in [0, {vocab}), got {suppressed}.")
     return Settings(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
@@ -339,31 +333,27 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
     if draft is None:
         return _first(count, 1)  # type: ignore[no-any-return]
     model_of_its_own = isinstance(draft, Decoder)
-    check(
-        model_of_its_own or (hasattr(draft, "draft_logits") and draft.model is model),
-        f"generate: draft_model must be a model of this package, or LigerMedusa around this model, got "
-        f"{type(draft).__name__}.",
-    )
-    check(
-        not model_of_its_own or draft.device == model.device,
-        f"generate: draft_model must be on {model.device} like the model, got {getattr(draft, 'device', None)}.",
-    )
-    check(
-        options.get("cache") is None and options.get("use_cache") is not False,
-        "generate: draft_model must be given without cache and use_cache=False, got both. Omit one.",
-    )
-    check(
-        options.get("seed") is not None or not do_sample,
-        "generate: draft_model needs seed with do_sample=True, because other draws would depend on the drafts. Pass "
-        "seed=0, or do_sample=False.",
-    )
+    if not model_of_its_own and (not hasattr(draft, "draft_logits") or draft.model is not model):
+        raise ValueError(
+            "generate: draft_model must be a model of this package, or LigerMedusa around this model, got "
+            f"{type(draft).__name__}."
+        )
+    if model_of_its_own and draft.device != model.device:
+        raise ValueError(
+            f"generate: draft_model must be on {model.device} like the model, got {getattr(draft, 'device', None)}."
+        )
+    if options.get("cache") is not None or options.get("use_cache") is False:
+        raise ValueError("generate: draft_model must be given without cache and use_cache=False, got both. Omit one.")
+    if options.get("seed") is None and do_sample:
+        raise ValueError(
+            "generate: draft_model needs seed with do_sample=True, because other draws would depend on the drafts. "
+            "Pass seed=0, or do_sample=False."
+        )
     if model_of_its_own:
         return _first(count, 5)  # type: ignore[no-any-return]
     heads = len(draft.heads)
-    check(
-        count is None or count <= heads,
-        f"generate: num_draft_tokens must be at most the number of heads ({heads}), got {count}.",
-    )
+    if count is not None and not count <= heads:
+        raise ValueError(f"generate: num_draft_tokens must be at most the number of heads ({heads}), got {count}.")
     return heads if count is None else count
 
 

@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.layers.kv_cache import DecodeCache
 
 TOKENS = "tokens"
@@ -25,12 +24,13 @@ def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
     if not cache.length:
         return
     B, T = prompts.shape
-    check(TOKENS in cache.extra, "generate: cache must be new or filled by generate, got one that a forward filled.")
+    if TOKENS not in cache.extra:
+        raise ValueError("generate: cache must be new or filled by generate, got one that a forward filled.")
     known = cache.extra[TOKENS]
-    check(
-        len(known) == B,
-        f"generate: cache must have a row for each of the {B} prompts, got {len(known)}. Use a new DecodeCache.",
-    )
+    if len(known) != B:
+        raise ValueError(
+            f"generate: cache must have a row for each of the {B} prompts, got {len(known)}. Use a new DecodeCache."
+        )
     width = min(cache.length, T - 1)
     same = known[:, :width] == prompts[:, :width]
     length = int(same.all(0).cumprod(0).sum())

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.generation.options import Settings
 from liger_models.layers.decoder import Decoder
 
@@ -25,62 +24,62 @@ def batch_prompts(
         ids = prompts[None] if prompts.dim() == 1 else prompts
         mask = None if attention_mask is None else torch.as_tensor(attention_mask)
     else:
-        check(attention_mask is None, "generate: attention_mask needs a tensor of prompts; a list is padded here.")
+        if attention_mask is not None:
+            raise ValueError("generate: attention_mask needs a tensor of prompts; a list is padded here.")
         ids, mask = _pad(prompts, settings.pad_token_id or 0)
-    check(ids.dim() == 2, f"generate: input_ids must be [B, T], got {list(ids.shape)}.")
-    check(ids.numel() > 0, f"generate: input_ids must hold at least one token per row, got {list(ids.shape)}.")
-    check(
-        not (ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool),
-        f"generate: input_ids must be integers, got {ids.dtype}.",
-    )
+    if ids.dim() != 2:
+        raise ValueError(f"generate: input_ids must be [B, T], got {list(ids.shape)}.")
+    if ids.numel() == 0:
+        raise ValueError(f"generate: input_ids must hold at least one token per row, got {list(ids.shape)}.")
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        raise ValueError(f"generate: input_ids must be integers, got {ids.dtype}.")
     ids = ids.to(where, torch.int64)
     low, high = (int(bound) for bound in ids.aminmax())
-    check(
-        low >= 0 and high < vocab,
-        f"generate: input_ids must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?",
-    )
+    if not (low >= 0 and high < vocab):
+        raise ValueError(
+            f"generate: input_ids must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?"
+        )
     rows = len(ids) * settings.num_return_sequences
-    check(
-        not isinstance(settings.seed, list) or len(settings.seed) == rows,
-        f"generate: seed must be one integer, or one for each of the {rows} rows of the result, got {settings.seed}.",
-    )
-    check(
-        settings.cache is None or settings.cache.capacity >= ids.shape[1] + settings.max_new_tokens - 1,
-        f"generate: cache must have room for {ids.shape[1] + settings.max_new_tokens - 1} tokens, got "
-        f"{None if settings.cache is None else settings.cache.capacity}. Make it larger.",
-    )
-    check(
-        mask is None or mask.shape == ids.shape,
-        f"generate: attention_mask must be {list(ids.shape)} like input_ids, "
-        f"got {None if mask is None else list(mask.shape)}.",
-    )
+    if isinstance(settings.seed, list) and len(settings.seed) != rows:
+        raise ValueError(
+            f"generate: seed must be one integer, or one for each of the {rows} rows of the result, got "
+            f"{settings.seed}."
+        )
+    if settings.cache is not None and not settings.cache.capacity >= ids.shape[1] + settings.max_new_tokens - 1:
+        raise ValueError(
+            f"generate: cache must have room for {ids.shape[1] + settings.max_new_tokens - 1} tokens, got "
+            f"{None if settings.cache is None else settings.cache.capacity}. Make it larger."
+        )
+    if mask is not None and mask.shape != ids.shape:
+        raise ValueError(
+            f"generate: attention_mask must be {list(ids.shape)} like input_ids, got "
+            f"{None if mask is None else list(mask.shape)}."
+        )
     if mask is None and settings.pad_token_id is not None and settings.pad_token_id not in settings.eos_token_id:
         mask = ids != settings.pad_token_id
     if mask is None:
         return ids, None
     mask = (mask != 0).to(where, torch.int64)
     wrong = (mask[:, -1] == 0).nonzero().flatten().tolist()
-    check(
-        not wrong,
-        f"generate: each row must end with a token, got padding at the end of rows {wrong}. Pad on the left, pass a "
-        "list of prompts, or pass an attention_mask if the padding tokens are meant.",
-    )
+    if wrong:
+        raise ValueError(
+            f"generate: each row must end with a token, got padding at the end of rows {wrong}. Pad on the left, pass "
+            "a list of prompts, or pass an attention_mask if the padding tokens are meant."
+        )
     return ids, None if bool(mask.all()) else mask
 
 
 def _pad(prompts: Any, pad_token_id: int) -> tuple[Tensor, Tensor]:
     """A list of prompts, or a single prompt, as ``(ids, mask)`` [B, T], padded on the left."""
-    check(
-        isinstance(prompts, Iterable),
-        f"generate: input_ids must be prompts or a tensor of them, got {type(prompts).__name__}.",
-    )
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"generate: input_ids must be prompts or a tensor of them, got {type(prompts).__name__}.")
     given: list[Any] = list(prompts)
     rows = [torch.as_tensor(prompt) for prompt in ([given] if given and isinstance(given[0], Integral) else given)]
     shapes = [list(row.shape) for row in rows]
-    check(
-        bool(rows) and all(row.dim() == 1 and len(row) for row in rows),
-        f"generate: input_ids must be a list of prompts with at least one token each, got shapes {shapes}.",
-    )
+    if not rows or not all(row.dim() == 1 and len(row) for row in rows):
+        raise ValueError(
+            f"generate: input_ids must be a list of prompts with at least one token each, got shapes {shapes}."
+        )
     T = max(map(len, rows))
     ids = torch.stack([nn.functional.pad(row, (T - len(row), 0), value=pad_token_id) for row in rows])
     lengths = torch.tensor([len(row) for row in rows], device=ids.device)

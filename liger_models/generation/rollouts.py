@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import all_gather
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation.deterministic import head_outputs
@@ -186,21 +185,25 @@ def rollout(
     """
     tokens = _checked_prompts(model, prompts)
     limits = _for_each("max_new_tokens", max_new_tokens, len(tokens))
-    check(min(limits) >= 1, f"rollout: max_new_tokens must be at least 1, got {min(limits)}.")
+    if not min(limits) >= 1:
+        raise ValueError(f"rollout: max_new_tokens must be at least 1, got {min(limits)}.")
     settings = resolve(model, max(limits), options)
     _check_options(model, settings, options)
     stops = [settings.eos_token_id] * len(tokens) if stop_tokens is None else [list(each) for each in stop_tokens]
-    check(
-        len(stops) == len(tokens),
-        f"rollout: stop_tokens must be a list for each of the {len(tokens)} prompts, got {len(stops)}.",
-    )
+    if len(stops) != len(tokens):
+        raise ValueError(
+            f"rollout: stop_tokens must be a list for each of the {len(tokens)} prompts, got {len(stops)}."
+        )
     for name, value in (("batch_size", batch_size), ("chunk_size", chunk_size), ("steps_per_read", steps_per_read)):
-        check(isinstance(value, int), f"rollout: {name} must be an integer, got {value!r}.")
-        check(value >= 1, f"rollout: {name} must be at least 1, got {value}.")
+        if not isinstance(value, int):
+            raise ValueError(f"rollout: {name} must be an integer, got {value!r}.")
+        if not value >= 1:
+            raise ValueError(f"rollout: {name} must be at least 1, got {value}.")
     repeats = settings.num_return_sequences
     count = len(tokens) * repeats
     seeds = settings.seed if isinstance(settings.seed, list) else [(settings.seed or 0) + row for row in range(count)]
-    check(len(seeds) == count, f"rollout: seed must be one integer, or one for each of {count} rows, got {len(seeds)}.")
+    if len(seeds) != count:
+        raise ValueError(f"rollout: seed must be one integer, or one for each of {count} rows, got {len(seeds)}.")
     rows = [
         Row(
             number, prompt := number // repeats, list(tokens[prompt]), len(tokens[prompt]),
@@ -212,16 +215,17 @@ def rollout(
     refused = deterministic_refusal(model) if deterministic else None
     if deterministic and refused is None and is_sharded(model.lm_head.weight):
         refused = f"model must be whole, got a sharded {type(model).__name__}"
-    check(refused is None, f"rollout: {refused} with deterministic=True. Leave it out.")
+    if refused is not None:
+        raise ValueError(f"rollout: {refused} with deterministic=True. Leave it out.")
     with derived.used():
         cache = _cache_of_one_token(model, max(row.end for row in rows), tokens[0])
     if isinstance(cache, str):
         raise ValueError(f"rollout: {cache}. Use generate.")
-    check(
-        not record_routing or (bool(model.routers) and model.replays_routing),
-        f"rollout: record_routing needs routed experts in blocks that replay routing, got {type(model).__name__}. "
-        "Leave it out.",
-    )
+    if record_routing and (not model.routers or not model.replays_routing):
+        raise ValueError(
+            f"rollout: record_routing needs routed experts in blocks that replay routing, got {type(model).__name__}. "
+            "Leave it out."
+        )
     invariant = batch_invariant() if deterministic else nullcontext()
     with resharded(model), evaluating(list(model.modules())), derived.used(), invariant, in_lockstep(model):
         pool = _make_pool(cache, rows, min(batch_size, count), cache_bytes, model)
@@ -474,11 +478,11 @@ def _make_pool(probe: DecodeCache, rows: list[Row], most: int, cache_bytes: int 
     each = sum(x.nbytes for layer in probe._layers.values() for x in layer) * paged_cache.PAGE
     needed = -(-(longest.end - 1) // paged_cache.PAGE)
     pages = min(cache_bytes // each, most * needed + 1)
-    check(
-        pages > needed,
-        f"rollout: cache_bytes must be at least {(needed + 1) * each} for prompt {longest.prompt}, which may have "
-        f"{longest.end} tokens, got {cache_bytes}. Raise it, or lower max_new_tokens.",
-    )
+    if not pages > needed:
+        raise ValueError(
+            f"rollout: cache_bytes must be at least {(needed + 1) * each} for prompt {longest.prompt}, which may have "
+            f"{longest.end} tokens, got {cache_bytes}. Raise it, or lower max_new_tokens."
+        )
     return PagePool(most, longest.end - 1, device, pages=pages, like=probe)
 
 
@@ -493,37 +497,37 @@ def free_memory(device: torch.device) -> int | None:
 
 def _checked_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
     """The prompts as lists of ids."""
-    check(isinstance(prompts, Iterable), f"rollout: prompts must be a list of prompts, got {type(prompts).__name__}.")
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"rollout: prompts must be a list of prompts, got {type(prompts).__name__}.")
     found = [torch.as_tensor(prompt) for prompt in prompts]
     shapes = [list(prompt.shape) for prompt in found if prompt.dim() != 1 or not len(prompt)]
-    check(
-        bool(found) and not shapes,
-        f"rollout: prompts must be a list of prompts with at least one token each, got shapes {shapes[:5]}.",
-    )
+    if not found or shapes:
+        raise ValueError(
+            f"rollout: prompts must be a list of prompts with at least one token each, got shapes {shapes[:5]}."
+        )
     vocab = model.embed_tokens.num_embeddings
     for number, prompt in enumerate(found):
         kind = prompt.dtype
-        check(
-            not (kind.is_floating_point or kind.is_complex or kind == torch.bool),
-            f"rollout: prompts must be integers, got {kind} in prompt {number}.",
-        )
+        if kind.is_floating_point or kind.is_complex or kind == torch.bool:
+            raise ValueError(f"rollout: prompts must be integers, got {kind} in prompt {number}.")
     tokens: list[list[int]] = [prompt.tolist() for prompt in found]
     low, high = min(map(min, tokens)), max(map(max, tokens))
-    check(
-        low >= 0 and high < vocab,
-        f"rollout: prompts must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?",
-    )
+    if not (low >= 0 and high < vocab):
+        raise ValueError(
+            f"rollout: prompts must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?"
+        )
     return tokens
 
 
 def _for_each(name: str, value: int | Sequence[int], count: int) -> list[int]:
     numbers: Any = value.tolist() if hasattr(value, "tolist") else value
     values = list(numbers) if isinstance(numbers, Iterable) else [numbers] * count
-    check(all(isinstance(each, Integral) for each in values), f"rollout: {name} must be integers, got {value!r}.")
-    check(
-        len(values) == count,
-        f"rollout: {name} must be one number, or one for each of the {count} prompts, got {len(values)}.",
-    )
+    if not all(isinstance(each, Integral) for each in values):
+        raise ValueError(f"rollout: {name} must be integers, got {value!r}.")
+    if len(values) != count:
+        raise ValueError(
+            f"rollout: {name} must be one number, or one for each of the {count} prompts, got {len(values)}."
+        )
     return values
 
 
@@ -531,15 +535,17 @@ def _check_options(model: Decoder, settings: Settings, options: Options) -> None
     """Raise ValueError for options of `generate` that `rollout` does not have."""
     for name, neutral in UNFILTERED.items():
         value = getattr(settings, name)
-        check(
-            name in DRAWING or not value or value == neutral,
-            f"rollout: {name} must be {neutral}, got another from the call or from generation_config.json. "
-            f"Pass {name}={neutral}, or use generate.",
-        )
+        if name not in DRAWING and value and value != neutral:
+            raise ValueError(
+                f"rollout: {name} must be {neutral}, got another from the call or from generation_config.json. Pass "
+                f"{name}={neutral}, or use generate."
+            )
     others = ["attention_mask", "logits_processor", "cache", "draft_model", *select_inputs(model, options)]
     given = [name for name in others if options.get(name) is not None]
-    check(not given, f"rollout: {', '.join(given)} must be omitted, got a value. Use generate.")
-    check(settings.use_cache, "rollout: use_cache must not be False. Use generate.")
+    if given:
+        raise ValueError(f"rollout: {', '.join(given)} must be omitted, got a value. Use generate.")
+    if not settings.use_cache:
+        raise ValueError("rollout: use_cache must not be False. Use generate.")
 
 
 def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_values
+from liger_models.common.errors import check_values
 from liger_models.generation.options import Settings
 from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
@@ -60,11 +60,11 @@ class Sampler:
         for processor in settings.logits_processor:
             shape = logits.shape
             logits = processor(ids, logits)
-            check(
-                isinstance(logits, Tensor) and logits.shape == shape,
-                f"generate: logits_processor must return logits {list(shape)}, got "
-                f"{list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__}.",
-            )
+            if not isinstance(logits, Tensor) or logits.shape != shape:
+                raise ValueError(
+                    f"generate: logits_processor must return logits {list(shape)}, got "
+                    f"{list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__}."
+                )
         return logits
 
     def draw(self, logits: Tensor, step: int | Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.generation.eval_mode import evaluating
 from liger_models.generation.options import Settings
 from liger_models.generation.rows import Rows, Step
@@ -93,11 +92,11 @@ class Columns:
                 **(self.inputs if new.start == 0 else {}),
             )
         self.started = True
-        check(
-            not cache.is_recurrent,
-            f"generate: draft_model needs caches that can be cut back, got recurrent states in "
-            f"{type(self.model).__name__}. Generate without draft_model.",
-        )
+        if cache.is_recurrent:
+            raise ValueError(
+                "generate: draft_model needs caches that can be cut back, got recurrent states in "
+                f"{type(self.model).__name__}. Generate without draft_model."
+            )
         found: Tensor = out.hidden_states[-1] if out.logits is None else out.logits
         if every > 1:
             cache.select(torch.arange(len(found), device=ids.device).repeat_interleave(every))

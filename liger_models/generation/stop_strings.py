@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from liger_models.common.errors import check
-
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 """Decoders write it in place of an incomplete character, and some also in place of all bytes after one."""
 MOST_BYTES = 4
@@ -25,15 +23,15 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
-        check(
-            all(isinstance(string, str) and string for string in strings),
-            f"generate: stop_strings must be a text or a list of texts, none of them empty, got {strings!r}.",
-        )
-        check(
-            tokenizer is not None,
-            "generate: stop_strings need a tokenizer, got a model without one. Pass tokenizer=Tokenizer."
-            "from_pretrained(folder).",
-        )
+        if not all(isinstance(string, str) and string for string in strings):
+            raise ValueError(
+                f"generate: stop_strings must be a text or a list of texts, none of them empty, got {strings!r}."
+            )
+        if tokenizer is None:
+            raise ValueError(
+                "generate: stop_strings need a tokenizer, got a model without one. Pass "
+                "tokenizer=Tokenizer.from_pretrained(folder)."
+            )
         self.strings, self.tokenizer = strings, tokenizer
         self.window = max(len(string.encode()) for string in strings) + 1 + (MOST_BYTES - 1)
 

@@ -13,7 +13,6 @@ from transformers import AutoConfig, GenerationMixin, PreTrainedConfig
 from liger_models.arch.auto import get_arch, list_archs
 from liger_models.arch.registry import built_in
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.config_map import write_config
 from liger_models.convert.format import format_of
 from liger_models.convert.save import AUTO_CLASSES as AUTO_CLASSES_OF
@@ -133,21 +132,21 @@ def register() -> None:
     for auto_class, config, ours, _ in _entries():
         other = auto_class._model_mapping.get(config, None)
         known = other is None or other.__module__ == ours.__module__ or other.__module__.startswith("transformers.")
-        check(
-            known,
-            f"register: {auto_class.__name__} must have transformers' own class for {config.__name__}, got "
-            f"{other and other.__module__}.{other and other.__qualname__}. Do not register both, or use "
-            f"liger_models.hf.{ours.__name__}.from_pretrained.",
-        )
+        if not known:
+            raise ValueError(
+                f"register: {auto_class.__name__} must have transformers' own class for {config.__name__}, got "
+                f"{other and other.__module__}.{other and other.__qualname__}. Do not register both, or use "
+                f"liger_models.hf.{ours.__name__}.from_pretrained."
+            )
     for model_type in set(list_archs()) - set(built_in()):
         AutoConfig.register(model_type, config_class(model_type), exist_ok=True)
     for auto_class, config, ours, _ in _entries():
         auto_class.register(config, ours, exist_ok=True)
-        check(
-            auto_class._model_mapping.get(config, None) is ours,
-            f"register: transformers must be 5.20 or later, got {transformers.__version__}, which takes no other class "
-            f"for {config.__name__}. Upgrade it, or use liger_models.hf.{ours.__name__}.from_pretrained.",
-        )
+        if auto_class._model_mapping.get(config, None) is not ours:
+            raise ValueError(
+                f"register: transformers must be 5.20 or later, got {transformers.__version__}, which takes no other "
+                f"class for {config.__name__}. Upgrade it, or use liger_models.hf.{ours.__name__}.from_pretrained."
+            )
 
 
 def unregister() -> None:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from liger_models.common.errors import check
 from liger_models.layers.kv_cache import DecodeCache
 
 
@@ -24,12 +23,11 @@ class LigerCache(Cache):
     @staticmethod
     def of(past_key_values: object) -> "LigerCache":
         """The argument, if it is such a cache; otherwise raises ValueError."""
-        check(
-            isinstance(past_key_values, LigerCache),
-            "forward: past_key_values must be what this model returned, or None with use_cache=True for a new cache, "
-            f"got {type(past_key_values).__name__}.",
-        )
-        assert isinstance(past_key_values, LigerCache)
+        if not isinstance(past_key_values, LigerCache):
+            raise ValueError(
+                "forward: past_key_values must be what this model returned, or None with use_cache=True for a new "
+                f"cache, got {type(past_key_values).__name__}."
+            )
         return past_key_values
 
     def __len__(self) -> int:
@@ -68,11 +66,11 @@ class LigerCache(Cache):
         Raises:
             ValueError: there are states of linear attention, from which no token can be taken.
         """
-        check(
-            self.is_croppable,
-            "crop: the cache must hold keys and values only, got states of linear attention, from which no token can "
-            "be taken. Generate without assistant_model and prompt_lookup_num_tokens.",
-        )
+        if not self.is_croppable:
+            raise ValueError(
+                "crop: the cache must hold keys and values only, got states of linear attention, from which no token "
+                "can be taken. Generate without assistant_model and prompt_lookup_num_tokens."
+            )
         self.decode.length -= min(abs(tokens_to_remove), self.decode.length)
 
     def reset(self) -> None:

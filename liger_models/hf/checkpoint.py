@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 from liger_models.arch.auto import get_arch
-from liger_models.common.errors import check
 from liger_models.convert.files import some
 from liger_models.convert.format import format_of
 from liger_models.convert.hub import download
@@ -98,11 +97,11 @@ class Checkpoint:
         dtype = torch_dtype if dtype is None else dtype
         folder = Path(pretrained_model_name_or_path) / subfolder
         if not folder.is_dir():
-            check(
-                subfolder == "",
-                f"from_pretrained: subfolder must be in a folder on this machine, got {subfolder!r} of "
-                f"{pretrained_model_name_or_path}. Download it first.",
-            )
+            if subfolder != "":
+                raise ValueError(
+                    f"from_pretrained: subfolder must be in a folder on this machine, got {subfolder!r} of "
+                    f"{pretrained_model_name_or_path}. Download it first."
+                )
             folder = download(
                 str(pretrained_model_name_or_path), lambda hf: get_arch(hf["model_type"]), revision=revision,
                 cache_dir=cache_dir, token=token, local_files_only=local_files_only, force_download=force_download,
@@ -116,24 +115,24 @@ class Checkpoint:
         adapter = (options.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
         if (folder / "adapter_config.json").is_file():
             adapter = folder
-        check(
-            adapter is None,
-            f"from_pretrained: {adapter} must hold a model, got an adapter. Load the model that it belongs to and call "
-            "peft.PeftModel.from_pretrained(model, folder).",
-        )
+        if adapter is not None:
+            raise ValueError(
+                f"from_pretrained: {adapter} must hold a model, got an adapter. Load the model that it belongs to and "
+                "call peft.PeftModel.from_pretrained(model, folder)."
+            )
         quantization = options.pop("quantization_config", None)
-        check(
-            quantization is None,
-            f"from_pretrained: quantization_config must not be given, got {type(quantization).__name__}. For 4-bit "
-            "weights call liger_models.adapters.apply_lora on model.model.decoder, or load with the class of "
-            "transformers.",
-        )
+        if quantization is not None:
+            raise ValueError(
+                f"from_pretrained: quantization_config must not be given, got {type(quantization).__name__}. For 4-bit "
+                "weights call liger_models.adapters.apply_lora on model.model.decoder, or load with the class of "
+                "transformers."
+            )
         unknown = sorted(name for name in options.keys() - set(_IGNORED) if options[name] not in (None, False))
-        check(
-            not unknown,
-            f"from_pretrained: arguments must be those of this method or fields of {type(chosen).__name__}, got "
-            f"{', '.join(unknown)}. Leave them out, or load with the class of transformers.",
-        )
+        if unknown:
+            raise ValueError(
+                f"from_pretrained: arguments must be those of this method or fields of {type(chosen).__name__}, got "
+                f"{', '.join(unknown)}. Leave them out, or load with the class of transformers."
+            )
         device = torch.device("meta") if _without_values() else _device(device_map)
         model: Any = cls._load(chosen, folder, dtype, device)
         decoder = model.model.decoder
@@ -203,7 +202,8 @@ class Checkpoint:
         upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
         usual = {"safe_serialization", "save_peft_format", "save_original_format", "save_function"}
         unknown = sorted(name for name in options.keys() - usual if options[name] not in (None, False))
-        check(not unknown, f"save_pretrained: options must be known ones, got {', '.join(unknown)}. Leave them out.")
+        if unknown:
+            raise ValueError(f"save_pretrained: options must be known ones, got {', '.join(unknown)}. Leave them out.")
         if self._without_tensors(save_directory, is_main_process, state_dict):
             return
         decoder = self.model.decoder
@@ -255,11 +255,11 @@ class Checkpoint:
         missing = [name for entry in weights.entries.values() for name in entry.names() if name not in state_dict]
         known = {name for entry in weights.entries.values() for name in entry.names()}
         unexpected = [name for name in state_dict if not (name in known or weights.passes_over(name))]
-        check(
-            not strict or not (missing or unexpected),
-            "load_state_dict: the names must be those of the model, or of its checkpoint. Missing: "
-            f"{some(missing) or 'none'}. Unexpected: {some(unexpected) or 'none'}. strict=False loads the others.",
-        )
+        if strict and (missing or unexpected):
+            raise ValueError(
+                "load_state_dict: the names must be those of the model, or of its checkpoint. Missing: "
+                f"{some(missing) or 'none'}. Unexpected: {some(unexpected) or 'none'}. strict=False loads the others."
+            )
         with torch.no_grad():
             for name, entry in weights.entries.items():
                 found = {part: state_dict[part] for part in entry.names() if part in state_dict}
@@ -286,11 +286,11 @@ def _without_values() -> bool:
 def _device(device_map: Any) -> torch.device:
     """The device that a ``device_map`` names."""
     places = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
-    check(
-        len(places) == 1 and not places & {"disk", "balanced", "balanced_low_0", "sequential"},
-        f"from_pretrained: device_map must name one device, or be 'auto', got {device_map!r}. To spread a model over "
-        "devices use parallel.apply_fsdp or apply_tp.",
-    )
+    if len(places) != 1 or places & {"disk", "balanced", "balanced_low_0", "sequential"}:
+        raise ValueError(
+            f"from_pretrained: device_map must name one device, or be 'auto', got {device_map!r}. To spread a model "
+            "over devices use parallel.apply_fsdp or apply_tp."
+        )
     (place,) = places
     if place is None:
         return torch.device("cpu")

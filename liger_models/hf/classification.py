@@ -12,7 +12,6 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import FLOATS, open_all, open_safetensors, read_headers, read_whole
 from liger_models.convert.tensors import as_stored, load_hf_tensors
@@ -108,11 +107,11 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         Raises:
             ValueError: parameters have no name in a checkpoint, or ``auto_map`` is True.
         """
-        check(
-            not auto_map,
-            "save_pretrained: auto_map must be False for a head for classification, got True. Load the folder with "
-            f"liger_models.hf.{type(self).__name__}, or call liger_models.hf.register() first.",
-        )
+        if auto_map:
+            raise ValueError(
+                "save_pretrained: auto_map must be False for a head for classification, got True. Load the folder with "
+                f"liger_models.hf.{type(self).__name__}, or call liger_models.hf.register() first."
+            )
         if self._without_tensors(save_directory, is_main_process, state_dict):
             return
         given = dict(self.named_parameters()) if state_dict is None else state_dict
@@ -168,11 +167,11 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         )  # fmt: skip
         hidden, pad = out.last_hidden_state, self.config.get_text_config().pad_token_id
         rows = torch.arange(len(hidden), device=hidden.device)
-        check(
-            pad is not None or len(rows) == 1,
-            f"forward: config.pad_token_id must be set for several texts, got None and {len(rows)} texts. Set it to "
-            "the token that pads them.",
-        )
+        if pad is None and len(rows) != 1:
+            raise ValueError(
+                f"forward: config.pad_token_id must be set for several texts, got None and {len(rows)} texts. Set it "
+                "to the token that pads them."
+            )
         last: Any = -1
         if input_ids is not None and pad is not None:
             last = (torch.arange(input_ids.shape[1], device=input_ids.device) * (input_ids != pad)).argmax(1)

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOut
 
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check, check_values
+from liger_models.common.errors import check_values
 from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import Checkpoint
 from liger_models.hf.config import to_liger
@@ -55,11 +55,11 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
         name = attn_implementation or "sdpa"
-        check(
-            name in ATTENTION,
-            f"{type(self).__name__}: attn_implementation must be one of {', '.join(ATTENTION)}, got {name!r}. Leave it "
-            "out: the kernel is chosen by the batch.",
-        )
+        if name not in ATTENTION:
+            raise ValueError(
+                f"{type(self).__name__}: attn_implementation must be one of {', '.join(ATTENTION)}, got {name!r}. "
+                "Leave it out: the kernel is chosen by the batch."
+            )
         return name
 
     def get_decoder(self) -> "LigerModel":
@@ -178,16 +178,16 @@ class LigerModel(LigerPreTrainedModel):
         has_labels: bool = False,
     ) -> tuple[dict[str, Any], LigerCache | None]:
         """The arguments of the decoder's forward, and the cache to return."""
-        check(
-            not _resolve(output_attentions, self.config, "output_attentions"),
-            "forward: output_attentions must be False: the kernels do not form attention weights. For them use the "
-            "class of transformers.",
-        )
+        if _resolve(output_attentions, self.config, "output_attentions"):
+            raise ValueError(
+                "forward: output_attentions must be False: the kernels do not form attention weights. For them use the "
+                "class of transformers."
+            )
         unused = {"cache_position", "token_type_ids"} - {*self.decoder.prompt_inputs}  # transformers ignores them, too
         given = {name: value for name, value in inputs.items() if value is not None and name not in unused}
         tokens = input_ids if inputs_embeds is None else inputs_embeds
-        check(tokens is not None, "forward: input_ids or inputs_embeds must be given, got neither.")
-        assert tokens is not None
+        if tokens is None:
+            raise ValueError("forward: input_ids or inputs_embeds must be given, got neither.")
         text = position_ids
         if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
             text, position_ids = position_ids[0], position_ids[1:]  # those of the text, and time, height and width
@@ -211,10 +211,10 @@ class LigerModel(LigerPreTrainedModel):
             )
         packed = "cu_seqlens" in given or "cu_seq_lens_q" in given
         numbers = given.pop("seq_idx", None)  # which collators return besides
-        check(
-            numbers is None or packed or text is not None,
-            "forward: seq_idx needs position_ids or cu_seq_lens_q, got it alone. Let the collator return them.",
-        )
+        if numbers is not None and not packed and text is None:
+            raise ValueError(
+                "forward: seq_idx needs position_ids or cu_seq_lens_q, got it alone. Let the collator return them."
+            )
         alone = attention_mask is None and past_key_values is None and not packed
         if alone and text is not None and text.dim() <= 2 and tokens.shape[1] > 1:
             bounds = find_documents(text.expand(tokens.shape[:2]))
@@ -332,7 +332,8 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             decoder.config = dataclasses.replace(decoder.config, output_router_logits=routed)
         every = _resolve(output_hidden_states, self.config, "output_hidden_states")
         if isinstance(logits_to_keep, Tensor) or shifted is not None:
-            check(labels is None, "forward: labels exclude shift_labels and a tensor as logits_to_keep. Omit one.")
+            if labels is not None:
+                raise ValueError("forward: labels exclude shift_labels and a tensor as logits_to_keep. Omit one.")
             out = decoder(**prepared, return_logits=False, output_hidden_states=every)
             hidden = out.hidden_states[-1]
             if shifted is not None:
@@ -372,9 +373,10 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: as in `CausalLM.resize_token_embeddings`, or ``mean_resizing`` is False.
         """
-        check(
-            mean_resizing, "resize_token_embeddings: mean_resizing must be True: new rows are the mean of the others."
-        )
+        if not mean_resizing:
+            raise ValueError(
+                "resize_token_embeddings: mean_resizing must be True: new rows are the mean of the others."
+            )
         if new_num_tokens is None and pad_to_multiple_of is None:
             return self.get_input_embeddings()
         decoder, text = self.model.decoder, self.config.get_text_config()
@@ -447,7 +449,8 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         others = {name: value for name, value in model_kwargs.items() if name not in pixels}
         repeated = pixels
         if expand_size > 1 and any(value is not None for value in pixels.values()):
-            check(input_ids is not None, "generate: pixels need input_ids, which say where the images are.")
+            if input_ids is None:
+                raise ValueError("generate: pixels need input_ids, which say where the images are.")
             repeated = decoder.repeat_prompts(input_ids, pixels, expand_size)
         input_ids, others = super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **others)
         return input_ids, others | repeated

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import Group, sum_over, to_heads, to_tokens
 from liger_models.kernels.attention.causal_attention import MOST_HEAD_DIM, causal_attention
 from liger_models.kernels.attention.decode_attention import decode_attention
@@ -249,11 +248,11 @@ def attention(
     if is_batch_invariant():
         mask = layout.masks.get(window)
         causal = layout.spans is not None and layout.causal and not (mask is not None and mask.later)
-        check(
-            causal and dropout == 0.0,
-            f"attention: images and dropout can't be combined with deterministic_forward, got dropout {dropout} and "
-            f"{'causal' if causal else 'bidirectional'} attention. Leave them out.",
-        )
+        if not causal or dropout != 0.0:
+            raise ValueError(
+                f"attention: images and dropout can't be combined with deterministic_forward, got dropout {dropout} "
+                f"and {'causal' if causal else 'bidirectional'} attention. Leave them out."
+            )
         choice = {"scale": scale, "window": window, "softcap": softcap}
         invariant: Tensor = _InvariantAttention.apply(q, k, v, sinks, layout, choice)  # type: ignore[no-untyped-call]
         return invariant
@@ -269,11 +268,11 @@ def attention(
         return causal_attention(q, k, v, layout.documents, scale=scale, window=window)
     unfused = q.device.type in ACCELERATORS and not is_fused(q)
     mask = layout.mask(window, q, explicit=sinks is not None and (unfused or dropout > 0))
-    check(
-        dropout == 0.0 or (mask.block is None and mask.segments is None),
-        f"attention: dropout must be 0 with packed or padded batches, windows, softcaps and sinks on {q.device.type}, "
-        f"got {dropout}. Set attention_dropout=0.",
-    )
+    if dropout != 0.0 and (mask.block is not None or mask.segments is not None):
+        raise ValueError(
+            "attention: dropout must be 0 with packed or padded batches, windows, softcaps and sinks on "
+            f"{q.device.type}, got {dropout}. Set attention_dropout=0."
+        )
     if sinks is not None and mask.segments is not None:
         bounds, longest = mask.segments.cu_seqlens, mask.segments.max_seqlen
         return sink_attention(q, k, v, sinks, scale=scale, window=window, cu_seqlens=bounds, max_seqlen=longest)
@@ -377,10 +376,10 @@ class LigerAttention(Layer):
         rope_kernel: bool = True,
     ) -> None:
         super().__init__()
-        check(
-            num_heads % num_kv_heads == 0,
-            f"LigerAttention: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).",
-        )
+        if num_heads % num_kv_heads != 0:
+            raise ValueError(
+                f"LigerAttention: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})."
+            )
         self.num_heads, self.num_kv_heads, self.head_dim, self.layer = num_heads, num_kv_heads, head_dim, layer
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window, self.softcap, self.dropout = window, softcap, dropout

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_tensors, check_values
+from liger_models.common.errors import check_tensors, check_values
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.layers.kv_cache import DecodeCache, Pages
 from liger_models.layers.masks import (
@@ -134,44 +134,44 @@ class BatchLayout:
         B, T = shape
         past = cache.length if cache is not None else 0
         check_tensors(position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
-        check(
-            attention_mask is None or cu_seqlens is None,
-            "forward: attention_mask and cu_seqlens exclude each other, got both. Packed batches need no mask.",
-        )
-        check(
-            cache is None or cu_seqlens is None or (cache.takes_documents and not past),
-            "forward: cu_seqlens can't be used with a decode cache. Pass one.",
-        )
+        if attention_mask is not None and cu_seqlens is not None:
+            raise ValueError(
+                "forward: attention_mask and cu_seqlens exclude each other, got both. Packed batches need no mask."
+            )
+        if cache is not None and cu_seqlens is not None and (not cache.takes_documents or past):
+            raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one.")
         documents = None
         positions = torch.arange(past, past + T, device=device)[None]
         if cu_seqlens is not None:
             documents, positions = number_documents(cu_seqlens, B, T, device)
         elif attention_mask is not None:
-            check(
-                tuple(attention_mask.shape) == (B, past + T),
-                f"forward: attention_mask must be [{B}, {past + T}] (cached and new tokens), "
-                f"got {list(attention_mask.shape)}.",
-            )
+            if tuple(attention_mask.shape) != (B, past + T):
+                raise ValueError(
+                    f"forward: attention_mask must be [{B}, {past + T}] (cached and new tokens), got "
+                    f"{list(attention_mask.shape)}."
+                )
             kind = attention_mask.dtype
-            check(
-                not (kind.is_floating_point or kind.is_complex),
-                f"forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got {kind}. Pass "
-                "mask.bool(); of a mask that is added to scores (0 and -inf), pass mask == 0.",
-            )
+            if kind.is_floating_point or kind.is_complex:
+                raise ValueError(
+                    f"forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got {kind}. "
+                    "Pass mask.bool(); of a mask that is added to scores (0 and -inf), pass mask == 0."
+                )
             # Reading the mask synchronises once, which costs far less than attention with a needless mask. Single
             # tokens and compiled graphs skip the check.
             if T == 1 or torch.compiler.is_compiling() or not bool(attention_mask.all()):
                 documents = mark_padding(attention_mask, device)
         if position_ids is not None:
             positions = position_ids[None] if position_ids.dim() == 1 else position_ids
-            check(
-                positions.dim() in (2, 3)
-                and positions.shape[:-2] in ((), (3,))
-                and (positions.shape[-2] == 1 or positions.shape[-2] == B)  # `in` does not support symbolic sizes
-                and positions.shape[-1] == T,
-                f"forward: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}. "
-                "Positions in time, height and width have an additional first axis of size 3.",
-            )
+            if (
+                positions.dim() not in (2, 3)
+                or positions.shape[:-2] not in ((), (3,))
+                or (positions.shape[-2] != 1 and positions.shape[-2] != B)  # `in` does not support symbolic sizes
+                or positions.shape[-1] != T
+            ):
+                raise ValueError(
+                    f"forward: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}. "
+                    "Positions in time, height and width have an additional first axis of size 3."
+                )
             if cu_seqlens is None and past == 0 and positions.dim() == 2:
                 rising = positions.diff(dim=1) > 0
                 if attention_mask is not None:
@@ -200,7 +200,8 @@ class BatchLayout:
         pages = None if cache is None else cache.pages
         spans = None
         if is_batch_invariant():
-            check(visible_until is None, "forward: deterministic_forward can't be used with images. Leave them out.")
+            if visible_until is not None:
+                raise ValueError("forward: deterministic_forward can't be used with images. Leave them out.")
             spans = _spans(documents, B, T, past, device, pages)
         options = {"attention_mask": attention_mask, "bounds": bounds, "pages": pages, "spans": spans, **extra}
         return cls(positions, tables, documents, past, cache, masks, **options)
@@ -277,10 +278,8 @@ def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -
     """The document number of each token and its position in the document, both [B, T] int64."""
     kind = cu_seqlens.dtype
     integers = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
-    check(
-        cu_seqlens.dim() == 1 and len(cu_seqlens) >= 2 and integers,
-        f"forward: cu_seqlens must hold n + 1 >= 2 integers, got {list(cu_seqlens.shape)} {kind}.",
-    )
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not integers:
+        raise ValueError(f"forward: cu_seqlens must hold n + 1 >= 2 integers, got {list(cu_seqlens.shape)} {kind}.")
     check_values(
         (cu_seqlens[0] == 0) & (cu_seqlens.diff() >= 0).all(),
         "forward: cu_seqlens must start with 0 and not fall, got other bounds. Pass the start of each packed document "

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar
 
-from liger_models.common.errors import check
 from liger_models.layers.rope import RopeScaling
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -60,9 +59,12 @@ def check_numbers(where: str, values: Mapping[str, Any]) -> None:
                 continue
             # An int may be too large for a float, so it is compared as it is.
             least = "positive" if low == math.ulp(0.0) else f"at least {low}"
-            check(isinstance(each, int) or math.isfinite(each), f"{where}: {name} must be finite, got {each}. {_TODO}")
-            check(each >= low, f"{where}: {name} must be {least}, got {each}. {_TODO}")
-            check(each <= high, f"{where}: {name} must be at most {high}, got {each}. {_TODO}")
+            if not isinstance(each, int) and not math.isfinite(each):
+                raise ValueError(f"{where}: {name} must be finite, got {each}. {_TODO}")
+            if not each >= low:
+                raise ValueError(f"{where}: {name} must be {least}, got {each}. {_TODO}")
+            if not each <= high:
+                raise ValueError(f"{where}: {name} must be at most {high}, got {each}. {_TODO}")
 
 
 _TODO = "Check config.json."
@@ -111,21 +113,22 @@ class DecoderConfig:
         _let_use_cache_be_set(type(self))
         name, H, G = type(self).__name__, self.num_attention_heads, self.kv_heads
         check_numbers(name, vars(self))
-        check(
-            H % G == 0,
-            f"{name}: num_attention_heads ({H}) must be a multiple of num_key_value_heads ({G}). Check config.json.",
-        )
-        check(
-            self.head_dim is not None or self.hidden_size % H == 0,
-            f"{name}: hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads ({H}), "
-            "or head_dim must be given. Check config.json.",
-        )
-        check(self.head_size % 2 == 0, f"{name}: head_dim must be even, got {self.head_size}. Check config.json.")
-        check(
-            self.hidden_act in self.activations,
-            f"{name}: hidden_act must be {' or '.join(map(repr, self.activations))}, got {self.hidden_act!r}. "
-            "The architecture supports no other activation.",
-        )
+        if H % G != 0:
+            raise ValueError(
+                f"{name}: num_attention_heads ({H}) must be a multiple of num_key_value_heads ({G}). Check config.json."
+            )
+        if self.head_dim is None and self.hidden_size % H != 0:
+            raise ValueError(
+                f"{name}: hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads ({H}), or "
+                "head_dim must be given. Check config.json."
+            )
+        if self.head_size % 2 != 0:
+            raise ValueError(f"{name}: head_dim must be even, got {self.head_size}. Check config.json.")
+        if self.hidden_act not in self.activations:
+            raise ValueError(
+                f"{name}: hidden_act must be {' or '.join(map(repr, self.activations))}, got {self.hidden_act!r}. The "
+                "architecture supports no other activation."
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -163,11 +166,11 @@ def check_values(config: DecoderConfig, **allowed: tuple[Any, ...]) -> None:
     """Raise ValueError unless each named field has one of the values that the architecture supports."""
     for field, values in allowed.items():
         value = getattr(config, field)
-        check(
-            value in values,
-            f"{type(config).__name__}: {field} must be {' or '.join(map(repr, values))}, got {value!r}. "
-            "The architecture supports nothing else.",
-        )
+        if value not in values:
+            raise ValueError(
+                f"{type(config).__name__}: {field} must be {' or '.join(map(repr, values))}, got {value!r}. The "
+                "architecture supports nothing else."
+            )
 
 
 def check_layer_types(
@@ -176,10 +179,8 @@ def check_layer_types(
     """Raise ValueError if ``layer_types`` is given but does not name a known type for each layer."""
     if layer_types is None:
         return
-    check(
-        len(layer_types) == num_hidden_layers and set(layer_types) <= set(known),
-        f"{name}: layer_types must hold {num_hidden_layers} of {', '.join(known)}, got {layer_types}.",
-    )
+    if not (len(layer_types) == num_hidden_layers and set(layer_types) <= set(known)):
+        raise ValueError(f"{name}: layer_types must hold {num_hidden_layers} of {', '.join(known)}, got {layer_types}.")
 
 
 def is_sliding(layer: int, layer_types: list[str] | None, *, default: bool) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check, check_tensors, check_values
+from liger_models.common.errors import check_tensors, check_values
 from liger_models.common.foreign import foreign_arguments
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.dispatch import ACCELERATORS
@@ -97,10 +97,8 @@ def check_num_items(num_items: Tensor | float | None, target: Tensor) -> None:
     todo = "Pass the number of targets in all accumulation steps and on all ranks, or leave it out."
     if isinstance(num_items, Tensor):
         kind = num_items.dtype
-        check(
-            num_items.numel() == 1 and kind != torch.bool and not kind.is_complex,
-            f"{must}, got a tensor {list(num_items.shape)} {kind}. {todo}",
-        )
+        if num_items.numel() != 1 or kind == torch.bool or kind.is_complex:
+            raise ValueError(f"{must}, got a tensor {list(num_items.shape)} {kind}. {todo}")
         if _in_graph(num_items) or _in_graph(target):
             return
         if num_items.device.type != "cpu":
@@ -108,10 +106,8 @@ def check_num_items(num_items: Tensor | float | None, target: Tensor) -> None:
             check_values(count.isfinite() & ((count > 0) | ((count == 0) & none)), f"{must}, got another. {todo}")
             return
     value: Any = num_items.item() if isinstance(num_items, Tensor) else num_items
-    check(
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf"),
-        f"{must}, got {value!r}. {todo}",
-    )
+    if not (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")):
+        raise ValueError(f"{must}, got {value!r}. {todo}")
     if value == 0:
         check_values((target == -100).all(), f"{must}, got 0. {todo}")
 
@@ -124,18 +120,18 @@ def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tenso
     """
     q, k, *_ = (options.pop(f"{name}_{each}", None) for name in ("cu_seq_lens", "max_length") for each in "qk")
     check_tensors(cu_seqlens=cu_seqlens, cu_seq_lens_q=q)
-    check(q is None or cu_seqlens is None, "forward: cu_seqlens and cu_seq_lens_q are the same, got both. Pass one.")
-    check(
-        k is None or q is not None,
-        "forward: cu_seq_lens_k needs cu_seq_lens_q, got it alone. Pass both, or cu_seqlens.",
-    )
+    if q is not None and cu_seqlens is not None:
+        raise ValueError("forward: cu_seqlens and cu_seq_lens_q are the same, got both. Pass one.")
+    if k is not None and q is None:
+        raise ValueError("forward: cu_seq_lens_k needs cu_seq_lens_q, got it alone. Pass both, or cu_seqlens.")
     return cu_seqlens if q is None else q
 
 
 def check_policy(name: str, policy: str) -> None:
     """Raise ValueError unless ``policy`` is one of `CHECKPOINTING_POLICIES`."""
     known = policy in CHECKPOINTING_POLICIES
-    check(known, f"set_checkpointing: {name} must be one of {CHECKPOINTING_POLICIES}, got {policy!r}.")
+    if not known:
+        raise ValueError(f"set_checkpointing: {name} must be one of {CHECKPOINTING_POLICIES}, got {policy!r}.")
 
 
 class Decoder(nn.Module):
@@ -198,7 +194,10 @@ class Decoder(nn.Module):
         """
         name = type(self).__name__
         absent = [part for part in ("embed_tokens", "layers", "norm", "lm_head", "rotary") if not hasattr(self, part)]
-        check(not absent, f"{name}: must have {', '.join(absent)} when it calls post_init, got none. Set them first.")
+        if absent:
+            raise ValueError(
+                f"{name}: must have {', '.join(absent)} when it calls post_init, got none. Set them first."
+            )
         self.check_buffers()
         self._windows = {}
         slots: dict[int, str] = {}
@@ -208,16 +207,16 @@ class Decoder(nn.Module):
             if spec is None:
                 continue
             other = path if spec.cache_slot is None else slots.setdefault(spec.cache_slot, path)
-            check(
-                other == path,
-                f"{name}: each attention layer must have a slot of its own in the decode cache, got "
-                f"layer={spec.cache_slot} for layers.{other} and layers.{path}. Number them.",
-            )
-            check(
-                spec.rotary is None or spec.rotary in self.rotary,
-                f"{name}: rotary must have the embedding {spec.rotary!r} that layers.{path} uses, got "
-                f"{', '.join(self.rotary)}.",
-            )
+            if other != path:
+                raise ValueError(
+                    f"{name}: each attention layer must have a slot of its own in the decode cache, got "
+                    f"layer={spec.cache_slot} for layers.{other} and layers.{path}. Number them."
+                )
+            if spec.rotary is not None and spec.rotary not in self.rotary:
+                raise ValueError(
+                    f"{name}: rotary must have the embedding {spec.rotary!r} that layers.{path} uses, got "
+                    f"{', '.join(self.rotary)}."
+                )
             self._windows[spec.window] = self._windows.get(spec.window, False) or spec.needs_mask
             if spec.needs_flash:
                 self._needs_flash.add(spec.window)
@@ -228,12 +227,12 @@ class Decoder(nn.Module):
     def check_buffers(self) -> None:
         """Raise ValueError if there is a buffer. Loading calls it, too: subclasses may add buffers later."""
         buffers = [buffer for buffer, _ in self.named_buffers()]
-        check(
-            not buffers,
-            f"{type(self).__name__}: must have no buffers, because checkpoints and the meta device lose them, got "
-            f"{', '.join(buffers[:5])}. Make them parameters, or compute them from the config as "
-            "layers.rope.RotaryEmbedding does.",
-        )
+        if buffers:
+            raise ValueError(
+                f"{type(self).__name__}: must have no buffers, because checkpoints and the meta device lose them, got "
+                f"{', '.join(buffers[:5])}. Make them parameters, or compute them from the config as "
+                "layers.rope.RotaryEmbedding does."
+            )
 
     def tie_weights(self) -> None:
         """Let the head share the weight of the embedding if the config says so."""
@@ -266,11 +265,12 @@ class Decoder(nn.Module):
                 continue
             own = [parameter for parameter, _ in module.named_parameters(name, recurse=False)]
             reset = getattr(type(module), "reset_parameters", None)
-            check(
-                not own or reset not in (None, Decoder.reset_parameters),
-                f"{type(self).__name__}: {type(module).__name__} must have a method reset_parameters that initialises "
-                f"{', '.join(own)}, got none. Models are built on the meta device first, and then initialised.",
-            )
+            if own and reset in (None, Decoder.reset_parameters):
+                raise ValueError(
+                    f"{type(self).__name__}: {type(module).__name__} must have a method reset_parameters that "
+                    f"initialises {', '.join(own)}, got none. Models are built on the meta device first, and then "
+                    "initialised."
+                )
             if reset is not None and module is not self:
                 reset(module)
 
@@ -357,14 +357,12 @@ class Decoder(nn.Module):
         """
         blocks = len(self.layers)
         policies = [policy] * blocks if isinstance(policy, str) else list(policy)
-        check(
-            len(policies) == blocks,
-            f"set_checkpointing: policy must be one, or one for each of the {blocks} blocks, got {len(policies)}.",
-        )
-        check(
-            0 <= offload_layers <= blocks,
-            f"set_checkpointing: offload_layers must be 0 to {blocks}, got {offload_layers}.",
-        )
+        if len(policies) != blocks:
+            raise ValueError(
+                f"set_checkpointing: policy must be one, or one for each of the {blocks} blocks, got {len(policies)}."
+            )
+        if not 0 <= offload_layers <= blocks:
+            raise ValueError(f"set_checkpointing: offload_layers must be 0 to {blocks}, got {offload_layers}.")
         for each in policies:
             check_policy("policy", each)
         self.checkpointing = policy
@@ -471,15 +469,14 @@ class Decoder(nn.Module):
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, tuple[int, int]]:
         """The embeddings of this rank's share of the tokens, and the shape (B, T) of the whole batch."""
-        check(
-            (input_ids is None) != (inputs_embeds is None),
-            "forward: exactly one of input_ids and inputs_embeds must be given.",
-        )
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("forward: exactly one of input_ids and inputs_embeds must be given.")
         check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
         if inputs_embeds is not None:
             return inputs_embeds, (inputs_embeds.shape[0], inputs_embeds.shape[1])
         assert input_ids is not None
-        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        if input_ids.dim() != 2:
+            raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         B, T = input_ids.shape
         self.groups.check_tokens(T, whole=False)
         return self.embed_tokens(self.groups.context_share(input_ids)), (B, T)
@@ -514,10 +511,10 @@ class Decoder(nn.Module):
 
     def layout(self, shape: tuple[int, int], embeds: Tensor, **options: Any) -> BatchLayout:
         """The layout of a batch of ``shape`` (B, T); options as in `BatchLayout.build`."""
-        check(
-            self._windows is not None,
-            f"{type(self).__name__}: the constructor must end with self.post_init(), got no call of it. Add it.",
-        )
+        if self._windows is None:
+            raise ValueError(
+                f"{type(self).__name__}: the constructor must end with self.post_init(), got no call of it. Add it."
+            )
         rotary: dict[str, Any] = dict(self.rotary.items())
         windows = self._windows or {}
         if embeds.device.type in ACCELERATORS and not takes_segments(embeds.device, embeds.dtype):
@@ -550,25 +547,26 @@ class Decoder(nn.Module):
             Others: as in `forward`.
         """
         cache, groups, T = layout.cache, self.groups, layout.position_ids.shape[-1]
-        check(
-            labels is None or (cache is None and not logits_to_keep),
-            "forward: labels can't be combined with cache or logits_to_keep. Omit these to compute a loss.",
-        )
-        check(not return_log_probs or labels is not None, "forward: return_log_probs needs labels. Pass them.")
-        check(
-            loss_function is None or (labels is not None and not return_log_probs and num_items_in_batch is None),
-            "forward: loss_function needs labels, and neither return_log_probs nor num_items_in_batch.",
-        )
+        if labels is not None and (cache is not None or logits_to_keep):
+            raise ValueError(
+                "forward: labels can't be combined with cache or logits_to_keep. Omit these to compute a loss."
+            )
+        if return_log_probs and labels is None:
+            raise ValueError("forward: return_log_probs needs labels. Pass them.")
+        if loss_function is not None and (labels is None or return_log_probs or num_items_in_batch is not None):
+            raise ValueError(
+                "forward: loss_function needs labels, and neither return_log_probs nor num_items_in_batch."
+            )
         check_tensors(labels=labels)
-        check(
-            labels is None or tuple(labels.shape) == (embeds.shape[0], T),
-            f"forward: labels must be [{embeds.shape[0]}, {T}] like input_ids, got "
-            f"{None if labels is None else list(labels.shape)}.",
-        )
-        check(
-            isinstance(logits_to_keep, int) and not isinstance(logits_to_keep, bool) and logits_to_keep >= 0,
-            f"forward: logits_to_keep must be an integer of at least 0, got {logits_to_keep!r}. 0 keeps all.",
-        )
+        if labels is not None and tuple(labels.shape) != (embeds.shape[0], T):
+            raise ValueError(
+                f"forward: labels must be [{embeds.shape[0]}, {T}] like input_ids, got "
+                f"{None if labels is None else list(labels.shape)}."
+            )
+        if not (isinstance(logits_to_keep, int) and not isinstance(logits_to_keep, bool) and logits_to_keep >= 0):
+            raise ValueError(
+                f"forward: logits_to_keep must be an integer of at least 0, got {logits_to_keep!r}. 0 keeps all."
+            )
         without_head = return_logits is False and labels is None
         whole = cache is not None or loss_function is not None or output_hidden_states or without_head
         groups.check_tokens(T, whole=whole or logits_to_keep != 0)
@@ -631,18 +629,19 @@ class Decoder(nn.Module):
     def _share_experts(self, experts: Tensor, B: int, T: int) -> tuple[Tensor, ...]:
         """This rank's share of ``routed_experts``, [B, T / R, K] for each layer."""
         routers, name = self.routers, type(self).__name__
-        check(bool(routers), f"forward: routed_experts need layers with routed experts, got {name} without any.")
-        check(
-            self.replays_routing,
-            f"forward: routed_experts need blocks that give their experts layout.experts, got {name}, whose "
-            "replays_routing is False. Give them, and set it to True.",
-        )
+        if not routers:
+            raise ValueError(f"forward: routed_experts need layers with routed experts, got {name} without any.")
+        if not self.replays_routing:
+            raise ValueError(
+                f"forward: routed_experts need blocks that give their experts layout.experts, got {name}, whose "
+                "replays_routing is False. Give them, and set it to True."
+            )
         shape = [B, T, len(routers), routers[0].top_k]
-        check(
-            list(experts.shape) == shape,
-            f"forward: routed_experts must be {shape} (rows, tokens, layers with experts, experts of a token), got "
-            f"{list(experts.shape)}.",
-        )
+        if list(experts.shape) != shape:
+            raise ValueError(
+                f"forward: routed_experts must be {shape} (rows, tokens, layers with experts, experts of a token), got "
+                f"{list(experts.shape)}."
+            )
         share = self.groups.token_share(experts.flatten(2))
         parts: tuple[Tensor, ...] = share.unflatten(2, shape[2:]).unbind(2)
         return parts
@@ -664,10 +663,10 @@ class Decoder(nn.Module):
         residual = embeds
         router_logits = []
         offload = Offload() if self.offloaded and torch.is_grad_enabled() else None
-        check(
-            offload is None or not torch.compiler.is_compiling(),
-            "forward: offload_layers must be 0 in a compiled model. Compile the blocks instead, or don't set it.",
-        )
+        if offload is not None and torch.compiler.is_compiling():
+            raise ValueError(
+                "forward: offload_layers must be 0 in a compiled model. Compile the blocks instead, or don't set it."
+            )
         # With a decode cache a recomputed block would append to it again.
         once = not torch.is_grad_enabled() or layout.cache is not None or _in_graph(embeds)
         again: frozenset[int] = frozenset() if once else self.recomputed

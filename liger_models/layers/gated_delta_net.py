@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import Group, sum_gradient, to_heads, to_tokens
 from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
 from liger_models.kernels.linear_attention.short_conv import MAX_WIDTH, short_conv, short_conv_reference
@@ -114,16 +113,16 @@ class LigerGatedDeltaNet(Layer):
         kernel: bool = True,
     ) -> None:
         super().__init__()
-        check(
-            num_value_heads % num_key_heads == 0,
-            f"LigerGatedDeltaNet: num_value_heads ({num_value_heads}) must be a multiple of num_key_heads "
-            f"({num_key_heads}).",
-        )
-        check(
-            conv_size > 1 and (conv_size <= MAX_WIDTH or not kernel),
-            f"LigerGatedDeltaNet: conv_size (linear_conv_kernel_dim) must be 2 to {MAX_WIDTH}, got {conv_size}. "
-            "KernelOptions(linear_attention=False) takes more.",
-        )
+        if num_value_heads % num_key_heads != 0:
+            raise ValueError(
+                f"LigerGatedDeltaNet: num_value_heads ({num_value_heads}) must be a multiple of num_key_heads "
+                f"({num_key_heads})."
+            )
+        if not (conv_size > 1 and (conv_size <= MAX_WIDTH or not kernel)):
+            raise ValueError(
+                f"LigerGatedDeltaNet: conv_size (linear_conv_kernel_dim) must be 2 to {MAX_WIDTH}, got {conv_size}. "
+                "KernelOptions(linear_attention=False) takes more."
+            )
         self.num_key_heads, self.num_value_heads, self.conv_size = num_key_heads, num_value_heads, conv_size
         self.key_dim, self.value_dim, self.layer, self.kernel = key_dim, value_dim, layer, kernel
         values = num_value_heads // num_key_heads

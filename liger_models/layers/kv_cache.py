@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from liger_models.common.errors import check
-
 LEAST_GROWTH = 256
 """Least number of tokens by which a cache grows."""
 
@@ -54,10 +52,10 @@ class DecodeCache:
             ValueError: there are more tokens than ``capacity``.
         """
         end = self.length + k.shape[1]
-        check(
-            end <= self.capacity,
-            f"DecodeCache: capacity ({self.capacity}) must hold all tokens, got {end}. Make the cache larger.",
-        )
+        if not end <= self.capacity:
+            raise ValueError(
+                f"DecodeCache: capacity ({self.capacity}) must hold all tokens, got {end}. Make the cache larger."
+            )
         held = self._layers.get(layer)
         # An empty cache may have room for other rows: of a forward that failed, or whose tokens are not used.
         if held is None or (not self.length and (held[0][:, :0].shape, held[0].dtype) != (k[:, :0].shape, k.dtype)):

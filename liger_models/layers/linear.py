@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import Group, copy_to_region, reduce_from_region, sum_gradient
 from liger_models.layers.layer import Layer
 
@@ -67,7 +66,8 @@ def replicated(weight: Tensor, group: Group | None) -> Tensor:
 
 def check_divisible(where: str, name: str, count: int, group: Group, more: str = ".") -> None:
     """Raise ValueError unless ``count`` is a multiple of the number of ranks; ``more`` ends the message."""
-    check(count % group.size == 0, f"{where}: {name} ({count}) must be a multiple of {group.size} ranks{more}")
+    if count % group.size != 0:
+        raise ValueError(f"{where}: {name} ({count}) must be a multiple of {group.size} ranks{more}")
 
 
 class PartialLinear(nn.Linear, Layer):
@@ -88,11 +88,11 @@ class PartialLinear(nn.Linear, Layer):
             ValueError: ``linear`` is another wrapper or replacement of a linear layer, or has hooks.
         """
         kinds: dict[type, Any] = {cls: cls} if type(linear) is nn.Linear else getattr(linear, "parallel_kinds", {})
-        check(
-            cls in kinds and not (linear._forward_hooks or linear._forward_pre_hooks),
-            f"{cls.__name__}: the layer must be an nn.Linear without hooks, got {type(linear).__name__}. Shard the "
-            "model first, and do not wrap or replace its linear layers, except by apply_lora.",
-        )
+        if cls not in kinds or (linear._forward_hooks or linear._forward_pre_hooks):
+            raise ValueError(
+                f"{cls.__name__}: the layer must be an nn.Linear without hooks, got {type(linear).__name__}. Shard the "
+                "model first, and do not wrap or replace its linear layers, except by apply_lora."
+            )
         layer: Self = kinds[cls].__new__(kinds[cls])
         layer.__dict__ = dict(linear.__dict__)
         layer.group = group

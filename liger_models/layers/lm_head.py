@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import Group, gather_vocab
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.loss.cross_entropy import cross_entropy, cross_entropy_reference
@@ -163,7 +162,8 @@ class LigerLMHead(nn.Linear, Layer):
         if target is None:
             return logits
         if loss_function is not None:
-            check(vocab_shard is None, "LigerLMHead: loss_function needs the whole weight, got a shard of apply_tp.")
+            if vocab_shard is not None:
+                raise ValueError("LigerLMHead: loss_function needs the whole weight, got a shard of apply_tp.")
             return loss_function(x, weight, target), logits
         if log_probs:
             results = linear_cross_entropy(

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.activation.gated_act import check_act, gated_act, gated_act_reference
 from liger_models.kernels.dispatch import use_triton
@@ -206,7 +205,8 @@ class LigerMLP(Layer):
         kernel: bool = True,
     ) -> None:
         super().__init__()
-        check(act in PLAIN_ACTIVATIONS, f"LigerMLP: act must be one of {', '.join(PLAIN_ACTIVATIONS)}, got {act!r}.")
+        if act not in PLAIN_ACTIVATIONS:
+            raise ValueError(f"LigerMLP: act must be one of {', '.join(PLAIN_ACTIVATIONS)}, got {act!r}.")
         self.fc1 = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.fc2 = nn.Linear(intermediate_size, hidden_size if out_size is None else out_size, bias=bias)
         self.act, self.kernel = act, kernel
@@ -366,7 +366,8 @@ class LigerTiledGEGLUMLP(TiledMLP, LigerGEGLUMLP):
 def _configured_act(name: str, config: MLPConfig, default: str, allowed: tuple[str, ...]) -> str:
     """The kernels' name for the activation of a configuration; without the field the default."""
     hidden_act = getattr(config, "hidden_act", default)
-    check(hidden_act in allowed, f"{name}: hidden_act must be one of {allowed}, got {hidden_act!r}.")
+    if hidden_act not in allowed:
+        raise ValueError(f"{name}: hidden_act must be one of {allowed}, got {hidden_act!r}.")
     return ACTIVATIONS[hidden_act]
 
 

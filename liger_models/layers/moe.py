@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import (
     Group,
     copy_to_region,
@@ -72,10 +71,8 @@ class LigerMoE(Layer):
     ) -> None:
         super().__init__()
         check_expert_act("LigerMoE", act, limit)
-        check(
-            1 <= top_k <= num_experts,
-            f"LigerMoE: top_k ({top_k}) must be 1 to num_experts ({num_experts}). Check config.json.",
-        )
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"LigerMoE: top_k ({top_k}) must be 1 to num_experts ({num_experts}). Check config.json.")
         self.gate: nn.Module = nn.Linear(hidden_size, num_experts, bias=bias)
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
@@ -156,10 +153,10 @@ class LigerMoE(Layer):
                 whose noise would differ between ranks.
         """
         check_divisible("LigerMoE", "intermediate_size", self.down_weight.shape[2], group)
-        check(
-            self.router_jitter == 0,
-            f"LigerMoE: router_jitter must be 0 with apply_tp, got {self.router_jitter}. Set router_jitter_noise=0.",
-        )
+        if self.router_jitter != 0:
+            raise ValueError(
+                f"LigerMoE: router_jitter must be 0 with apply_tp, got {self.router_jitter}. Set router_jitter_noise=0."
+            )
         if isinstance(self.gate, nn.Linear):  # a router that is more than that shards itself
             self.gate = ReplicatedLinear.of(self.gate, group)
         self.groups = replace(self.groups, tensor=group)

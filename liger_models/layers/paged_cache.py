@@ -5,7 +5,6 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.kernels.attention.write_pages import write_pages
 from liger_models.layers.kv_cache import DecodeCache, Pages
 
@@ -72,11 +71,11 @@ class PagedCache(DecodeCache):
             ValueError: there are more rows or tokens than the cache holds.
         """
         N = B * repeats
-        check(
-            1 <= N <= self.rows and self.capacity >= T,
-            f"PagedCache: must hold all prompts, has {self.rows} rows of {self.capacity} tokens, got {N} rows of {T}. "
-            "Make the cache larger.",
-        )
+        if not (1 <= N <= self.rows and self.capacity >= T):
+            raise ValueError(
+                f"PagedCache: must hold all prompts, has {self.rows} rows of {self.capacity} tokens, got {N} rows of "
+                f"{T}. Make the cache larger."
+            )
         device = self.lengths.device
         self.length, self.pages = 0, None
         self.extra.clear()
@@ -155,11 +154,11 @@ class PagedCache(DecodeCache):
         Raises:
             ValueError: these are not the tokens that `start` or `step` announced.
         """
-        check(
-            k.shape[0] * k.shape[1] == len(self._slots) and (self.pages is not None or not self.length),
-            f"PagedCache: must be given the {len(self._slots)} tokens of the prompts or of a step, got "
-            f"{k.shape[0]} x {k.shape[1]}. Call start or step before the forward.",
-        )
+        if k.shape[0] * k.shape[1] != len(self._slots) or (self.pages is None and self.length):
+            raise ValueError(
+                f"PagedCache: must be given the {len(self._slots)} tokens of the prompts or of a step, got "
+                f"{k.shape[0]} x {k.shape[1]}. Call start or step before the forward."
+            )
         if layer not in self._layers:
             room = (self._own.numel(), self.page, *k.shape[2:])
             self._layers[layer] = k.new_empty(room), v.new_empty(room)
@@ -177,7 +176,7 @@ class PagedCache(DecodeCache):
 
     def select(self, rows: Tensor) -> None:
         """Raise ValueError: what a captured step reads must stay where it is."""
-        check(False, "PagedCache: rows can't be selected. Use a DecodeCache.")
+        raise ValueError("PagedCache: rows can't be selected. Use a DecodeCache.")
 
     def _slots_of(self, table: Tensor, place: Tensor) -> Tensor:
         """The slots of tokens at these places of their rows, [B, T] int64."""

@@ -36,7 +36,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import copy_to_region
 from liger_models.kernels.frozen.nf4_linear import scales_per_factor
 from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, quantized_linear
@@ -475,9 +474,9 @@ def check_blocks(path: str, shape: Sequence[int], dim: int, ranks: int, block: i
     count = math.prod(shape) // ranks if dim == 0 else shape[1] // ranks
     what = f"{shape[0] // ranks} rows of {shape[1]} numbers" if dim == 0 else f"{count} of {shape[1]} columns"
     other = 'dtype="float8" in quantize_base' if nf4 else "keep_float8=False"
-    check(
-        count % block == 0,
-        f"apply_tp: each rank's slice of a quantised weight must have a multiple of {block} "
-        f"{'numbers' if dim == 0 else 'columns'}, which share a scale, got {what} of {path} on each of {ranks} ranks. "
-        f"Use fewer ranks for tensor parallelism, {other}, or apply_fsdp alone.",
-    )
+    if count % block != 0:
+        raise ValueError(
+            f"apply_tp: each rank's slice of a quantised weight must have a multiple of {block} "
+            f"{'numbers' if dim == 0 else 'columns'}, which share a scale, got {what} of {path} on each of {ranks} "
+            f"ranks. Use fewer ranks for tensor parallelism, {other}, or apply_fsdp alone."
+        )

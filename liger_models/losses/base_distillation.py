@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.kernels.loss.distribution_divergence import REDUCTIONS
 from liger_models.kernels.loss.divergence import linear_divergence
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
@@ -33,7 +32,8 @@ class FusedDivergence(FusedLinearLoss):
         self, temperature: float, teacher_softcap: float | None, teacher_logit_scale: float, **head: Any
     ) -> None:
         super().__init__(**head)
-        check(temperature > 0, f"{self._name}: temperature must be positive, got {temperature}.")
+        if not temperature > 0:
+            raise ValueError(f"{self._name}: temperature must be positive, got {temperature}.")
         self.temperature = temperature
         self.teacher_softcap, self.teacher_logit_scale = teacher_softcap, teacher_logit_scale
 
@@ -94,7 +94,8 @@ class FusedDistillationLoss(FusedDivergence):
         self.return_soft_hard_loss = return_soft_hard_loss
 
     def _check_beta(self, beta: float) -> None:
-        check(beta == 0.5, f"{self._name}: beta must be left out, got {beta}.")
+        if beta != 0.5:
+            raise ValueError(f"{self._name}: beta must be left out, got {beta}.")
 
     def forward(
         self,
@@ -133,17 +134,19 @@ class FusedDistillationLoss(FusedDivergence):
 
 def check_reduction(name: str, reduction: str) -> None:
     """Raise unless the reduction is known."""
-    check(reduction in REDUCTIONS, f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
 
 
 def check_distributions(name: str, first: Tensor, second: Tensor, labels: Tensor | None = None) -> None:
     """Raise unless two distributions have the same shape [..., V] and the labels are [...]."""
-    check(
-        first.shape == second.shape and first.dim() > 0,
-        f"{name}: both distributions must have the same shape [..., V], got {list(first.shape)} and"
-        f" {list(second.shape)}.",
-    )
-    check(
-        labels is None or labels.shape == first.shape[:-1],
-        f"{name}: shift_labels must be {list(first.shape[:-1])}, got {None if labels is None else list(labels.shape)}.",
-    )
+    if first.shape != second.shape or first.dim() == 0:
+        raise ValueError(
+            f"{name}: both distributions must have the same shape [..., V], got {list(first.shape)} and "
+            f"{list(second.shape)}."
+        )
+    if labels is not None and labels.shape != first.shape[:-1]:
+        raise ValueError(
+            f"{name}: shift_labels must be {list(first.shape[:-1])}, got "
+            f"{None if labels is None else list(labels.shape)}."
+        )

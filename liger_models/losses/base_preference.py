@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from liger_models.common.errors import check
 from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
 from liger_models.losses.base import FusedLinearLoss
 
@@ -89,18 +88,20 @@ class PreferenceLoss(FusedLinearLoss):
 
     def __init__(self, beta: float, average_log_prob: bool, use_ref_model: bool, **head: Any) -> None:
         super().__init__(**head)
-        check(beta >= 0, f"{self._name}: beta must not be negative, got {beta}.")
+        if not beta >= 0:
+            raise ValueError(f"{self._name}: beta must not be negative, got {beta}.")
         self.beta, self.average_log_prob, self.use_ref_model = beta, average_log_prob, use_ref_model
 
     def _check_rows(self, rows: Tensor, target: Tensor, paired: bool) -> None:
-        check(
-            target.dim() == 2 and rows.shape[:2] == target.shape,
-            f"{self._name}: target must be [B, T] and match the rows, got {list(target.shape)} for {list(rows.shape)}.",
-        )
-        check(
-            not paired or len(target) % 2 == 0,
-            f"{self._name}: rows must be the chosen sequences, then as many rejected ones, got {len(target)} rows.",
-        )
+        if target.dim() != 2 or rows.shape[:2] != target.shape:
+            raise ValueError(
+                f"{self._name}: target must be [B, T] and match the rows, got {list(target.shape)} for "
+                f"{list(rows.shape)}."
+            )
+        if paired and len(target) % 2 != 0:
+            raise ValueError(
+                f"{self._name}: rows must be the chosen sequences, then as many rejected ones, got {len(target)} rows."
+            )
 
     def _sequence_log_probs(self, log_probs: Tensor, target: Tensor) -> Tensor:
         """l(y) [B] of the tokens' log-probabilities [B, T]."""
@@ -124,11 +125,11 @@ class PreferenceLoss(FusedLinearLoss):
         """l_ref(y) [B] without gradient; None without a reference model."""
         given = [tensor is not None for tensor in (ref_input, ref_weight, ref_log_probs)]
         allowed = ([True, True, False], [False, False, True]) if self.use_ref_model else ([False] * 3,)
-        check(
-            given in allowed and (ref_bias is None or given[1]),
-            f"{self._name}: use_ref_model=True needs either ref_input and ref_weight or ref_log_probs, False needs none"
-            f" of them; got use_ref_model={self.use_ref_model} and, of these three, {given}.",
-        )
+        if given not in allowed or (ref_bias is not None and not given[1]):
+            raise ValueError(
+                f"{self._name}: use_ref_model=True needs either ref_input and ref_weight or ref_log_probs, False needs "
+                f"none of them; got use_ref_model={self.use_ref_model} and, of these three, {given}."
+            )
         if not self.use_ref_model:
             return None
         with torch.no_grad():
@@ -139,10 +140,10 @@ class PreferenceLoss(FusedLinearLoss):
                 )
             assert ref_log_probs is not None
             if ref_log_probs.dim() == 1:
-                check(
-                    len(ref_log_probs) == len(target),
-                    f"{self._name}: ref_log_probs must have {len(target)} rows, got {len(ref_log_probs)}.",
-                )
+                if len(ref_log_probs) != len(target):
+                    raise ValueError(
+                        f"{self._name}: ref_log_probs must have {len(target)} rows, got {len(ref_log_probs)}."
+                    )
                 return ref_log_probs.detach()
             self._check_rows(ref_log_probs, target, paired=False)
             return self._sequence_log_probs(ref_log_probs, target)
@@ -174,11 +175,11 @@ class PairLoss(PreferenceLoss, ABC):
         **head: Any,
     ) -> None:
         super().__init__(beta, average_log_prob, use_ref_model, **head)
-        check(
-            compute_nll_loss or alpha == 1.0,
-            f"{self._name}: alpha is the weight of the NLL, got {alpha} with compute_nll_loss=False. Set"
-            " compute_nll_loss=True, or leave alpha out.",
-        )
+        if not compute_nll_loss and alpha != 1.0:
+            raise ValueError(
+                f"{self._name}: alpha is the weight of the NLL, got {alpha} with compute_nll_loss=False. Set "
+                "compute_nll_loss=True, or leave alpha out."
+            )
         self.alpha, self.compute_nll_loss = alpha, compute_nll_loss
 
     @abstractmethod
@@ -187,22 +188,21 @@ class PairLoss(PreferenceLoss, ABC):
 
     def _check_loss_type(self, loss_type: str, allowed: tuple[str, ...], label_smoothing: float) -> None:
         name = self._name
-        check(loss_type in allowed, f"{name}: loss_type must be one of {allowed}, got {loss_type!r}.")
-        check(
-            self.beta > 0 or loss_type not in ("ipo", "sppo_hard"),
-            f"{name}: beta must be positive with loss_type {loss_type!r}, which divides by it, got {self.beta}.",
-        )
-        check(
-            label_smoothing == 0.0 or loss_type in SMOOTHED,
-            f"{name}: label_smoothing must be 0 with loss_type {loss_type!r}, got {label_smoothing}.",
-        )
+        if loss_type not in allowed:
+            raise ValueError(f"{name}: loss_type must be one of {allowed}, got {loss_type!r}.")
+        if not self.beta > 0 and loss_type in ("ipo", "sppo_hard"):
+            raise ValueError(
+                f"{name}: beta must be positive with loss_type {loss_type!r}, which divides by it, got {self.beta}."
+            )
+        if label_smoothing != 0.0 and loss_type not in SMOOTHED:
+            raise ValueError(f"{name}: label_smoothing must be 0 with loss_type {loss_type!r}, got {label_smoothing}.")
         low_enough = label_smoothing < 0.5 if loss_type == "robust" else label_smoothing <= 1.0
         high_enough = label_smoothing > 0.0 if loss_type == "exo_pair" else label_smoothing >= 0.0
-        check(
-            low_enough and high_enough and not (loss_type == "exo_pair" and label_smoothing == 1.0),
-            f"{name}: label_smoothing must lie in [0, 1], with loss_type 'robust' in [0, 0.5), with 'exo_pair' in"
-            f" (0, 1), got {label_smoothing} with {loss_type!r}.",
-        )
+        if not low_enough or not high_enough or (loss_type == "exo_pair" and label_smoothing == 1.0):
+            raise ValueError(
+                f"{name}: label_smoothing must lie in [0, 1], with loss_type 'robust' in [0, 0.5), with 'exo_pair' in "
+                f"(0, 1), got {label_smoothing} with {loss_type!r}."
+            )
 
     def _from_log_probs(
         self, log_probs: Tensor, target: Tensor, reference: Tensor | None = None, add_nll: bool = True

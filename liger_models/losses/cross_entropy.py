@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.kernels.loss.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 
@@ -104,15 +103,15 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
             ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
             return_z_loss, return_token_accuracy, return_predicted_tokens,
         )  # fmt: skip
-        check(
-            accum_dtype in (None, torch.float32),
-            f"LigerFusedLinearCrossEntropyLoss: accum_dtype must be None or torch.float32, got {accum_dtype}.",
-        )
-        check(
-            not use_token_scaling,
-            "LigerFusedLinearCrossEntropyLoss: use_token_scaling must be False. Call linear_cross_entropy with the "
-            "tokens' probabilities as token_weight.",
-        )
+        if accum_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"LigerFusedLinearCrossEntropyLoss: accum_dtype must be None or torch.float32, got {accum_dtype}."
+            )
+        if use_token_scaling:
+            raise ValueError(
+                "LigerFusedLinearCrossEntropyLoss: use_token_scaling must be False. Call linear_cross_entropy with the "
+                "tokens' probabilities as token_weight."
+            )
         self.workspace_mib = workspace_mib
 
     def forward(  # type: ignore[override]

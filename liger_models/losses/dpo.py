@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from liger_models.common.errors import check
 from liger_models.losses.base_preference import MARGIN_LOSSES, PairLoss, PreferenceMetrics, margin_losses, sigmoid
 
 DPO_LOSSES = (
@@ -79,11 +78,12 @@ class LigerFusedLinearDPOLoss(PairLoss):
             ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, workspace_mib=workspace_mib,
         )  # fmt: skip
         self._check_loss_type(loss_type, DPO_LOSSES, label_smoothing)
-        check(
-            loss_type == "discopop" or discopop_tau == 0.05,
-            f"{self._name}: discopop_tau is for loss_type 'discopop', got {discopop_tau} with {loss_type!r}.",
-        )
-        check(discopop_tau > 0, f"{self._name}: discopop_tau must be positive, got {discopop_tau}.")
+        if loss_type != "discopop" and discopop_tau != 0.05:
+            raise ValueError(
+                f"{self._name}: discopop_tau is for loss_type 'discopop', got {discopop_tau} with {loss_type!r}."
+            )
+        if not discopop_tau > 0:
+            raise ValueError(f"{self._name}: discopop_tau must be positive, got {discopop_tau}.")
         self.loss_type, self.label_smoothing, self.discopop_tau = loss_type, label_smoothing, discopop_tau
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:

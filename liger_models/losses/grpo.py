@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.distributed.ranks import is_distributed, world_size
 from liger_models.kernels.loss.cross_entropy import cross_entropy
 from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
@@ -123,53 +122,56 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             ("importance_sampling_level", importance_sampling_level, ("token", "sequence")),
             ("kl_estimator", kl_estimator, KL_ESTIMATORS),
         ):
-            check(choice in allowed, f"{name}: {argument} must be one of {allowed}, got {choice!r}.")
+            if choice not in allowed:
+                raise ValueError(f"{name}: {argument} must be one of {allowed}, got {choice!r}.")
         for argument, value in (
             ("sapo_temperature_pos", sapo_temperature_pos),
             ("sapo_temperature_neg", sapo_temperature_neg),
             ("temperature", temperature),
             ("delta", 1.0 if delta is None else delta),
         ):
-            check(value > 0, f"{name}: {argument} must be positive, got {value}.")
+            if not value > 0:
+                raise ValueError(f"{name}: {argument} must be positive, got {value}.")
         for argument, value in (("beta", beta), ("epsilon_low", epsilon_low), ("epsilon_high", epsilon_high)):
-            check(value >= 0, f"{name}: {argument} must not be negative, got {value}.")
-        check(
-            importance_sampling_level == "token" or loss_type not in ONLY_PER_TOKEN,
-            f"{name}: importance_sampling_level must be 'token' with loss_type {loss_type!r}, got"
-            f" {importance_sampling_level!r}.",
-        )
-        check(
-            loss_type != "dr_grpo" or (max_completion_length is not None and max_completion_length > 0),
-            f"{name}: loss_type 'dr_grpo' needs a positive max_completion_length, got {max_completion_length}.",
-        )
-        check(
-            delta is None or loss_type not in ONLY_PER_TOKEN,
-            f"{name}: delta must be None with loss_type {loss_type!r}, which does not clip that way, got {delta}.",
-        )
+            if not value >= 0:
+                raise ValueError(f"{name}: {argument} must not be negative, got {value}.")
+        if importance_sampling_level != "token" and loss_type in ONLY_PER_TOKEN:
+            raise ValueError(
+                f"{name}: importance_sampling_level must be 'token' with loss_type {loss_type!r}, got "
+                f"{importance_sampling_level!r}."
+            )
+        if loss_type == "dr_grpo" and not (max_completion_length is not None and max_completion_length > 0):
+            raise ValueError(
+                f"{name}: loss_type 'dr_grpo' needs a positive max_completion_length, got {max_completion_length}."
+            )
+        if delta is not None and loss_type in ONLY_PER_TOKEN:
+            raise ValueError(
+                f"{name}: delta must be None with loss_type {loss_type!r}, which does not clip that way, got {delta}."
+            )
         for owner, own, default in (
             ("sapo", (sapo_temperature_pos, sapo_temperature_neg), (1.0, 1.05)),
             ("vespo", (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg), (2.0, 3.0, 3.0, 2.0)),
         ):
-            check(
-                loss_type == owner or own == default,
-                f"{name}: options of {owner} must be left at {default} with loss_type {loss_type!r}, got {own}.",
-            )
+            if loss_type != owner and own != default:
+                raise ValueError(
+                    f"{name}: options of {owner} must be left at {default} with loss_type {loss_type!r}, got {own}."
+                )
         unused = {"epsilon_low": epsilon_low} if loss_type in ONLY_PER_TOKEN else {}
         unused |= {"epsilon_high": epsilon_high} if loss_type in UNCLIPPED else {}
-        check(
-            all(value == 0.2 for value in unused.values()),
-            f"{name}: {' and '.join(unused)} must be left at 0.2 with loss_type {loss_type!r}, which does not clip that"
-            f" way, got {unused}.",
-        )
-        check(
-            beta != 0.0 or (kl_estimator == "k3" and not use_bias_correction_kl),
-            f"{name}: kl_estimator and use_bias_correction_kl must be left out with beta 0, got {kl_estimator!r} and"
-            f" {use_bias_correction_kl}.",
-        )
-        check(
-            beta == 0.0 or use_ref_model,
-            f"{name}: beta must be 0 without a reference model, got {beta}. Set beta=0.0 or use_ref_model=True.",
-        )
+        if not all(value == 0.2 for value in unused.values()):
+            raise ValueError(
+                f"{name}: {' and '.join(unused)} must be left at 0.2 with loss_type {loss_type!r}, which does not clip "
+                f"that way, got {unused}."
+            )
+        if beta == 0.0 and (kl_estimator != "k3" or use_bias_correction_kl):
+            raise ValueError(
+                f"{name}: kl_estimator and use_bias_correction_kl must be left out with beta 0, got {kl_estimator!r} "
+                f"and {use_bias_correction_kl}."
+            )
+        if beta != 0.0 and not use_ref_model:
+            raise ValueError(
+                f"{name}: beta must be 0 without a reference model, got {beta}. Set beta=0.0 or use_ref_model=True."
+            )
         self.beta, self.use_ref_model, self.loss_type = beta, use_ref_model, loss_type
         self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
         self.max_completion_length, self.importance_sampling_level = max_completion_length, importance_sampling_level
@@ -229,16 +231,15 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         target = self._target(selected_token_ids, attention_mask, _input)
         reference = ref_per_token_logps
         given = (ref_per_token_logps is not None, ref_input is not None, ref_weight is not None)
-        check(
-            given in ((True, False, False), (False, True, True), (False, False, False))
-            and (given[2] or ref_bias is None),
-            f"{self._name}: a reference is either ref_per_token_logps, or ref_input and ref_weight; got, of these"
-            f" three, {given}.",
-        )
-        check(
-            self.use_ref_model or not any(given),
-            f"{self._name}: a reference was given with use_ref_model=False. Leave it out.",
-        )
+        if given not in ((True, False, False), (False, True, True), (False, False, False)) or (
+            not given[2] and ref_bias is not None
+        ):
+            raise ValueError(
+                f"{self._name}: a reference is either ref_per_token_logps, or ref_input and ref_weight; got, of these "
+                f"three, {given}."
+            )
+        if not self.use_ref_model and any(given):
+            raise ValueError(f"{self._name}: a reference was given with use_ref_model=False. Leave it out.")
         if self.beta != 0.0 and ref_input is not None and ref_weight is not None:
             with torch.no_grad():
                 reference = fused_linear_logprobs(ref_input, ref_weight, target, bias=ref_bias, **self._options)
@@ -266,10 +267,10 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Same as `forward`, from the policy's log-probabilities [B, T], computed with the temperature."""
-        check(
-            num_items_in_batch is None or self.loss_type in TOKEN_MEANS,
-            f"{self._name}: num_items_in_batch is for dapo, cispo and vespo, got it with {self.loss_type!r}.",
-        )
+        if num_items_in_batch is not None and self.loss_type not in TOKEN_MEANS:
+            raise ValueError(
+                f"{self._name}: num_items_in_batch is for dapo, cispo and vespo, got it with {self.loss_type!r}."
+            )
         loss, kl, clipped = self.token_losses(
             log_probs, attention_mask, advantages, ref_per_token_logps=ref_per_token_logps,
             old_per_token_logps=old_per_token_logps, vllm_is_ratio=vllm_is_ratio,
@@ -392,11 +393,11 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         return loss.sum() / (tokens / world_size()).clamp_min(1)
 
     def _target(self, ids: Tensor, attention_mask: Tensor, x: Tensor) -> Tensor:
-        check(
-            ids.dim() == 2 and attention_mask.shape == ids.shape and x.shape[:2] == ids.shape,
-            f"{self._name}: selected_token_ids and attention_mask must be [B, T] for _input [B, T, C], got"
-            f" {list(ids.shape)}, {list(attention_mask.shape)} and {list(x.shape)}.",
-        )
+        if ids.dim() != 2 or attention_mask.shape != ids.shape or x.shape[:2] != ids.shape:
+            raise ValueError(
+                f"{self._name}: selected_token_ids and attention_mask must be [B, T] for _input [B, T, C], got "
+                f"{list(ids.shape)}, {list(attention_mask.shape)} and {list(x.shape)}."
+            )
         return ids.where(attention_mask != 0, IGNORED)
 
     def _check_rows(
@@ -410,25 +411,26 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
     ) -> None:
         name = self._name
         B, T = log_probs.shape
-        check(advantages.shape == (B,), f"{name}: advantages must be [{B}], got {list(advantages.shape)}.")
+        if advantages.shape != (B,):
+            raise ValueError(f"{name}: advantages must be [{B}], got {list(advantages.shape)}.")
         for argument, tensor in (
             ("attention_mask", attention_mask),
             ("ref_per_token_logps", reference),
             ("old_per_token_logps", old),
         ):
-            check(
-                tensor is None or tensor.shape == (B, T),
-                f"{name}: {argument} must be [{B}, {T}], got {None if tensor is None else list(tensor.shape)}.",
+            if tensor is not None and tensor.shape != (B, T):
+                raise ValueError(
+                    f"{name}: {argument} must be [{B}, {T}], got {None if tensor is None else list(tensor.shape)}."
+                )
+        if vllm_is_ratio is not None and vllm_is_ratio.shape not in ((B,), (B, 1), (B, T)):
+            raise ValueError(
+                f"{name}: vllm_is_ratio must be [{B}], [{B}, 1] or [{B}, {T}], got "
+                f"{None if vllm_is_ratio is None else list(vllm_is_ratio.shape)}."
             )
-        check(
-            vllm_is_ratio is None or vllm_is_ratio.shape in ((B,), (B, 1), (B, T)),
-            f"{name}: vllm_is_ratio must be [{B}], [{B}, 1] or [{B}, {T}],"
-            f" got {None if vllm_is_ratio is None else list(vllm_is_ratio.shape)}.",
-        )
-        check(
-            self.beta == 0.0 or reference is not None,
-            f"{name}: beta {self.beta} needs a reference: pass ref_per_token_logps, or ref_input and ref_weight.",
-        )
+        if self.beta != 0.0 and reference is None:
+            raise ValueError(
+                f"{name}: beta {self.beta} needs a reference: pass ref_per_token_logps, or ref_input and ref_weight."
+            )
 
 
 class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
@@ -476,19 +478,20 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
             ValueError: shapes do not match, the reference is missing, or ``num_items_in_batch`` is given where nothing
                 is divided by it.
         """
-        check(
-            reduce or num_items_in_batch is None,
-            f"{self._name}: num_items_in_batch must be None with reduce=False, which divides by nothing, got"
-            f" {num_items_in_batch}.",
-        )
+        if not reduce and num_items_in_batch is not None:
+            raise ValueError(
+                f"{self._name}: num_items_in_batch must be None with reduce=False, which divides by nothing, got "
+                f"{num_items_in_batch}."
+            )
         B, T = completion_ids.shape if completion_ids.dim() == 2 else (-1, -1)
-        check(
-            logits.dim() == 3 and logits.shape[0] == B and logits.shape[1] in (T, T + 1),
-            f"{self._name}: logits must be [B, T, V] or [B, T + 1, V] for completion_ids [B, T], got"
-            f" {list(logits.shape)} and {list(completion_ids.shape)}.",
-        )
+        if logits.dim() != 3 or logits.shape[0] != B or logits.shape[1] not in (T, T + 1):
+            raise ValueError(
+                f"{self._name}: logits must be [B, T, V] or [B, T + 1, V] for completion_ids [B, T], got "
+                f"{list(logits.shape)} and {list(completion_ids.shape)}."
+            )
         mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
-        check(mask.shape == (B, T), f"{self._name}: completion_mask must be [{B}, {T}], got {list(mask.shape)}.")
+        if mask.shape != (B, T):
+            raise ValueError(f"{self._name}: completion_mask must be [{B}, {T}], got {list(mask.shape)}.")
         target = completion_ids.where(mask != 0, IGNORED)
         if logits.shape[1] == T + 1:  # an ignored target: a slice of the logits would be a copy of them
             target = torch.nn.functional.pad(target, (0, 1), value=IGNORED)

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.kernels.loss.distribution_divergence import distribution_divergence
 from liger_models.kernels.loss.divergence import kind_or_limit, linear_divergence
 from liger_models.losses.base_distillation import FusedDistillationLoss, FusedDivergence, check_distributions
@@ -11,7 +10,8 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, FusedDi
 
 def check_beta(name: str, beta: float) -> None:
     """Raise unless β lies in [0, 1]; ``name`` is the argument with its class."""
-    check(0.0 <= beta <= 1.0, f"{name} must lie in [0, 1], got {beta}.")
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"{name} must lie in [0, 1], got {beta}.")
 
 
 class LigerFusedLinearJSDLoss(FusedDistillationLoss):
@@ -69,10 +69,8 @@ class LigerFusedLinearJSD(FusedDivergence):
             ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, workspace_mib=workspace_mib,
         )  # fmt: skip
         check_beta(f"{self._name}: jsd_beta", jsd_beta)
-        check(
-            accum_dtype in (None, torch.float32),
-            f"{self._name}: accum_dtype must be None or torch.float32, got {accum_dtype}.",
-        )
+        if accum_dtype not in (None, torch.float32):
+            raise ValueError(f"{self._name}: accum_dtype must be None or torch.float32, got {accum_dtype}.")
         self.jsd_beta = jsd_beta
 
     def forward(

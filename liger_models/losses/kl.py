@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.kernels.loss.distribution_divergence import distribution_divergence
 from liger_models.kernels.loss.linear_kl_div import REDUCTIONS, linear_kl_div
 from liger_models.losses.base import FusedLinearLoss
@@ -52,13 +51,14 @@ class LigerFusedLinearKLDivLoss(FusedLinearLoss):
     ) -> None:
         super().__init__(ignore_index, softcap, logit_scale, workspace_mib)
         name = self._name
-        check(reduction in REDUCTIONS, f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
-        check(temperature > 0, f"{name}: temperature must be positive, got {temperature}.")
-        check(eps > 0, f"{name}: eps must be positive, got {eps}.")
-        check(
-            accum_dtype in (None, torch.float32),
-            f"{name}: accum_dtype must be None or torch.float32, got {accum_dtype}.",
-        )
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
+        if not temperature > 0:
+            raise ValueError(f"{name}: temperature must be positive, got {temperature}.")
+        if not eps > 0:
+            raise ValueError(f"{name}: eps must be positive, got {eps}.")
+        if accum_dtype not in (None, torch.float32):
+            raise ValueError(f"{name}: accum_dtype must be None or torch.float32, got {accum_dtype}.")
         self.reduction, self.temperature, self.eps = reduction, temperature, eps
 
     def forward(
@@ -107,11 +107,10 @@ class LigerKLDIVLoss(nn.Module):
         log_target: bool = False,
     ) -> None:
         super().__init__()
-        check(
-            size_average is None and reduce is None,
-            "LigerKLDIVLoss: size_average and reduce must be None. Use reduction.",
-        )
-        check(eps == 1e-10 or not log_target, f"LigerKLDIVLoss: eps must be left out with log_target, got {eps}.")
+        if size_average is not None or reduce is not None:
+            raise ValueError("LigerKLDIVLoss: size_average and reduce must be None. Use reduction.")
+        if eps != 1e-10 and log_target:
+            raise ValueError(f"LigerKLDIVLoss: eps must be left out with log_target, got {eps}.")
         check_reduction("LigerKLDIVLoss", reduction)
         self.eps, self.reduction, self.log_target = eps, reduction, log_target
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.kernels.loss.linear_logprobs import loss_of_log_probs
 from liger_models.losses.base_preference import PreferenceLoss, sigmoid
 
@@ -130,14 +129,16 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             raise ValueError(f"{self._name}: preference_labels must be a tensor [{len(target)}], got {got}.")
         if labels.dtype != torch.bool and labels.device.type == "cpu" and not torch.compiler.is_compiling():
             wrong = labels[(labels != 0) & (labels != 1)]
-            check(not len(wrong), f"{self._name}: preference_labels must be 0 or 1, got {wrong[:1].tolist()}.")
+            if len(wrong):
+                raise ValueError(f"{self._name}: preference_labels must be 0 or 1, got {wrong[:1].tolist()}.")
         return labels != 0
 
     def _from_log_probs(
         self, log_probs: Tensor, target: Tensor, labels: Tensor, reference: Tensor | None, kl: Tensor | float | None
     ) -> tuple[Tensor, KTOMetrics]:
         shape = list(kl.shape) if isinstance(kl, Tensor) else []
-        check(shape in ([], [1], [len(target)]), f"{self._name}: kl must be a number or [{len(target)}], got {shape}.")
+        if shape not in ([], [1], [len(target)]):
+            raise ValueError(f"{self._name}: kl must be a number or [{len(target)}], got {shape}.")
         logps, ratios = self._ratios(log_probs, target, reference)
         z = torch.as_tensor(0.0 if kl is None else kl, dtype=ratios.dtype, device=ratios.device)
         gain = ratios - z.detach()

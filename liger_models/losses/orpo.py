@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from liger_models.common.errors import check
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.losses.base_preference import PairLoss, PreferenceMetrics
 
@@ -111,10 +110,8 @@ class LigerFusedLinearORPOLoss(PairLoss):
         """
         if nll_target is None:
             return self._with_odds(*self._from_head(_input, lin_weight, target, bias))
-        check(
-            self.compute_nll_loss,
-            f"{self._name}: nll_target is for compute_nll_loss=True, got it with False. Leave it out.",
-        )
+        if not self.compute_nll_loss:
+            raise ValueError(f"{self._name}: nll_target is for compute_nll_loss=True, got it with False. Leave it out.")
         self._check_rows(_input, nll_target, paired=True)
         loss, metrics = self._from_head(_input, lin_weight, target, bias, add_nll=False)
         chosen = slice(len(nll_target) // 2)

@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_models.common.errors import check
 from liger_models.kernels.dispatch import triton_assumed
 from liger_models.kernels.loss.linear_cross_entropy import chunk_rows
 from liger_models.kernels.optimizer.moments import has_blocks, moment_bytes
@@ -163,14 +162,12 @@ def training_memory(
         ValueError: a block cannot run on tensors without values, the model is distributed, or ``moments_8bit`` is given
             with ``muon``.
     """
-    check(
-        model.groups.sharded is None and not any(hasattr(each, "full_tensor") for each in model.parameters()),
-        "training_memory: model must not be distributed, got a sharded one. Build another one on the meta device.",
-    )
-    check(
-        not (moments_8bit and muon),
-        "training_memory: moments_8bit are AdamW's, got muon with them. Leave one of them out.",
-    )
+    if model.groups.sharded is not None or any(hasattr(each, "full_tensor") for each in model.parameters()):
+        raise ValueError(
+            "training_memory: model must not be distributed, got a sharded one. Build another one on the meta device."
+        )
+    if moments_8bit and muon:
+        raise ValueError("training_memory: moments_8bit are AdamW's, got muon with them. Leave one of them out.")
     size, adapters = dtype.itemsize, _adapter_parameters(model)
     kinds = {
         each: dtype if each.is_floating_point() and each not in adapters else each.dtype for each in model.parameters()

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder, check_policy
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, Layer, is_replayable, set_policy
@@ -142,15 +141,18 @@ def plan_memory(
     """
     if isinstance(budget, str):
         budget = parse_memory("plan_memory: budget", budget, model.device)
-    check(budget > 0, f"plan_memory: budget must be positive, got {budget}.")
-    check(accumulate >= 1, f"plan_memory: accumulate must be at least 1, got {accumulate}.")
+    if not budget > 0:
+        raise ValueError(f"plan_memory: budget must be positive, got {budget}.")
+    if not accumulate >= 1:
+        raise ValueError(f"plan_memory: accumulate must be at least 1, got {accumulate}.")
     if memory is None:
         memory = training_memory(model, tokens, model.dtype, moments_8bit=moments_8bit)
     blocks, room = len(model.layers), int(usable_share(model) * budget)
     allowed: list[Sequence[str]] = [CHECKPOINTING_POLICIES] * blocks
     if checkpointing is not None:
         given = [checkpointing] * blocks if isinstance(checkpointing, str) else list(checkpointing)
-        check(len(given) == blocks, f"plan_memory: checkpointing must be one, or one for each of the {blocks} blocks.")
+        if len(given) != blocks:
+            raise ValueError(f"plan_memory: checkpointing must be one, or one for each of the {blocks} blocks.")
         for policy in given:
             check_policy("checkpointing", policy)
         allowed = [(policy,) for policy in given]
@@ -163,13 +165,13 @@ def plan_memory(
     smallest = search.plan(least, budget)
     parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in smallest.parts.items() if size)
     needed = 1.001 * smallest.peak / usable_share(model)  # more than what rounding its digits may take off
-    check(
-        best is not None,
-        f"plan_memory: budget must be at least {needed / 1e9:.4g} GB for {tokens:,} tokens, got {budget / 1e9:.4g} GB. "
-        f"The smallest peak is {smallest.peak / 1e9:.3g} GB ({parts}), and {1 - usable_share(model):.0%} of the budget "
-        "are a margin. Use fewer tokens in a batch, LoRA, 4-bit weights, moments in 8 bits, or more GPUs.",
-    )
-    assert best is not None
+    if best is None:
+        raise ValueError(
+            f"plan_memory: budget must be at least {needed / 1e9:.4g} GB for {tokens:,} tokens, got {budget / 1e9:.4g} "
+            f"GB. The smallest peak is {smallest.peak / 1e9:.3g} GB ({parts}), and {1 - usable_share(model):.0%} of "
+            "the budget are a margin. Use fewer tokens in a batch, LoRA, 4-bit weights, moments in 8 bits, or more "
+            "GPUs."
+        )
     return search.plan(best, budget)
 
 
@@ -192,14 +194,13 @@ def parse_memory(name: str, text: str, device: torch.device | None = None) -> in
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip(), re.IGNORECASE)
     size, unit = (float(match[1]), match[2].upper()) if match else (0.0, "")
     if unit == "%":
-        check(
-            device is not None and device.type in ACCELERATORS,
-            f"{name} must be a size such as 24GB where there is no GPU, got {text!r}.",
-        )
+        if device is None or device.type not in ACCELERATORS:
+            raise ValueError(f"{name} must be a size such as 24GB where there is no GPU, got {text!r}.")
         assert device is not None
         return int(size / 100 * torch.get_device_module(device).get_device_properties(device).total_memory)
     size *= 1 if not unit and size >= BYTES else UNITS.get(unit, 0)
-    check(size > 0, f"{name} must be a size such as 24GB or 22.5GiB, or a share such as 80%, got {text!r}.")
+    if not size > 0:
+        raise ValueError(f"{name} must be a size such as 24GB or 22.5GiB, or a share such as 80%, got {text!r}.")
     return int(size)
 
 
@@ -502,10 +503,8 @@ def _measure(
     model: Decoder, memory: TrainingMemory, tokens: int, room: int, batch: Mapping[str, Any], times: _Times
 ) -> _Times:
     """The times, from running one block of each kind, by each policy, on a batch."""
-    check(
-        model.groups.sharded is None and not any(hasattr(each, "full_tensor") for each in model.parameters()),
-        "plan_memory: calibrate needs a model that is not sharded, got one that is. Leave it out.",
-    )
+    if model.groups.sharded is not None or any(hasattr(each, "full_tensor") for each in model.parameters()):
+        raise ValueError("plan_memory: calibrate needs a model that is not sharded, got one that is. Leave it out.")
     device = model.device
     accelerated = device.type in ACCELERATORS
     known = ("input_ids", "position_ids", "attention_mask", "cu_seqlens", "inputs_embeds")

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_models.common.errors import check
 from liger_models.distributed.ranks import is_distributed, rank
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
@@ -65,11 +64,11 @@ def _refuse(groups: list[list[tuple[int, dict[str, str]]]], where: str, remedy: 
         for other, got in others:
             for name in [*expected, *got]:
                 here, there = (facts.get(name, "none") for facts in (expected, got))
-                check(
-                    here == there,
-                    f"check_ranks: {name} must be the same {where}, got {here} on rank {first} and {there} on rank "
-                    f"{other}. {remedy}",
-                )
+                if here != there:
+                    raise ValueError(
+                        f"check_ranks: {name} must be the same {where}, got {here} on rank {first} and {there} on rank "
+                        f"{other}. {remedy}"
+                    )
 
 
 class FirstForward:
@@ -110,23 +109,23 @@ def _check_averaged(model: Decoder) -> None:
     """Refuse training where ranks have the same weights, different tokens, and nothing that averages gradients."""
     if model.groups.data:
         return
-    check(
-        not any(layer.groups.expert for layer in layers_of(model)),
-        "forward: a model after apply_ep must be sharded by apply_fsdp to be trained, got one that is not. Call "
-        "apply_fsdp(model, mesh) after apply_ep; DistributedDataParallel and fully_shard cannot replace it.",
-    )
+    if any(layer.groups.expert for layer in layers_of(model)):
+        raise ValueError(
+            "forward: a model after apply_ep must be sharded by apply_fsdp to be trained, got one that is not. Call "
+            "apply_fsdp(model, mesh) after apply_ep; DistributedDataParallel and fully_shard cannot replace it."
+        )
     if model.groups.context is None:
         return
     needed = set(model.groups.context.members)
     ddp = DistributedDataParallel._get_active_ddp_module()
     over = [] if ddp is None else [dist.get_process_group_ranks(ddp.process_group)]
     over += [each.device_mesh.mesh.flatten().tolist() for each in model.parameters() if isinstance(each, DTensor)]
-    check(
-        (ddp is not None or _all_in_fsdp(model)) and all(needed.issubset(ranks) for ranks in over),
-        f"forward: the gradients of a model after apply_cp must be averaged over all ranks, {sorted(needed)} among "
-        "them, got a model where they are not. Call apply_fsdp(model, mesh) or DistributedDataParallel(model) over all "
-        "ranks; if other code averages them, pass averaged=True to apply_cp.",
-    )
+    if (ddp is None and not _all_in_fsdp(model)) or not all(needed.issubset(ranks) for ranks in over):
+        raise ValueError(
+            f"forward: the gradients of a model after apply_cp must be averaged over all ranks, {sorted(needed)} among "
+            "them, got a model where they are not. Call apply_fsdp(model, mesh) or DistributedDataParallel(model) over "
+            "all ranks; if other code averages them, pass averaged=True to apply_cp."
+        )
 
 
 def _all_in_fsdp(module: nn.Module) -> bool:

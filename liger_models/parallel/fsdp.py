@@ -24,7 +24,6 @@ from torch.torch_version import TorchVersion
 
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.adapters.medusa import LigerMedusa
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import group_of
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.layers.decoder import Decoder
@@ -93,15 +92,15 @@ def apply_fsdp(
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
     """
-    check(
-        dist.is_available() and dist.is_initialized(),
-        "apply_fsdp: the process group must be initialised. Call torch.distributed.init_process_group() first, in "
-        "processes started by torchrun.",
-    )
-    check(
-        not isinstance(model, FSDPModule),
-        f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model.",
-    )
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "apply_fsdp: the process group must be initialised. Call torch.distributed.init_process_group() first, in "
+            "processes started by torchrun."
+        )
+    if isinstance(model, FSDPModule):
+        raise ValueError(
+            f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model."
+        )
     mixtures = [layer for layer in layers_of(model) if isinstance(layer, LigerMoE)]
     for mixture in mixtures:
         mixture.store()
@@ -119,12 +118,13 @@ def apply_fsdp(
             reshard_after_forward=reshard_after_forward, prefetch=prefetch, float8_gather=float8_gather,
         )  # fmt: skip
         return model
-    check(
-        model.groups.tensor is None or mesh is not None,
-        "apply_fsdp: mesh must be given for a model that apply_tp has sharded, got none. Pass the "
-        'mesh of all ranks whose "tp" dimension apply_tp got.',
-    )
-    check(prefetch >= 0, f"apply_fsdp: prefetch must not be negative, got {prefetch}.")
+    if model.groups.tensor is not None and mesh is None:
+        raise ValueError(
+            "apply_fsdp: mesh must be given for a model that apply_tp has sharded, got none. Pass the "
+            'mesh of all ranks whose "tp" dimension apply_tp got.'
+        )
+    if not prefetch >= 0:
+        raise ValueError(f"apply_fsdp: prefetch must not be negative, got {prefetch}.")
     mesh = _all_ranks() if mesh is None else mesh
     experts = next((layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None), None)
     mesh, experts_mesh = data_mesh(mesh, model.groups, experts)
@@ -311,11 +311,11 @@ def unsharded(model: Model) -> Iterator[Model]:
         yield model
         return
     used = [model.groups, *(layer.groups for layer in layers_of(model))]
-    check(
-        all(each.tensor is each.context is each.expert is None for each in used),
-        "unsharded: the model must be sharded by apply_fsdp alone, got one that apply_tp, apply_cp or apply_ep has "
-        "sharded, too. Generate with the model itself.",
-    )
+    if not all(each.tensor is each.context is each.expert is None for each in used):
+        raise ValueError(
+            "unsharded: the model must be sharded by apply_fsdp alone, got one that apply_tp, apply_cp or apply_ep has "
+            "sharded, too. Generate with the model itself."
+        )
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, Float8Gather):
             hook.refresh()

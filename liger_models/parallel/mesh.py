@@ -3,7 +3,6 @@
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import Group, group_of
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.distributed.ranks import world_size
@@ -17,11 +16,11 @@ def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:
     """
     if mesh.ndim == 1:
         return mesh
-    check(
-        name in (mesh.mesh_dim_names or ()),
-        f'{where}: mesh must have one dimension, or one called "{name}", got {mesh}. Create it with '
-        f'mesh_dim_names=("dp", "{name}"), or take one of its dimensions: mesh["{name}"].',
-    )
+    if name not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f'{where}: mesh must have one dimension, or one called "{name}", got {mesh}. Create it with '
+            f'mesh_dim_names=("dp", "{name}"), or take one of its dimensions: mesh["{name}"].'
+        )
     return mesh[name]
 
 
@@ -39,44 +38,44 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
     Raises:
         ValueError: the mesh does not have the dimensions that it must have.
     """
-    check(
-        mesh.ndim == 1 or mesh.mesh_dim_names is not None,
-        f"apply_fsdp: mesh must have one dimension, or two with names, got {mesh}. Name its dimensions by "
-        "mesh_dim_names.",
-    )
+    if mesh.ndim != 1 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"apply_fsdp: mesh must have one dimension, or two with names, got {mesh}. Name its dimensions by "
+            "mesh_dim_names."
+        )
     mesh = _without(mesh, _dimension(mesh, "tp", groups.tensor))
     ranks = set(mesh.mesh.flatten().tolist())
-    check(
-        groups.tensor is None or len(ranks.intersection(groups.tensor.members)) == 1,
-        "apply_fsdp: mesh must not have the ranks over which apply_tp has sharded the model, except as a dimension of "
-        f'their own, got {mesh}. Pass the mesh of all ranks, or mesh["dp"] of it.',
-    )
-    check(
-        groups.context is None or ranks.issuperset(groups.context.members),
-        "apply_fsdp: mesh must have all ranks over which apply_cp has distributed the tokens, because their gradients "
-        f"are averaged, too, got {mesh}. Pass the mesh of all ranks, or leave it out.",
-    )
+    if groups.tensor is not None and len(ranks.intersection(groups.tensor.members)) != 1:
+        raise ValueError(
+            "apply_fsdp: mesh must not have the ranks over which apply_tp has sharded the model, except as a dimension "
+            f'of their own, got {mesh}. Pass the mesh of all ranks, or mesh["dp"] of it.'
+        )
+    if groups.context is not None and not ranks.issuperset(groups.context.members):
+        raise ValueError(
+            "apply_fsdp: mesh must have all ranks over which apply_cp has distributed the tokens, because their "
+            f"gradients are averaged, too, got {mesh}. Pass the mesh of all ranks, or leave it out."
+        )
     cp, ep = _dimension(mesh, "cp", groups.context), _dimension(mesh, "ep", experts)
-    check(
-        experts is None or (mesh.ndim == 2 and ep is not None),
-        f"apply_fsdp: mesh must have two dimensions after apply_ep, one of them the {experts and experts.size} ranks "
-        f'that share the experts, got {mesh}. Pass the mesh whose mesh["ep"] apply_ep got; its other dimension may be '
-        "of size 1.",
-    )
+    if experts is not None and (mesh.ndim != 2 or ep is None):
+        raise ValueError(
+            f"apply_fsdp: mesh must have two dimensions after apply_ep, one of them the {experts and experts.size} "
+            f'ranks that share the experts, got {mesh}. Pass the mesh whose mesh["ep"] apply_ep got; its other '
+            "dimension may be of size 1."
+        )
     experts_mesh = None if experts is None else _without(mesh, ep)
     if cp or ep:
         dimensions = mesh.mesh_dim_names or ()
-        check(
-            mesh.size() == world_size() and (cp or ep) in dimensions[-2:],
-            "apply_fsdp: mesh must have all ranks, the ones of apply_cp or apply_ep in its last or last but one "
-            f'dimension, got {mesh}. Create it with mesh_dim_names=("dp", "{cp or ep}").',
-        )
+        if mesh.size() != world_size() or (cp or ep) not in dimensions[-2:]:
+            raise ValueError(
+                "apply_fsdp: mesh must have all ranks, the ones of apply_cp or apply_ep in its last or last but one "
+                f'dimension, got {mesh}. Create it with mesh_dim_names=("dp", "{cp or ep}").'
+            )
         mesh = DeviceMesh(mesh.device_type, mesh.mesh.flatten(-2), mesh_dim_names=(*dimensions[:-2], "data"))
-    check(
-        mesh.ndim <= 2,
-        "apply_fsdp: mesh must have one dimension, or two with names, besides those of apply_tp, apply_cp and "
-        f"apply_ep, got {mesh}. Take the dimensions of the data-parallel ranks.",
-    )
+    if mesh.ndim > 2:
+        raise ValueError(
+            "apply_fsdp: mesh must have one dimension, or two with names, besides those of apply_tp, apply_cp and "
+            f"apply_ep, got {mesh}. Take the dimensions of the data-parallel ranks."
+        )
     return mesh, experts_mesh
 
 

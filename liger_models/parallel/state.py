@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from liger_models.adapters.lora_layers import adapter_config
-from liger_models.common.errors import check
 from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank, world_size
 from liger_models.parallel.fsdp import reshard
 
@@ -222,11 +221,11 @@ def load_state(
         _check_tensors(place, _tensors(model)["model"], metadata)
         of_rank = _state_of_rank(place, shared["ranks"], data is not None)
         for name, part, saved in (("scheduler", scheduler, shared["scheduler"]), ("data", data, of_rank.get("data"))):
-            check(
-                part is None or saved is not None,
-                f"load_state: {name} must have a state in {place}, got none: save_state was called without it. Leave "
-                "it out.",
-            )
+            if part is not None and saved is None:
+                raise ValueError(
+                    f"load_state: {name} must have a state in {place}, got none: save_state was called without it. "
+                    "Leave it out."
+                )
         paths = (metadata.planner_data or {}).values()
         with_state = {path[2] for path in paths if path[:2] == ("optimizer", "state")}  # parameters
     tensors = _tensors(model)
@@ -311,7 +310,8 @@ def _check_model(place: Path, now: Mapping[str, str], saved: Mapping[str, str] |
         for name in {**saved, **now}
         if saved.get(name) != now.get(name)
     ]
-    check(not other, f"load_state: the model must be that of {place}, got {'; '.join(other)}. {_ANOTHER}")
+    if other:
+        raise ValueError(f"load_state: the model must be that of {place}, got {'; '.join(other)}. {_ANOTHER}")
 
 
 def _check_tensors(place: Path, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
@@ -331,7 +331,8 @@ def _check_tensors(place: Path, tensors: Mapping[str, Tensor], metadata: Metadat
     other = [
         f"one {fault} {', '.join(names[:3])}{', ...' * (len(names) > 3)}" for fault, names in faults.items() if names
     ]
-    check(not other, f"load_state: the model must have the tensors of {place}, got {'; '.join(other)}. {_ANOTHER}")
+    if other:
+        raise ValueError(f"load_state: the model must have the tensors of {place}, got {'; '.join(other)}. {_ANOTHER}")
 
 
 _ANOTHER = "Resume with the model and the options that the run began with, or start another run in another folder."

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from liger_models.common.errors import check
 from liger_models.distributed.ranks import is_distributed, world_size
 from liger_models.layers.batch import BatchLayout, mark_padding, number_documents
 from liger_models.layers.decoder import take_cu_seqlens
@@ -35,10 +34,10 @@ def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], d
         ValueError: there are no batches, or one has no labels.
     """
     batches = [batches] if isinstance(batches, Mapping) else list(batches)
-    check(
-        len(batches) > 0,
-        "targets_per_rank: batches must hold those of a step, got none. Give each rank the same number.",
-    )
+    if len(batches) == 0:
+        raise ValueError(
+            "targets_per_rank: batches must hold those of a step, got none. Give each rank the same number."
+        )
     total = torch.stack([_targets(batch) for batch in batches]).sum().to(device)
     if not is_distributed():
         return total.clamp(min=1).float()
@@ -50,8 +49,8 @@ def _targets(batch: Mapping[str, Any]) -> Tensor:
     """Number of targets after the model's shift of the labels (`BatchLayout.shift`)."""
     labels, attention_mask = (batch.get(name) for name in ("labels", "attention_mask"))
     cu_seqlens = take_cu_seqlens(batch.get("cu_seqlens"), {**batch})
-    check(labels is not None, f"targets_per_rank: a batch must have labels, got {sorted(batch)}. Add them.")
-    assert labels is not None
+    if labels is None:
+        raise ValueError(f"targets_per_rank: a batch must have labels, got {sorted(batch)}. Add them.")
     documents = None
     if cu_seqlens is not None:
         B, T = labels.shape

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_models.adapters.quantize import quantised_layers
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import group_of
 from liger_models.kernels.frozen.nf4_linear import NF4_BLOCK
 from liger_models.kernels.moe.quantized import QuantizedExperts
@@ -129,7 +128,8 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
     mesh = own_dimension("apply_ep", mesh, "ep")
     group = group_of(mesh.get_group())
     layers = {name: layer for name, layer in named_layers(model) if layer.router is not None}
-    check(len(layers) > 0, f"apply_ep: the model must have mixtures of experts, got {type(model).__name__}.")
+    if len(layers) == 0:
+        raise ValueError(f"apply_ep: the model must have mixtures of experts, got {type(model).__name__}.")
     if group.size == 1:
         return model
     dims = {
@@ -147,15 +147,16 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
 
 def check_unsharded(where: str, model: Decoder) -> None:
     """Raise ValueError if the model is sharded in any way."""
-    check(
-        model.groups.context is None,
-        f"{where}: {type(model).__name__} must have all tokens on each rank, got one after apply_cp. Call "
-        "apply_cp once, and neither apply_tp nor apply_ep with it.",
-    )
-    check(
-        not isinstance(model, FSDPModule) and not any(isinstance(p, DTensor) for p in model.parameters()),
-        f"{where}: {type(model).__name__} must not be sharded yet, got one that is. Call it once, before apply_fsdp.",
-    )
+    if model.groups.context is not None:
+        raise ValueError(
+            f"{where}: {type(model).__name__} must have all tokens on each rank, got one after apply_cp. Call apply_cp "
+            "once, and neither apply_tp nor apply_ep with it."
+        )
+    if isinstance(model, FSDPModule) or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(
+            f"{where}: {type(model).__name__} must not be sharded yet, got one that is. Call it once, before "
+            "apply_fsdp."
+        )
 
 
 def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[str, int]) -> None:
@@ -165,12 +166,12 @@ def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[s
             continue
         own = module.named_parameters(recurse=False)
         replicated = [each for each, p in own if f"{name}.{each}" not in dims and p.is_floating_point()]
-        check(
-            not replicated or module in summed,
-            f"apply_tp: {name} ({type(module).__name__}) must be a Layer whose sum_gradients sums the gradients of "
-            f"{', '.join(replicated)} over the ranks, got one that does not. Derive it from Layer, or leave "
-            "sequence_parallel out.",
-        )
+        if replicated and module not in summed:
+            raise ValueError(
+                f"apply_tp: {name} ({type(module).__name__}) must be a Layer whose sum_gradients sums the gradients of "
+                f"{', '.join(replicated)} over the ranks, got one that does not. Derive it from Layer, or leave "
+                "sequence_parallel out."
+            )
 
 
 def _distribute(model: nn.Module, mesh: DeviceMesh, dims: dict[str, int], *, rest: bool) -> None:

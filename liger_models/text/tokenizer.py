@@ -13,7 +13,6 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.common.foreign import foreign_arguments, is_hub_name
 from liger_models.common.json_files import parse_json
 from liger_models.text.chat import Span, render_answers, select_template
@@ -100,11 +99,11 @@ class Tokenizer:
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
         texts = template.values() if isinstance(template, dict) else [template]
-        check(
-            template is None or all(isinstance(text, str) for text in texts),
-            f"tokenizer_config.json: chat_template must be a text, or texts by name, got {template!r:.80}. Remove it, "
-            "or download the file again.",
-        )
+        if template is not None and not all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                f"tokenizer_config.json: chat_template must be a text, or texts by name, got {template!r:.80}. Remove "
+                "it, or download the file again."
+            )
         self.chat_template: str | dict[str, str] | None = template
         self._as_read = len(self), dict(self.special_tokens), template
         self._files = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
@@ -321,10 +320,10 @@ class Tokenizer:
         return next((token for token in (self.pad_token_id, self.eos_token_id) if token is not None), 0)
 
     def _assign(self, role: str, token: str | None) -> None:
-        check(
-            isinstance(token, str) and self._id(token) is not None,
-            f"Tokenizer: {role} must be a token of the vocabulary, got {token!r}. Add it with add_tokens first.",
-        )
+        if not isinstance(token, str) or self._id(token) is None:
+            raise ValueError(
+                f"Tokenizer: {role} must be a token of the vocabulary, got {token!r}. Add it with add_tokens first."
+            )
         self.special_tokens[role] = str(token)
 
     def _id(self, token: str | None) -> int | None:
@@ -347,11 +346,11 @@ class Tokenizer:
             add_special_tokens: add the special tokens that the tokenizer puts around a text, such as ``bos_token``.
             return_tensors: "pt" returns the ids of one text as [1, T] int64. Call the tokenizer for several texts.
         """
-        check(
-            return_tensors is None or (return_tensors == "pt" and isinstance(text, str)),
-            f"Tokenizer: return_tensors must be None, or 'pt' for one text, got {return_tensors!r}. Call the tokenizer "
-            "to encode and pad several.",
-        )
+        if return_tensors is not None and (return_tensors != "pt" or not isinstance(text, str)):
+            raise ValueError(
+                f"Tokenizer: return_tensors must be None, or 'pt' for one text, got {return_tensors!r}. Call the "
+                "tokenizer to encode and pad several."
+            )
         with _naming(f"{TOKENIZER_JSON}: must encode any text", ()):
             if isinstance(text, str):
                 ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -422,17 +421,17 @@ class Tokenizer:
         self, texts: list[str], add_special_tokens: bool, truncation: bool, max_length: int | None
     ) -> list[list[int]]:
         around = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
-        check(
-            (truncation in (True, "longest_first")) == (max_length is not None),
-            f"Tokenizer: truncation and max_length must be given together, got {truncation!r} and {max_length}. Pass "
-            "truncation=True, max_length=2048, or neither.",
-        )
+        if (truncation in (True, "longest_first")) != (max_length is not None):
+            raise ValueError(
+                f"Tokenizer: truncation and max_length must be given together, got {truncation!r} and {max_length}. "
+                "Pass truncation=True, max_length=2048, or neither."
+            )
         if max_length is None:
             return self.encode(texts, add_special_tokens)
-        check(
-            max_length > around,
-            f"Tokenizer: max_length must be more than the {around} special tokens around a text, got {max_length}.",
-        )
+        if not max_length > around:
+            raise ValueError(
+                f"Tokenizer: max_length must be more than the {around} special tokens around a text, got {max_length}."
+            )
         with _naming(f"{TOKENIZER_JSON}: must encode any text", ()):
             encodings = self.backend.encode_batch(texts, add_special_tokens=False)
             for encoding in encodings:
@@ -513,15 +512,15 @@ class Tokenizer:
             ValueError: there is no chat template, it refuses the messages, or it exceeds the limits of
                 `liger_models.text.limits`.
         """
-        check(
-            return_tensors is None or (return_tensors == "pt" and tokenize),
-            f"apply_chat_template: return_tensors must be None, or 'pt' with tokenize, got {return_tensors!r}.",
-        )
-        check(
-            not return_dict or return_tensors == "pt",
-            "apply_chat_template: return_dict must be False, or True with return_tensors='pt', got True with "
-            f"{return_tensors!r}.",
-        )
+        if return_tensors is not None and (return_tensors != "pt" or not tokenize):
+            raise ValueError(
+                f"apply_chat_template: return_tensors must be None, or 'pt' with tokenize, got {return_tensors!r}."
+            )
+        if return_dict and return_tensors != "pt":
+            raise ValueError(
+                "apply_chat_template: return_dict must be False, or True with return_tensors='pt', got True with "
+                f"{return_tensors!r}."
+            )
         template, variables = self._chat_template(tools, variables)
         text = render(template, messages, variables, add_generation_prompt=add_generation_prompt)
         if not tokenize:
@@ -598,11 +597,11 @@ def _add_tokens(backend: Backend, config: Mapping[str, Any], special_tokens: Map
 
 def _text(name: str, token: Any) -> str:
     content = token.get("content") if isinstance(token, Mapping) else token
-    check(
-        isinstance(content, str),
-        f"tokenizer_config.json: {name} must be a text, or an object with the text content, got {token!r:.80}. Correct "
-        "it, or download the file again.",
-    )
+    if not isinstance(content, str):
+        raise ValueError(
+            f"tokenizer_config.json: {name} must be a text, or an object with the text content, got {token!r:.80}. "
+            "Correct it, or download the file again."
+        )
     return str(content)
 
 

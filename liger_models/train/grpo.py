@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.data.answers import padded
 from liger_models.data.batch import Batch, join_rows
 from liger_models.data.dataset import PackedDataset
@@ -43,10 +42,10 @@ class GRPOObjective(Objective):
 
     def __init__(self, options: Any, **given: Any) -> None:
         super().__init__(options)
-        check(
-            "reward" in given,
-            "TrainOptions: objective grpo needs a reward, got none. Name a function: file.py:function.",
-        )
+        if "reward" not in given:
+            raise ValueError(
+                "TrainOptions: objective grpo needs a reward, got none. Name a function: file.py:function."
+            )
         self.reward_name = given.pop("reward")
         self.reward = load_function(self.reward_name)
         self.reference = Reference(options, given.pop("ref_model", None))
@@ -59,16 +58,17 @@ class GRPOObjective(Objective):
             ("max_new_tokens", self.new, 1),
             ("num_iterations", self.repeats, 1),
         ):
-            check(value >= least, f"TrainOptions: {name} must be at least {least}, got {value}.")
-        check(
-            options.save_every % self.repeats == 0,
-            f"TrainOptions: save_every must be a multiple of num_iterations, got {options.save_every} and "
-            f"{self.repeats}: a checkpoint does not hold sampled answers.",
-        )
-        check(
-            options.length > self.new,
-            f"TrainOptions: length must be more than max_new_tokens, got {options.length} and {self.new}.",
-        )
+            if not value >= least:
+                raise ValueError(f"TrainOptions: {name} must be at least {least}, got {value}.")
+        if options.save_every % self.repeats != 0:
+            raise ValueError(
+                f"TrainOptions: save_every must be a multiple of num_iterations, got {options.save_every} and "
+                f"{self.repeats}: a checkpoint does not hold sampled answers."
+            )
+        if not options.length > self.new:
+            raise ValueError(
+                f"TrainOptions: length must be more than max_new_tokens, got {options.length} and {self.new}."
+            )
         self.temperature = given.get("temperature", 1.0)
         low = given.pop("epsilon", 0.2)
         ranges = {"epsilon_low": low, "epsilon_high": given.pop("epsilon_high", low)}
@@ -77,13 +77,14 @@ class GRPOObjective(Objective):
 
     def prepare(self, model: CausalLM, load: Load) -> None:
         """See `Objective.prepare`."""
-        check(
-            not self.replays or (bool(model.routers) and model.replays_routing),
-            f"TrainOptions: replay_routing needs routed experts in blocks that replay routing, got "
-            f"{type(model).__name__}. Leave it out.",
-        )
+        if self.replays and (not model.routers or not model.replays_routing):
+            raise ValueError(
+                "TrainOptions: replay_routing needs routed experts in blocks that replay routing, got "
+                f"{type(model).__name__}. Leave it out."
+            )
         refused = deterministic_refusal(model) if self.deterministic else None
-        check(refused is None, f"TrainOptions: deterministic_rollouts: {refused}. Leave it out.")
+        if refused is not None:
+            raise ValueError(f"TrainOptions: deterministic_rollouts: {refused}. Leave it out.")
         self.head: dict[str, Any] = {"softcap": model.lm_head.softcap, "logit_scale": model.lm_head.logit_scale}
         self.function = LigerFusedLinearGRPOLoss(**self.settings, **self.head)
         if self.function.beta:
@@ -149,14 +150,12 @@ class GRPOObjective(Objective):
                 )
                 answers, experts = [each.tokens.tolist() for each in found], [each.routed_experts for each in found]
                 return answers, experts, [each.log_probs for each in found]
-            check(
-                not self.replays,
-                f"TrainOptions: replay_routing needs rollout, which records experts, but {refused}. Leave it out.",
-            )
-            check(
-                not self.deterministic,
-                f"TrainOptions: deterministic_rollouts needs rollout, but {refused}. Leave it out.",
-            )
+            if self.replays:
+                raise ValueError(
+                    f"TrainOptions: replay_routing needs rollout, which records experts, but {refused}. Leave it out."
+                )
+            if self.deterministic:
+                raise ValueError(f"TrainOptions: deterministic_rollouts needs rollout, but {refused}. Leave it out.")
             # Where FSDP gathers in each forward, all ranks must run the same number, so that no answer may end early.
             ends: dict[str, Any] = {} if gathers or world_size() == 1 else {"eos_token_id": []}
             pad = model.tokenizer.padding_id
@@ -180,11 +179,11 @@ class GRPOObjective(Objective):
         )
         rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
         rewards = [*rewards] if isinstance(rewards, Iterable) else rewards
-        check(
-            isinstance(rewards, list) and len(rewards) == len(answers) and all(map(_is_number, rewards)),
-            f"{self.reward_name}: must return {len(answers)} finite numbers, one for each completion, got "
-            f"{str(rewards)[:60]}. Correct the function.",
-        )
+        if not isinstance(rewards, list) or len(rewards) != len(answers) or not all(map(_is_number, rewards)):
+            raise ValueError(
+                f"{self.reward_name}: must return {len(answers)} finite numbers, one for each completion, got "
+                f"{str(rewards)[:60]}. Correct the function."
+            )
         return [float(reward) for reward in rewards]
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
@@ -249,9 +248,11 @@ def load_function(name: str) -> Reward:
         ValueError: there is no such file, module or function.
     """
     place, _, function = name.rpartition(":")
-    check(bool(place and function), f"reward: must be module:function or file.py:function, got {name!r}.")
+    if not place or not function:
+        raise ValueError(f"reward: must be module:function or file.py:function, got {name!r}.")
     if place.endswith(".py"):
-        check(Path(place).is_file(), f"reward: {place} must be a file, got nothing there. Correct the path.")
+        if not Path(place).is_file():
+            raise ValueError(f"reward: {place} must be a file, got nothing there. Correct the path.")
         spec = importlib.util.spec_from_file_location(Path(place).stem, place)
         assert spec is not None
         assert spec.loader is not None
@@ -267,7 +268,8 @@ def load_function(name: str) -> Reward:
                 f"reward: {place} must be a module, got: {error}. Name the file: file.py:{function}."
             ) from error
     found: Any = getattr(module, function, None)
-    check(callable(found), f"reward: {place} must have a function {function}, got none.")
+    if not callable(found):
+        raise ValueError(f"reward: {place} must have a function {function}, got none.")
     reward: Reward = found
     return reward
 

@@ -29,7 +29,6 @@ from liger_models.adapters.quantize import quantize_base
 from liger_models.arch.auto import load_by_name
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.vision_language import VisionLanguageModel
-from liger_models.common.errors import check
 from liger_models.convert.files import as_dtype
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import OVERFLOWS, PackedDataset
@@ -187,90 +186,98 @@ class TrainOptions(ObjectiveOptions):
             )
             self.report_to, self.tensorboard = [*{*self.report_to, "tensorboard"}], False
         unknown = sorted({*self.report_to} - {*TRACKERS})
-        check(not unknown, f"TrainOptions: report_to must be among {', '.join(TRACKERS)}, got {', '.join(unknown)}.")
-        check(len(self.data) > 0, "TrainOptions: data must be files or folders, got none. Name one.")
+        if unknown:
+            raise ValueError(f"TrainOptions: report_to must be among {', '.join(TRACKERS)}, got {', '.join(unknown)}.")
+        if len(self.data) == 0:
+            raise ValueError("TrainOptions: data must be files or folders, got none. Name one.")
         for path in (*self.data, *self.eval_data):  # "" is the current folder
-            check(bool(path), "TrainOptions: data must be files or folders, got ''. Name one.")
+            if not path:
+                raise ValueError("TrainOptions: data must be files or folders, got ''. Name one.")
         for name in ("model", "output"):
-            check(bool(getattr(self, name)), f"TrainOptions: {name} must have a name, got ''. Give one.")
+            if not getattr(self, name):
+                raise ValueError(f"TrainOptions: {name} must have a name, got ''. Give one.")
         for name, least in LEAST.items():
             value = getattr(self, name)
-            check(value is None or value >= least, f"TrainOptions: {name} must be at least {least}, got {value}.")
-        check(
-            len(self.data_shares) in (0, len(self.data)) and all(0 < share < math.inf for share in self.data_shares),
-            f"TrainOptions: data_shares must be {len(self.data)} positive numbers, one for each of data, got "
-            f"{self.data_shares}.",
-        )
+            if value is not None and not value >= least:
+                raise ValueError(f"TrainOptions: {name} must be at least {least}, got {value}.")
+        if len(self.data_shares) not in (0, len(self.data)) or not all(
+            0 < share < math.inf for share in self.data_shares
+        ):
+            raise ValueError(
+                f"TrainOptions: data_shares must be {len(self.data)} positive numbers, one for each of data, got "
+                f"{self.data_shares}."
+            )
         for name in ("epochs", "lr", "muon_lr", "max_norm", "lora_plus_ratio"):
             value = getattr(self, name)
-            check(value is None or value > 0, f"TrainOptions: {name} must be more than 0, got {value}.")
+            if value is not None and not value > 0:
+                raise ValueError(f"TrainOptions: {name} must be more than 0, got {value}.")
         for name in sorted(TrainOptions.__dataclass_fields__.keys() - UNBOUNDED):
             value = getattr(self, name)
             finite = not isinstance(value, float) or math.isfinite(value)
-            check(finite, f"TrainOptions: {name} must be finite, got {value}.")
+            if not finite:
+                raise ValueError(f"TrainOptions: {name} must be finite, got {value}.")
         for name, known in KNOWN.items():
             value = getattr(self, name)
-            check(
-                value is None or value in known,
-                f"TrainOptions: {name} must be one of {', '.join(known)}, got {value!r}.",
-            )
+            if value is not None and value not in known:
+                raise ValueError(f"TrainOptions: {name} must be one of {', '.join(known)}, got {value!r}.")
         for name, dtypes in DTYPES.items():  # "bf16" and torch.bfloat16 become "bfloat16"
             dtype = as_dtype(f"TrainOptions: {name}", getattr(self, name), dtypes)
             setattr(self, name, str(dtype).removeprefix("torch."))
         for name in ("warmup", "min_lr", "lora_dropout"):
             value = getattr(self, name)
-            check(0 <= value <= 1, f"TrainOptions: {name} must be a share from 0 to 1, got {value}.")
+            if not 0 <= value <= 1:
+                raise ValueError(f"TrainOptions: {name} must be a share from 0 to 1, got {value}.")
         for name in TrainOptions.__dataclass_fields__:
             value = name.startswith("lora_") and getattr(self, name)
-            check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
+            if not self.lora_r > 0 and value:
+                raise ValueError(f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
         stored = [name for name in STORED if getattr(self, name)]
-        check(
-            len(stored) < 2,
-            f"TrainOptions: {', '.join(stored)} are ways to store the same weights, got {len(stored)}. Choose one.",
-        )
+        if len(stored) >= 2:
+            raise ValueError(
+                f"TrainOptions: {', '.join(stored)} are ways to store the same weights, got {len(stored)}. Choose one."
+            )
         muon = self.optimizer == "muon"
-        check(
-            muon or self.muon_lr is None,
-            f"TrainOptions: muon_lr needs optimizer muon, got {self.muon_lr} and {self.optimizer}.",
-        )
-        check(
-            not muon or (self.lora_r == 0 and not self.moments_8bit),
-            "TrainOptions: optimizer muon goes neither with adapters, which are AdamW's, nor with moments_8bit, got "
-            f"lora_r={self.lora_r} and moments_8bit={self.moments_8bit}. Use adamw.",
-        )
-        check(
-            self.tensor_parallel == 1 or self.context_parallel == 1,
-            f"TrainOptions: tensor_parallel does not go with context_parallel, got {self.tensor_parallel} and "
-            f"{self.context_parallel}. Leave one out.",
-        )
-        check(
-            self.sharing == 1 or self.sample_prompt is None,
-            "TrainOptions: sample_prompt goes neither with tensor_parallel nor with context_parallel, which do not "
-            "generate. Leave it out, and generate from a checkpoint.",
-        )
-        check(
-            self.length % self.sharing == 0,
-            f"TrainOptions: length must be a multiple of the {self.sharing} GPUs that share a row, got {self.length}.",
-        )
+        if not muon and self.muon_lr is not None:
+            raise ValueError(f"TrainOptions: muon_lr needs optimizer muon, got {self.muon_lr} and {self.optimizer}.")
+        if muon and (self.lora_r != 0 or self.moments_8bit):
+            raise ValueError(
+                "TrainOptions: optimizer muon goes neither with adapters, which are AdamW's, nor with moments_8bit, "
+                f"got lora_r={self.lora_r} and moments_8bit={self.moments_8bit}. Use adamw."
+            )
+        if self.tensor_parallel != 1 and self.context_parallel != 1:
+            raise ValueError(
+                f"TrainOptions: tensor_parallel does not go with context_parallel, got {self.tensor_parallel} and "
+                f"{self.context_parallel}. Leave one out."
+            )
+        if self.sharing != 1 and self.sample_prompt is not None:
+            raise ValueError(
+                "TrainOptions: sample_prompt goes neither with tensor_parallel nor with context_parallel, which do not "
+                "generate. Leave it out, and generate from a checkpoint."
+            )
+        if self.length % self.sharing != 0:
+            raise ValueError(
+                f"TrainOptions: length must be a multiple of the {self.sharing} GPUs that share a row, got "
+                f"{self.length}."
+            )
 
         objective = make_objective(self)
         Formats(objective.formats, self.format)  # refuses a format before a model is loaded
-        check(
-            objective.shares_rows or self.sharing == 1,
-            f"TrainOptions: tensor_parallel and context_parallel must be 1 with objective {self.objective}, whose loss "
-            f"needs whole rows, got {self.tensor_parallel} and {self.context_parallel}.",
-        )
-        check(
-            self.memory is None or (self.objective in ("sft", "pretrain") and self.tensor_parallel == 1),
-            "TrainOptions: memory is planned for objectives sft and pretrain without tensor_parallel, got "
-            f"{self.objective} and {self.tensor_parallel}. Leave it out, and set checkpointing.",
-        )
+        if not objective.shares_rows and self.sharing != 1:
+            raise ValueError(
+                f"TrainOptions: tensor_parallel and context_parallel must be 1 with objective {self.objective}, whose "
+                f"loss needs whole rows, got {self.tensor_parallel} and {self.context_parallel}."
+            )
+        if self.memory is not None and (self.objective not in ("sft", "pretrain") or self.tensor_parallel != 1):
+            raise ValueError(
+                "TrainOptions: memory is planned for objectives sft and pretrain without tensor_parallel, got "
+                f"{self.objective} and {self.tensor_parallel}. Leave it out, and set checkpointing."
+            )
         for name in ("field", "overflow"):
             value = getattr(self, name)
-            check(
-                value is None or not objective.compares,
-                f"TrainOptions: {name} must be left out with objective {self.objective}, got {value!r}.",
-            )
+            if value is not None and objective.compares:
+                raise ValueError(
+                    f"TrainOptions: {name} must be left out with objective {self.objective}, got {value!r}."
+                )
 
     @property
     def sharing(self) -> int:
@@ -294,7 +301,8 @@ def train(options: TrainOptions) -> None:
     """
     for path in (*options.data, *options.eval_data):
         there = Path(path).exists() or path.startswith(PREFIX)
-        check(there, f"train: data must be files or folders, got {path}, which does not exist.")
+        if not there:
+            raise ValueError(f"train: data must be files or folders, got {path}, which does not exist.")
     output = Path(options.output)
     try:  # other ranks make it at the same time
         output.mkdir(parents=True, exist_ok=True)
@@ -311,11 +319,11 @@ def train(options: TrainOptions) -> None:
         backend = dist.get_default_backend_for_device(device)
         dist.init_process_group(backend, **({} if "RANK" in os.environ else alone))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    check(
-        ranks % options.sharing == 0,
-        f"train: the number of ranks ({ranks}) must be a multiple of the {options.sharing} that share a batch. Start "
-        "another number of ranks.",
-    )
+    if ranks % options.sharing != 0:
+        raise ValueError(
+            f"train: the number of ranks ({ranks}) must be a multiple of the {options.sharing} that share a batch. "
+            "Start another number of ranks."
+        )
     mesh = init_device_mesh(device.type, (ranks // options.sharing, options.sharing), mesh_dim_names=("dp", "shared"))
     data_ranks = {"rank": mesh["dp"].get_local_rank(), "ranks": mesh["dp"].size()}
     seed_all(options.seed + data_ranks["rank"], deterministic=options.deterministic)
@@ -437,12 +445,13 @@ def train(options: TrainOptions) -> None:
             if saving is not None:
                 saving.result()  # raises if the previous save failed
             checked = loss if norm is None else norm
-            check(  # one overflow halves the loss scale; below 1 it is none of the scale
-                math.isfinite(checked) or (scaler.is_enabled() and scaler.get_scale() >= 1),
-                f"train: the {'loss' if norm is None else 'norm of the gradients'} must be finite to save step {step}, "
-                f"got {checked.item()}. Resume from the last checkpoint with a lower lr, or inspect the data of that "
-                "step.",
-            )
+            # One overflow halves the loss scale; below 1 it is none of the scale.
+            if not math.isfinite(checked) and not (scaler.is_enabled() and scaler.get_scale() >= 1):
+                raise ValueError(
+                    f"train: the {'loss' if norm is None else 'norm of the gradients'} must be finite to save step "
+                    f"{step}, got {checked.item()}. Resume from the last checkpoint with a lower lr, or inspect the "
+                    "data of that step."
+                )
             parts = (optimizer, scheduler, loader, scaler)
             saving = save_state(output, step, model, *parts, background=True, keep=options.keep)
             log.restart()
@@ -476,10 +485,10 @@ def computing_dtype(options: TrainOptions, device: torch.device) -> torch.dtype:
         ValueError: ``options.dtype`` is bfloat16 on such a GPU.
     """
     has_bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    check(
-        has_bfloat16 or options.dtype != "bfloat16",
-        "train: dtype must be float16 or float32 on a GPU without bfloat16, got bfloat16. Use float16.",
-    )
+    if not has_bfloat16 and options.dtype == "bfloat16":
+        raise ValueError(
+            "train: dtype must be float16 or float32 on a GPU without bfloat16, got bfloat16. Use float16."
+        )
     return torch.bfloat16 if has_bfloat16 and options.dtype != "float16" else torch.float16
 
 
@@ -561,10 +570,10 @@ def bound_images(model: CausalLM, max_pixels: int | None) -> None:
     if max_pixels is None:
         return
     images: Any = model.processor.images if isinstance(model, VisionLanguageModel) else None
-    check(
-        hasattr(images, "max_pixels"),
-        f"train: max_pixels is a bound on images of Qwen-VL, got {type(model.config).__name__}. Leave it out.",
-    )
+    if not hasattr(images, "max_pixels"):
+        raise ValueError(
+            f"train: max_pixels is a bound on images of Qwen-VL, got {type(model.config).__name__}. Leave it out."
+        )
     images.max_pixels = max_pixels
 
 
@@ -629,11 +638,11 @@ def to_device(batch: Batch, device: torch.device, model: CausalLM) -> Batch:
         ValueError: a token id is not in the model's vocabulary.
     """
     words, largest = model.embed_tokens.num_embeddings, int(batch["input_ids"].max())
-    check(
-        largest < words,
-        f"train: token ids must be less than the model's vocab_size ({words}), got {largest}. Were tokens added "
-        "to the tokenizer, but not to the embedding?",
-    )
+    if not largest < words:
+        raise ValueError(
+            f"train: token ids must be less than the model's vocab_size ({words}), got {largest}. Were tokens added to "
+            "the tokenizer, but not to the embedding?"
+        )
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 

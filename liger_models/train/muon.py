@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import matrix_rows
 from liger_models.convert.weight_map import Name
@@ -88,22 +87,22 @@ class LigerMuon(LigerAdamW):
             raise TypeError(
                 f"LigerMuon: model must be one of this package, got {type(model).__name__}. Pass the model inside it."
             )
-        check(0 <= momentum < 1, f"LigerMuon: momentum must be in [0, 1), got {momentum}.")
-        check(adamw_lr is None or adamw_lr >= 0, f"LigerMuon: adamw_lr must not be negative, got {adamw_lr}.")
-        check(
-            adjust_lr_fn in SCALES,
-            f"LigerMuon: adjust_lr_fn must be one of {', '.join(SCALES)}, got {adjust_lr_fn!r}.",
-        )
-        check(
-            state_dtype != torch.int8,
-            "LigerMuon: state_dtype must be a floating-point dtype, got torch.int8. Use LigerAdamW for 8 bits.",
-        )
+        if not 0 <= momentum < 1:
+            raise ValueError(f"LigerMuon: momentum must be in [0, 1), got {momentum}.")
+        if adamw_lr is not None and not adamw_lr >= 0:
+            raise ValueError(f"LigerMuon: adamw_lr must not be negative, got {adamw_lr}.")
+        if adjust_lr_fn not in SCALES:
+            raise ValueError(f"LigerMuon: adjust_lr_fn must be one of {', '.join(SCALES)}, got {adjust_lr_fn!r}.")
+        if state_dtype == torch.int8:
+            raise ValueError(
+                "LigerMuon: state_dtype must be a floating-point dtype, got torch.int8. Use LigerAdamW for 8 bits."
+            )
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         matrices = {name: each for name, each in model.hidden_matrices().items() if each.requires_grad}
-        check(
-            len(matrices) > 0,
-            "LigerMuon: weights of linear layers or experts must be trained, got none. Use LigerAdamW for adapters.",
-        )
+        if len(matrices) == 0:
+            raise ValueError(
+                "LigerMuon: weights of linear layers or experts must be trained, got none. Use LigerAdamW for adapters."
+            )
         known = format_of(type(model)).weight_map(model.config).entries
         self.nesterov, self.adjust_lr_fn = nesterov, adjust_lr_fn
         self._rows = {each: matrix_rows(known.get(name, Name(name)), each.shape) for name, each in matrices.items()}

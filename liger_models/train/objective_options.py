@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields
 from dataclasses import field as option
 from typing import Any
 
-from liger_models.common.errors import check
 from liger_models.train.grpo import GRPOObjective
 from liger_models.train.objectives import (
     CPOObjective,
@@ -81,16 +80,17 @@ class ObjectiveOptions:
             ValueError: the objective is unknown, or does not read one of them.
         """
         name = self.objective
-        check(name in OBJECTIVES, f"TrainOptions: objective must be one of {', '.join(OBJECTIVES)}, got {name!r}.")
+        if name not in OBJECTIVES:
+            raise ValueError(f"TrainOptions: objective must be one of {', '.join(OBJECTIVES)}, got {name!r}.")
         found = {}
         for each in fields(ObjectiveOptions):
             value, readers = getattr(self, each.name), each.metadata.get("objectives")
             if readers is not None and value is not None:
-                check(
-                    name in readers,
-                    f"TrainOptions: {each.name} is an option of objective {', '.join(readers)}, got {value!r} with "
-                    f"{name}. Leave it out.",
-                )
+                if name not in readers:
+                    raise ValueError(
+                        f"TrainOptions: {each.name} is an option of objective {', '.join(readers)}, got {value!r} with "
+                        f"{name}. Leave it out."
+                    )
                 found[each.name] = value
         return found
 

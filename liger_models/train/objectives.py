@@ -12,7 +12,6 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.base.images import settings_of
 from liger_models.base.processor import Processor
 from liger_models.base.vision_language import VisionLanguageModel
-from liger_models.common.errors import check
 from liger_models.data.answers import AnswerDataset
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
@@ -257,11 +256,11 @@ class KTOObjective(Compared):
     make, needs_reference, rows_of_example = LigerFusedLinearKTOLoss, True, 1
 
     def __init__(self, options: Any, **given: Any) -> None:
-        check(
-            options.batch_size >= 2,
-            f"TrainOptions: batch_size must be at least 2 with objective kto, which compares the answers of a batch, "
-            f"got {options.batch_size}.",
-        )
+        if not options.batch_size >= 2:
+            raise ValueError(
+                "TrainOptions: batch_size must be at least 2 with objective kto, which compares the answers of a "
+                f"batch, got {options.batch_size}."
+            )
         super().__init__(options, **given)
 
     def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -300,12 +299,11 @@ class DistillObjective(Objective):
 
     def __init__(self, options: Any, **given: Any) -> None:
         super().__init__(options)
-        check("teacher" in given, "TrainOptions: objective distill needs a teacher, got none. Name a model.")
+        if "teacher" not in given:
+            raise ValueError("TrainOptions: objective distill needs a teacher, got none. Name a model.")
         self.teacher_name, divergence = given.pop("teacher"), given.pop("divergence", "jsd")
-        check(
-            divergence in DIVERGENCES,
-            f"TrainOptions: divergence must be one of {', '.join(DIVERGENCES)}, got {divergence!r}.",
-        )
+        if divergence not in DIVERGENCES:
+            raise ValueError(f"TrainOptions: divergence must be one of {', '.join(DIVERGENCES)}, got {divergence!r}.")
         self.make = DIVERGENCES[divergence]
         self.settings = {**given, "return_soft_hard_loss": True}
         self.function = self.make(**self.settings)
@@ -314,11 +312,11 @@ class DistillObjective(Objective):
         """See `Objective.prepare`."""
         self.teacher = load(self.teacher_name)
         ours, theirs = model.config.vocab_size, self.teacher.config.vocab_size
-        check(
-            ours == theirs,
-            f"train: the teacher must have the model's vocabulary, got vocab_size {theirs} instead of {ours}. Choose a "
-            "teacher of the same family, or resize the embeddings of one of them.",
-        )
+        if ours != theirs:
+            raise ValueError(
+                f"train: the teacher must have the model's vocabulary, got vocab_size {theirs} instead of {ours}. "
+                "Choose a teacher of the same family, or resize the embeddings of one of them."
+            )
         heads = ("", model.lm_head), ("teacher_", self.teacher.lm_head)
         scales = {
             f"{prefix}{name}": getattr(head, name) for prefix, head in heads for name in ("softcap", "logit_scale")

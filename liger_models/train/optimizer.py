@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
-from liger_models.common.errors import check
 from liger_models.distributed.ranks import world_size
 from liger_models.kernels.optimizer.adamw import Hyper, Update, adamw_
 from liger_models.kernels.optimizer.moments import moment_bytes
@@ -72,21 +71,26 @@ class LigerAdamW(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         name = type(self).__name__
-        check(lr >= 0, f"{name}: lr must not be negative, got {lr}.")
-        check(all(0 <= beta < 1 for beta in betas), f"{name}: betas must be in [0, 1), got {betas}.")
-        check(eps >= 0, f"{name}: eps must not be negative, got {eps}.")
-        check(weight_decay >= 0, f"{name}: weight_decay must not be negative, got {weight_decay}.")
-        check(
-            state_dtype is None or state_dtype in STATE_DTYPES,
-            f"{name}: state_dtype must be None or one of {', '.join(map(str, STATE_DTYPES))}, got {state_dtype}. "
-            "Pass one of these; torch.int8 is for moments in 8 bits.",
-        )
+        if not lr >= 0:
+            raise ValueError(f"{name}: lr must not be negative, got {lr}.")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{name}: betas must be in [0, 1), got {betas}.")
+        if not eps >= 0:
+            raise ValueError(f"{name}: eps must not be negative, got {eps}.")
+        if not weight_decay >= 0:
+            raise ValueError(f"{name}: weight_decay must not be negative, got {weight_decay}.")
+        if state_dtype is not None and state_dtype not in STATE_DTYPES:
+            raise ValueError(
+                f"{name}: state_dtype must be None or one of {', '.join(map(str, STATE_DTYPES))}, got {state_dtype}. "
+                "Pass one of these; torch.int8 is for moments in 8 bits."
+            )
         self.stochastic_rounding, self.state_dtype, self.seed = stochastic_rounding, state_dtype, seed
         self.offload = set(offload)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options)
         owned = {param for _, param, _ in self._parameters()}
-        check(self.offload <= owned, "LigerAdamW: offload must hold parameters of params only, got another tensor.")
+        if not self.offload <= owned:
+            raise ValueError("LigerAdamW: offload must hold parameters of params only, got another tensor.")
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
@@ -95,7 +99,8 @@ class LigerAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         amsgrad = any(group.get("amsgrad") for group in state["param_groups"])
-        check(not amsgrad, "LigerAdamW: this state is AMSGrad's, which is not implemented. Use torch.optim.AdamW.")
+        if amsgrad:
+            raise ValueError("LigerAdamW: this state is AMSGrad's, which is not implemented. Use torch.optim.AdamW.")
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("maximize", False)

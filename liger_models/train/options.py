@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from liger_models.common.errors import check
-
 Options = TypeVar("Options")
 
 
@@ -43,8 +41,12 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
     try:
         for extra in left:
             name = extra.partition("=")[0]
-            check(not extra.startswith("--"), _unknown(cls, name, [f"--{known}".replace("_", "-") for known in types]))
-        check(not left, f"{cls.__name__}: one file must hold the options, got also {' '.join(left)}. Leave it out.")
+            if extra.startswith("--"):
+                raise ValueError(_unknown(cls, name, [f"--{known}".replace("_", "-") for known in types]))
+        if left:
+            raise ValueError(
+                f"{cls.__name__}: one file must hold the options, got also {' '.join(left)}. Leave it out."
+            )
         file = given.pop("config")
         return options_from(cls, ({} if file is None else _read(file)) | given)
     except (OSError, ValueError) as error:
@@ -147,6 +149,7 @@ def _once(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """Keys and values as a dict; a ValueError if a key occurs twice."""
     found: dict[Any, Any] = {}
     for key, value in items:
-        check(key not in found, f"{key} twice")
+        if key in found:
+            raise ValueError(f"{key} twice")
         found[key] = value
     return found

@@ -10,7 +10,6 @@ from liger_models.adapters.lora import apply_lora, language_targets
 from liger_models.adapters.lora_layers import LoRAConfig
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.memory.estimate import TrainingMemory
 from liger_models.memory.plan import usable_share
@@ -120,8 +119,10 @@ class Planner:
             ValueError: nothing fits, or an argument is out of range.
         """
         known = [*METHODS, "auto"]
-        check(method in known, f"recipe: method must be one of {', '.join(known)}, got {method!r}.")
-        check(length is None or length >= 2, f"recipe: length must be at least 2, got {length}.")
+        if method not in known:
+            raise ValueError(f"recipe: method must be one of {', '.join(known)}, got {method!r}.")
+        if length is not None and not length >= 2:
+            raise ValueError(f"recipe: length must be at least 2, got {length}.")
         most = getattr(self.config, "max_position_embeddings", None) or LENGTHS[0]
         lengths = [min(each, most) for each in LENGTHS] if length is None else [length]
         methods = list(METHODS) if method == "auto" else [method]

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from liger_models.common.errors import check
-
 
 def seed_all(seed: int, *, deterministic: bool = False) -> None:
     """Seed the generators of Python, NumPy and PyTorch, including those of all devices.
@@ -24,7 +22,8 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
     Raises:
         ValueError: ``seed`` is out of range.
     """
-    check(0 <= seed < 2**32, f"seed_all: seed must be from 0 to 2**32 - 1, got {seed}. Choose another.")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed_all: seed must be from 0 to 2**32 - 1, got {seed}. Choose another.")
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_models.common.errors import check
 from liger_models.kernels.dispatch import HAS_TRITON, INTERPRET
 
 
@@ -32,14 +31,12 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
         ValueError: a parameter has a gradient, to which the backward would add, or a hook that would act on one.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    check(
-        all(parameter.grad is None for parameter in trained),
-        "warm_up: a parameter has a gradient. Call zero_grad() first.",
-    )
-    check(
-        not any(parameter._post_accumulate_grad_hooks for parameter in trained),
-        "warm_up: a parameter has hooks that would act on its gradient. Call warm_up before step_in_backward.",
-    )
+    if not all(parameter.grad is None for parameter in trained):
+        raise ValueError("warm_up: a parameter has a gradient. Call zero_grad() first.")
+    if any(parameter._post_accumulate_grad_hooks for parameter in trained):
+        raise ValueError(
+            "warm_up: a parameter has hooks that would act on its gradient. Call warm_up before step_in_backward."
+        )
     if not HAS_TRITON or INTERPRET or not torch.cuda.is_available():
         return 0
     from triton import AsyncCompileMode, knobs

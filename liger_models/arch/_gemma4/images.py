@@ -17,7 +17,7 @@ from liger_models.arch._gemma4 import text
 from liger_models.arch._gemma4.processor import Gemma4Processor
 from liger_models.arch._gemma4.text import Gemma4Decoder
 from liger_models.base.vision_language import VisionLanguageModel, repeated_items
-from liger_models.common.errors import check, check_integers, check_tensors
+from liger_models.common.errors import check_integers, check_tensors
 from liger_models.convert.config_map import of_text
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
@@ -94,19 +94,21 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
                 video; otherwise as `Decoder.forward`.
         """
         for name, kind in REFUSED.items():
-            check(
-                options.pop(name, None) is None,
-                f"forward: {name} must be left out, got some. The model takes texts and images, and no {kind}.",
-            )
+            if options.pop(name, None) is not None:
+                raise ValueError(
+                    f"forward: {name} must be left out, got some. The model takes texts and images, and no {kind}."
+                )
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
         if input_ids is None or inputs_embeds is not None:
-            check(pixel_values is None, "forward: pixels need input_ids, which say where the images are.")
+            if pixel_values is not None:
+                raise ValueError("forward: pixels need input_ids, which say where the images are.")
             return super().forward(
                 input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=attention_mask,
                 cu_seqlens=cu_seqlens, cache=cache, **options,
             )  # fmt: skip
         check_integers(input_ids=input_ids)
-        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        if input_ids.dim() != 2:
+            raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         given = self._given(pixel_values, image_position_ids)
         here = input_ids == self.config.image_token_id
         decoding = cache is not None and cache.length > 0 and given is None
@@ -131,23 +133,23 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         """The patches and their positions; None for none."""
         check_tensors(pixel_values=pixels)
         check_integers(image_position_ids=positions)
-        check(
-            (pixels is None) == (positions is None),
-            "forward: pixel_values and image_position_ids must be given together, got only one of them.",
-        )
+        if (pixels is None) != (positions is None):
+            raise ValueError(
+                "forward: pixel_values and image_position_ids must be given together, got only one of them."
+            )
         if pixels is None or positions is None:
             return None
         vision = self.config.vision_config
         values, per_token, shape = vision.patch_values, vision.pooled**2, tuple(pixels.shape)
-        check(
-            len(shape) == 3 and shape[1] > 0 and shape[1] % per_token == 0 and shape[2] == values,
-            f"forward: pixel_values must be [images, a multiple of {per_token}, {values}], got {list(shape)}.",
-        )
-        check(
-            tuple(positions.shape) == (*shape[:2], 2),
-            f"forward: image_position_ids must be [{shape[0]}, {shape[1]}, 2] like pixel_values, got "
-            f"{list(positions.shape)}.",
-        )
+        if not (len(shape) == 3 and shape[1] > 0 and shape[1] % per_token == 0 and shape[2] == values):
+            raise ValueError(
+                f"forward: pixel_values must be [images, a multiple of {per_token}, {values}], got {list(shape)}."
+            )
+        if tuple(positions.shape) != (*shape[:2], 2):
+            raise ValueError(
+                f"forward: image_position_ids must be [{shape[0]}, {shape[1]}, 2] like pixel_values, got "
+                f"{list(positions.shape)}."
+            )
         return (pixels, positions) if len(pixels) else None  # collators pass empty tensors for text-only batches
 
     def _refused(self, input_ids: Tensor) -> Tensor:
@@ -181,32 +183,32 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         found, expected, others, wrong_ones, apart = torch.stack(
             [here.sum(), tokens.sum(), other, wrong, torn]
         ).tolist()
-        check(
-            others == 0,
-            f"forward: input_ids must have no placeholders of audio or videos, got {others}. The model takes texts and "
-            "images.",
-        )
-        check(
-            wrong_ones == 0,
-            "forward: image_position_ids must have column and row of each patch, below "
-            f"{vision.position_embedding_size}, of images whose rows and columns are multiples of "
-            f"{vision.pooled}, and then -1 for padding, got others. Pass what the processor returns.",
-        )
-        check(
-            found == 0 or given is not None,
-            f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
-            "processor returns.",
-        )
-        check(
-            found == expected,
-            f"forward: input_ids must have one image placeholder for each of the {expected} image tokens "
-            f"({len(tokens)} images), got {found}. Expand them as the processor does; was the text truncated?",
-        )
-        check(
-            apart == 0,
-            "forward: the placeholders of each image must be contiguous in input_ids and in one document, got "
-            f"{apart} apart from the one before. Expand them as the processor does.",
-        )
+        if others != 0:
+            raise ValueError(
+                f"forward: input_ids must have no placeholders of audio or videos, got {others}. The model takes texts "
+                "and images."
+            )
+        if wrong_ones != 0:
+            raise ValueError(
+                "forward: image_position_ids must have column and row of each patch, below "
+                f"{vision.position_embedding_size}, of images whose rows and columns are multiples of {vision.pooled}, "
+                "and then -1 for padding, got others. Pass what the processor returns."
+            )
+        if found != 0 and given is None:
+            raise ValueError(
+                f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
+                "processor returns."
+            )
+        if found != expected:
+            raise ValueError(
+                f"forward: input_ids must have one image placeholder for each of the {expected} image tokens "
+                f"({len(tokens)} images), got {found}. Expand them as the processor does; was the text truncated?"
+            )
+        if apart != 0:
+            raise ValueError(
+                "forward: the placeholders of each image must be contiguous in input_ids and in one document, got "
+                f"{apart} apart from the one before. Expand them as the processor does."
+            )
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
         """As `VisionLanguageModel.repeat_prompts`; images are in the order of the text."""
@@ -244,11 +246,12 @@ def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[st
     Raises:
         ValueError: a rope type is not supported, layers of one type differ, or there is no ``vision_config``.
     """
-    check(
-        hf.get("vision_config") is not None,
-        "config.json: vision_config must be given, got none, with which transformers builds a language model alone. "
-        "Put the keys of text_config at the top, in its place, and remove language_model. from the tensors' names.",
-    )
+    if hf.get("vision_config") is None:
+        raise ValueError(
+            "config.json: vision_config must be given, got none, with which transformers builds a language model "
+            "alone. Put the keys of text_config at the top, in its place, and remove language_model. from the tensors' "
+            "names."
+        )
     keys = of_text(config_class, hf, text.from_json(hf.get("text_config") or {}), TOP)
     return keys | {"vision_config": dict(vision)}
 

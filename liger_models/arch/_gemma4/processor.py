@@ -25,7 +25,6 @@ from liger_models.base.images import (
     to_tensor,
 )
 from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions, image_tokens
-from liger_models.common.errors import check
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
@@ -55,10 +54,8 @@ class Gemma4Images:
             settings, do_resize=True, do_convert_rgb=True, resample=BICUBIC, patch_size=patch, pooling_kernel_size=pool
         )
         tokens = settings.get("max_soft_tokens") or 280
-        check(
-            isinstance(tokens, int) and tokens > 0,
-            f"preprocessor_config.json: max_soft_tokens must be a positive integer, got {tokens!r}.",
-        )
+        if not (isinstance(tokens, int) and tokens > 0):
+            raise ValueError(f"preprocessor_config.json: max_soft_tokens must be a positive integer, got {tokens!r}.")
         self.patch, self.pool = (patch * pool, 1) if merge else (patch, pool)
         self.max_soft_tokens = tokens
         self.normalize = Normalize({"do_normalize": False, **settings}, [0.0] * 3, [1.0] * 3)
@@ -148,10 +145,10 @@ class Gemma4Processor(Processor):
             ValueError: there is audio or a video, the number of placeholders does not match the number of images, or
                 image tokens do not fit into ``max_length``.
         """
-        check(
-            not audio and not videos,
-            "Gemma4Processor: audio and videos must be left out, got some. The model takes texts and images.",
-        )
+        if audio or videos:
+            raise ValueError(
+                "Gemma4Processor: audio and videos must be left out, got some. The model takes texts and images."
+            )
         texts = self.texts(texts, options)
         made = each_once(self.images, one_list("Gemma4Processor", self.image, texts, images))
         patches = [int((positions >= 0).all(-1).sum()) for _, positions in made]

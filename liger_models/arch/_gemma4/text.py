@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check
 from liger_models.convert.weight_map import (
     Expression,
     Name,
@@ -91,23 +90,23 @@ class Gemma4TextConfig(RMSNormDecoderConfig):
         check_layer_types(name, self.layer_types, self.num_hidden_layers)
         check_values(self, use_bidirectional_attention=(None, "vision"), rope_scaling=(None,))
         groups = {self.kv_heads_of(layer) for layer in range(self.num_hidden_layers)}
-        check(
-            all(H % G == 0 for G in groups) and self.global_head_dim % 2 == 0,
-            f"{name}: num_attention_heads ({H}) must be a multiple of num_global_key_value_heads "
-            f"({self.num_global_key_value_heads}), and global_head_dim ({self.global_head_dim}) even.",
-        )
+        if not all(H % G == 0 for G in groups) or self.global_head_dim % 2 != 0:
+            raise ValueError(
+                f"{name}: num_attention_heads ({H}) must be a multiple of num_global_key_value_heads "
+                f"({self.num_global_key_value_heads}), and global_head_dim ({self.global_head_dim}) even."
+            )
         own = {self.layer_type(layer) for layer in range(self.num_hidden_layers) if not self.shares(layer)}
         every = {self.layer_type(layer) for layer in range(self.num_hidden_layers)}
-        check(
-            own == every and self.num_kv_shared_layers < self.num_hidden_layers,
-            f"{name}: num_kv_shared_layers ({self.num_kv_shared_layers}) must leave a layer of each type with keys and "
-            f"values of its own, got {self.num_hidden_layers} layers. Check config.json.",
-        )
+        if not (own == every and self.num_kv_shared_layers < self.num_hidden_layers):
+            raise ValueError(
+                f"{name}: num_kv_shared_layers ({self.num_kv_shared_layers}) must leave a layer of each type with keys "
+                f"and values of its own, got {self.num_hidden_layers} layers. Check config.json."
+            )
         sizes = (self.num_experts, self.top_k_experts, self.moe_intermediate_size)
-        check(
-            not self.enable_moe_block or None not in sizes,
-            f"{name}: enable_moe_block needs num_experts, top_k_experts and moe_intermediate_size, got {sizes}.",
-        )
+        if self.enable_moe_block and None in sizes:
+            raise ValueError(
+                f"{name}: enable_moe_block needs num_experts, top_k_experts and moe_intermediate_size, got {sizes}."
+            )
 
     def layer_type(self, layer: int) -> str:
         """The type of a layer, "sliding_attention" or "full_attention"; also the name of its rotary embedding."""
@@ -499,11 +498,11 @@ class Gemma4Decoder(CausalLM):
         Raises:
             ValueError: an embedding is that of no token, or the embedding is sharded.
         """
-        check(
-            self.groups.sharded is None,
-            "forward: inputs_embeds needs the whole embedding on each rank, because this model embeds the ids a second "
-            "time. Pass input_ids.",
-        )
+        if self.groups.sharded is not None:
+            raise ValueError(
+                "forward: inputs_embeds needs the whole embedding on each rank, because this model embeds the ids a "
+                "second time. Pass input_ids."
+            )
         rows, known = embeds.flatten(0, 1), self.embed_tokens.weight
         # A random projection sorts the table; equal rows have equal values.
         direction = torch.randn(known.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -513,11 +512,11 @@ class Gemma4Decoder(CausalLM):
         wanted = rows.double() @ direction
         near = torch.searchsorted(values, wanted - 1e-9 * wanted.abs()).clamp_max(len(values) - 1)
         ids = order[near]
-        check(
-            torch.equal(known[ids] * scale, rows.to(known.dtype)),
-            "forward: inputs_embeds must be embeddings of tokens as embed_tokens returns them, because this model "
-            "embeds the ids a second time, got others. Pass input_ids.",
-        )
+        if not torch.equal(known[ids] * scale, rows.to(known.dtype)):
+            raise ValueError(
+                "forward: inputs_embeds must be embeddings of tokens as embed_tokens returns them, because this model "
+                "embeds the ids a second time, got others. Pass input_ids."
+            )
         return ids.view(embeds.shape[:2])
 
     @property

@@ -6,7 +6,6 @@ from typing import Any
 
 from liger_models.arch._gemma4 import text
 from liger_models.arch._gemma4.text import Gemma4TextConfig
-from liger_models.common.errors import check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +19,11 @@ class Gemma4UnifiedTextConfig(Gemma4TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(
-            not self.enable_moe_block and self.hidden_size_per_layer_input == 0,
-            "Gemma4UnifiedTextConfig: enable_moe_block must be False and hidden_size_per_layer_input 0, got "
-            f"{self.enable_moe_block} and {self.hidden_size_per_layer_input}. The architecture has neither.",
-        )
+        if self.enable_moe_block or self.hidden_size_per_layer_input != 0:
+            raise ValueError(
+                "Gemma4UnifiedTextConfig: enable_moe_block must be False and hidden_size_per_layer_input 0, got "
+                f"{self.enable_moe_block} and {self.hidden_size_per_layer_input}. The architecture has neither."
+            )
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:

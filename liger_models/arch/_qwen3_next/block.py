@@ -12,7 +12,6 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerGatedAttention
 from liger_models.layers.batch import BatchLayout
@@ -48,11 +47,11 @@ class HybridConfig(RMSNormDecoderConfig):
         super().__post_init__()
         name, keys, values = type(self).__name__, self.linear_num_key_heads, self.linear_num_value_heads
         check_layer_types(name, self.layer_types, self.num_hidden_layers, (LINEAR, FULL))
-        check(
-            values % keys == 0,
-            f"{name}: linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys}). Check "
-            "config.json.",
-        )
+        if values % keys != 0:
+            raise ValueError(
+                f"{name}: linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys}). Check "
+                "config.json."
+            )
 
     @property
     def rotary_width(self) -> int:

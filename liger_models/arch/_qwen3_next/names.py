@@ -5,7 +5,6 @@ from typing import Any
 
 from liger_models.arch._qwen3_next.block import HybridConfig
 from liger_models.arch._qwen_vl.names import qwen3_vl_tower
-from liger_models.common.errors import check
 from liger_models.convert.weight_map import (
     Cat,
     Expression,
@@ -151,7 +150,8 @@ def read_text(hf: Mapping[str, Any]) -> dict[str, Any]:
     where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
     rope = dict(flat.get(where) or {})
     interleaved = rope.pop("mrope_interleaved", True)
-    check(interleaved is True, f"config.json: {where}.mrope_interleaved must be true or missing, got {interleaved}.")
+    if interleaved is not True:
+        raise ValueError(f"config.json: {where}.mrope_interleaved must be true or missing, got {interleaved}.")
     section = rope.pop("mrope_section", None)
     return flat | {where: rope} | ({"mrope_section": section} if section else {})
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from liger_models.arch._qwen_vl.deepstack import Qwen3VLVisionConfig
-from liger_models.common.errors import check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +17,8 @@ class Qwen3_5VisionConfig(Qwen3VLVisionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(
-            not self.deepstack_visual_indexes,
-            f"Qwen3_5VisionConfig: deepstack_visual_indexes must be empty, got {self.deepstack_visual_indexes}. The "
-            "architecture has no DeepStack.",
-        )
+        if self.deepstack_visual_indexes:
+            raise ValueError(
+                f"Qwen3_5VisionConfig: deepstack_visual_indexes must be empty, got {self.deepstack_visual_indexes}. "
+                "The architecture has no DeepStack."
+            )

@@ -12,7 +12,6 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.linear import local
@@ -48,34 +47,34 @@ class Qwen3VLVisionConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        check(
-            self.hidden_size % (4 * self.num_heads) == 0,
-            f"Qwen3VLVisionConfig: hidden_size ({self.hidden_size}) must be a multiple of 4 · num_heads "
-            f"({self.num_heads}), to rotate by row and column. Check config.json.",
-        )
-        check(
-            int(self.num_position_embeddings**0.5) ** 2 == self.num_position_embeddings,
-            f"Qwen3VLVisionConfig: num_position_embeddings must be a square number, got "
-            f"{self.num_position_embeddings}. Check config.json.",
-        )
-        check(
-            self.hidden_act in ("quick_gelu", "gelu", "gelu_pytorch_tanh"),
-            f"Qwen3VLVisionConfig: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', "
-            f"got {self.hidden_act!r}. The tower has no other activation.",
-        )
+        if self.hidden_size % (4 * self.num_heads) != 0:
+            raise ValueError(
+                f"Qwen3VLVisionConfig: hidden_size ({self.hidden_size}) must be a multiple of 4 · num_heads "
+                f"({self.num_heads}), to rotate by row and column. Check config.json."
+            )
+        if int(self.num_position_embeddings**0.5) ** 2 != self.num_position_embeddings:
+            raise ValueError(
+                "Qwen3VLVisionConfig: num_position_embeddings must be a square number, got "
+                f"{self.num_position_embeddings}. Check config.json."
+            )
+        if self.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh"):
+            raise ValueError(
+                "Qwen3VLVisionConfig: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', got "
+                f"{self.hidden_act!r}. The tower has no other activation."
+            )
 
     def check_decoder(self, name: str, hidden_size: int, num_hidden_layers: int) -> None:
         """Raise ValueError unless the outputs of the tower fit the language model; ``name`` is its config class."""
-        check(
-            self.out_hidden_size == hidden_size,
-            f"{name}: vision_config.out_hidden_size ({self.out_hidden_size}) must be hidden_size ({hidden_size}). "
-            "Check config.json.",
-        )
-        check(
-            len(self.deepstack_visual_indexes) <= num_hidden_layers,
-            f"{name}: deepstack_visual_indexes ({self.deepstack_visual_indexes}) must not have more entries than "
-            f"num_hidden_layers ({num_hidden_layers}). Check config.json.",
-        )
+        if self.out_hidden_size != hidden_size:
+            raise ValueError(
+                f"{name}: vision_config.out_hidden_size ({self.out_hidden_size}) must be hidden_size ({hidden_size}). "
+                "Check config.json."
+            )
+        if not len(self.deepstack_visual_indexes) <= num_hidden_layers:
+            raise ValueError(
+                f"{name}: deepstack_visual_indexes ({self.deepstack_visual_indexes}) must not have more entries than "
+                f"num_hidden_layers ({num_hidden_layers}). Check config.json."
+            )
 
 
 class Qwen3VLTower(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_models.arch._qwen_vl.processor import QwenVLProcessor
 from liger_models.base.vision_language import VisionLanguageModel, repeated_items
-from liger_models.common.errors import check, check_integers, check_tensors
+from liger_models.common.errors import check_integers, check_tensors
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache
@@ -124,11 +124,13 @@ class MRopeModel(VisionLanguageModel):
         videos = _pair("pixel_values_videos", pixel_values_videos, "video_grid_thw", video_grid_thw)
         masks: dict[str, Any] = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "cache": cache}
         if input_ids is None or inputs_embeds is not None:
-            check(images is None and videos is None, "forward: pixels need input_ids, which say where the images are.")
+            if images is not None or videos is not None:
+                raise ValueError("forward: pixels need input_ids, which say where the images are.")
             return super().prepare(input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **masks)
         check_integers(input_ids=input_ids)
         check_tensors(attention_mask=attention_mask)
-        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        if input_ids.dim() != 2:
+            raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         self.groups.check_tokens(input_ids.shape[1], whole=False)
         decoding = cache is not None and cache.length > 0 and images is None and videos is None
         if not decoding and not torch.compiler.is_compiling():
@@ -211,34 +213,32 @@ class MRopeModel(VisionLanguageModel):
                 "pixel_values_videos", "video_grid_thw"
             )  # fmt: skip
             rows = 0 if given is None else given[0].shape[0]
-            check(
-                given is None or given[0].shape[1] == width,
-                f"forward: {pixels} must be [patches, {width}], got {given and list(given[0].shape)}.",
-            )
-            check(
-                not wrong,
-                f"forward: {grid} must have at least one frame, and rows and columns that are multiples of {side}, got "
-                f"{given[1].tolist() if given is not None and wrong else None}.",
-            )
-            check(
-                tokens == 0 or given is not None,
-                f"forward: {tokens} {kind} placeholders in input_ids must have {pixels}, got none. Pass what the "
-                "processor returns.",
-            )
-            check(
-                rows == expected,
-                f"forward: {pixels} must hold the {expected} patches that {grid} describes, got {rows}.",
-            )
-            check(
-                tokens * side**2 == rows,
-                f"forward: input_ids must have one {kind} placeholder for each of the {rows // side**2} {kind} tokens, "
-                f"got {tokens}. Expand them as the processor does; was the text truncated?",
-            )
-            check(
-                torn == 0,
-                f"forward: the placeholders of each {kind} must be contiguous in input_ids and in one document, got "
-                f"{torn} apart from the one before. Are {pixels} and {grid} in the order of the text?",
-            )
+            if given is not None and given[0].shape[1] != width:
+                raise ValueError(f"forward: {pixels} must be [patches, {width}], got {given and list(given[0].shape)}.")
+            if wrong:
+                raise ValueError(
+                    f"forward: {grid} must have at least one frame, and rows and columns that are multiples of {side}, "
+                    f"got {given[1].tolist() if given is not None and wrong else None}."
+                )
+            if tokens != 0 and given is None:
+                raise ValueError(
+                    f"forward: {tokens} {kind} placeholders in input_ids must have {pixels}, got none. Pass what the "
+                    "processor returns."
+                )
+            if rows != expected:
+                raise ValueError(
+                    f"forward: {pixels} must hold the {expected} patches that {grid} describes, got {rows}."
+                )
+            if tokens * side**2 != rows:
+                raise ValueError(
+                    f"forward: input_ids must have one {kind} placeholder for each of the {rows // side**2} {kind} "
+                    f"tokens, got {tokens}. Expand them as the processor does; was the text truncated?"
+                )
+            if torn != 0:
+                raise ValueError(
+                    f"forward: the placeholders of each {kind} must be contiguous in input_ids and in one document, "
+                    f"got {torn} apart from the one before. Are {pixels} and {grid} in the order of the text?"
+                )
 
     def multimodal_positions(
         self,
@@ -274,24 +274,25 @@ class MRopeModel(VisionLanguageModel):
     ) -> tuple[Tensor, Tensor]:
         """`multimodal_positions`, and the position [B, 1] of the token that follows each row."""
         rate = getattr(self.config.vision_config, "tokens_per_second", None)
-        check(
-            rate is not None or second_per_grid_ts is None,
-            f"forward: second_per_grid_ts must not be given: positions of {type(self).__name__} do not depend on it.",
-        )
-        check(
-            mask is None or mask.shape == input_ids.shape,
-            f"forward: attention_mask must be {list(input_ids.shape)} like input_ids, preceded by the cached tokens if "
-            f"there are any, got {None if mask is None else list(mask.shape)}.",
-        )
+        if rate is None and second_per_grid_ts is not None:
+            raise ValueError(
+                f"forward: second_per_grid_ts must not be given: positions of {type(self).__name__} do not depend on "
+                "it."
+            )
+        if mask is not None and mask.shape != input_ids.shape:
+            raise ValueError(
+                f"forward: attention_mask must be {list(input_ids.shape)} like input_ids, preceded by the cached "
+                f"tokens if there are any, got {None if mask is None else list(mask.shape)}."
+            )
         interval = None
         if rate is not None and video_grid_thw is not None:
             seconds = torch.ones(len(video_grid_thw)) if second_per_grid_ts is None else second_per_grid_ts
             interval = torch.as_tensor(seconds, dtype=torch.float32) * rate
-            check(
-                interval.shape == video_grid_thw.shape[:1],
-                f"forward: second_per_grid_ts must have a number for each of the {len(video_grid_thw)} videos, got "
-                f"{list(interval.shape)}.",
-            )
+            if interval.shape != video_grid_thw.shape[:1]:
+                raise ValueError(
+                    f"forward: second_per_grid_ts must have a number for each of the {len(video_grid_thw)} videos, got "
+                    f"{list(interval.shape)}."
+                )
         kinds = (input_ids == self.config.image_token_id).long() + 2 * (input_ids == self.config.video_token_id)
         return mrope_positions(
             kinds, [image_grid_thw, video_grid_thw],
@@ -366,15 +367,13 @@ def _pair(pixels_name: str, pixels: Tensor | None, grid_name: str, grid: Tensor 
         return None
     check_tensors(**{pixels_name: pixels})
     check_integers(**{grid_name: grid})
-    check(
-        pixels is not None and grid is not None,
-        f"forward: {pixels_name} and {grid_name} must be given together, got only one of them.",
-    )
+    if pixels is None or grid is None:
+        raise ValueError(f"forward: {pixels_name} and {grid_name} must be given together, got only one of them.")
     assert pixels is not None
     assert grid is not None
-    check(
-        pixels.dim() == 2 and grid.dim() == 2 and grid.shape[1] == 3,
-        f"forward: {pixels_name} must be [patches, values] and {grid_name} [items, 3], "
-        f"got {list(pixels.shape)} and {list(grid.shape)}.",
-    )
+    if pixels.dim() != 2 or grid.dim() != 2 or grid.shape[1] != 3:
+        raise ValueError(
+            f"forward: {pixels_name} must be [patches, values] and {grid_name} [items, 3], got {list(pixels.shape)} "
+            f"and {list(grid.shape)}."
+        )
     return (pixels, grid) if len(pixels) or len(grid) else None  # collators pass empty tensors for text-only batches

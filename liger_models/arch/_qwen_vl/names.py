@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from liger_models.common.errors import check
 from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import Expression, WeightMap, decoder_map, equal_qkv_rows, patch_rows
 
@@ -46,11 +45,11 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str,
     where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
     rope, axial = dict(flat.get(where) or {}), dict(vision.pop("rope_parameters", None) or {})
     interleaved, axial_type = rope.pop("mrope_interleaved", None), axial.pop("rope_type", "axial")
-    check(
-        interleaved in (None, flat["model_type"] in INTERLEAVED) and axial_type in ("axial", "default"),
-        f"config.json: {where}.mrope_interleaved must be missing or match the architecture, and the tower's rope_type "
-        f"must be 'axial' or 'default', got {interleaved} and {axial_type!r}.",
-    )
+    if interleaved not in (None, flat["model_type"] in INTERLEAVED) or axial_type not in ("axial", "default"):
+        raise ValueError(
+            f"config.json: {where}.mrope_interleaved must be missing or match the architecture, and the tower's "
+            f"rope_type must be 'axial' or 'default', got {interleaved} and {axial_type!r}."
+        )
     if rope.get("mrope_section"):
         flat["mrope_section"] = rope["mrope_section"]
     rope.pop("mrope_section", None)

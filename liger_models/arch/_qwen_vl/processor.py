@@ -24,7 +24,6 @@ from liger_models.base.images import (
     to_tensor,
 )
 from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions
-from liger_models.common.errors import check
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
@@ -57,10 +56,10 @@ def smart_resize(
         ValueError: one side of the image is more than 200 times as long as the other.
     """
     longer, shorter = max(height, width), min(height, width)
-    check(
-        longer <= MOST_ELONGATED * shorter,
-        f"smart_resize: an image must be at most {MOST_ELONGATED} times as long as wide, got {height} x {width}.",
-    )
+    if not longer <= MOST_ELONGATED * shorter:
+        raise ValueError(
+            f"smart_resize: an image must be at most {MOST_ELONGATED} times as long as wide, got {height} x {width}."
+        )
     given, rounded = frames
     high, wide = round(height / factor) * factor, round(width / factor) * factor
     if rounded * high * wide > max_pixels:
@@ -96,13 +95,15 @@ class QwenVLImages:
     def __init__(
         self, settings: Mapping[str, Any], *, min_pixels: int = 3136, max_pixels: int = 1003520, of: str = "image"
     ) -> None:
-        check(of in BOUNDS, f"QwenVLImages: of must be one of {BOUNDS}, got {of!r}.")
+        if of not in BOUNDS:
+            raise ValueError(f"QwenVLImages: of must be one of {BOUNDS}, got {of!r}.")
         check_settings(settings, do_resize=True, do_convert_rgb=True, resample=BICUBIC)
         size, edges = settings.get("size") or {}, {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-        check(
-            not size or all(settings.get(bound) or size.get(edge) for bound, edge in edges.items()),
-            f"preprocessor_config.json: size must have {' and '.join(edges.values())}, in pixels of area, got {size}.",
-        )
+        if size and not all(settings.get(bound) or size.get(edge) for bound, edge in edges.items()):
+            raise ValueError(
+                f"preprocessor_config.json: size must have {' and '.join(edges.values())}, in pixels of area, got "
+                f"{size}."
+            )
         self.patch, self.merge, self.frames = (
             int(settings.get(key) or value)
             for key, value in (("patch_size", 14), ("merge_size", 2), ("temporal_patch_size", 2))
@@ -143,9 +144,11 @@ class QwenVLImages:
             ValueError: no frames, too few of them, frames of different sizes, or bounds that leave no size.
         """
         images = [read_image(frame) for frame in frames]
-        check(bool(images), "QwenVLImages: a video must have at least one frame, got none.")
+        if not images:
+            raise ValueError("QwenVLImages: a video must have at least one frame, got none.")
         sizes = sorted({image.size for image in images})
-        check(len(sizes) == 1, f"QwenVLImages: the frames of a video must have one size, got {sizes}.")
+        if len(sizes) != 1:
+            raise ValueError(f"QwenVLImages: the frames of a video must have one size, got {sizes}.")
         count = len(images)
         size = self.resized(*images[0].size, count, min_pixels, max_pixels)
         if self.of == "image":
@@ -172,16 +175,17 @@ class QwenVLImages:
             ValueError: too few frames, too elongated ones, or bounds of the area that leave none.
         """
         factor, whole = self.patch * self.merge, self.of == "video"
-        check(
-            count >= self.frames or not whole,
-            f"QwenVLImages: a video must have at least {self.frames} frames, got {count}. Pass an image as an image.",
-        )
+        if not count >= self.frames and whole:
+            raise ValueError(
+                f"QwenVLImages: a video must have at least {self.frames} frames, got {count}. Pass an image as an "
+                "image."
+            )
         given = [bound for bound in (min_pixels, max_pixels) if bound is not None]
-        check(
-            all(isinstance(bound, int) and bound > 0 for bound in given) and given == sorted(given),
-            "QwenVLImages: min_pixels and max_pixels must be positive numbers of pixels, the second at least the "
-            f"first, got {min_pixels!r} and {max_pixels!r}.",
-        )
+        if not all(isinstance(bound, int) and bound > 0 for bound in given) or given != sorted(given):
+            raise ValueError(
+                "QwenVLImages: min_pixels and max_pixels must be positive numbers of pixels, the second at least the "
+                f"first, got {min_pixels!r} and {max_pixels!r}."
+            )
         deep = (count, round(count / self.frames) * self.frames) if whole else (1, 1)
         if whole and min(height, width) < factor:
             scale = factor / min(height, width)
@@ -192,10 +196,8 @@ class QwenVLImages:
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
         """As `Processor.sampled`: evenly from the first to the last frame (Qwen3-VL), or evenly from the first on."""
-        check(
-            wanted is None or (isinstance(wanted, int | float) and 0 < wanted < math.inf),
-            f"QwenVLImages: fps must be a positive number of frames per second, got {wanted!r}.",
-        )
+        if wanted is not None and not (isinstance(wanted, int | float) and 0 < wanted < math.inf):
+            raise ValueError(f"QwenVLImages: fps must be a positive number of frames per second, got {wanted!r}.")
         whole, most = self.of == "video", min(self.most_frames, frames)
         if wanted is None and self.num_frames:
             depth = 1 if whole else self.frames
@@ -206,11 +208,11 @@ class QwenVLImages:
             most = most // self.frames * self.frames
             count = int(min(max(frames / fps * (wanted or self.fps), self.least_frames), most))
             count = count // self.frames * self.frames
-        check(
-            count >= self.frames,
-            f"QwenVLImages: a video must have at least {self.frames} frames, got {count} of {frames}. Pass an image as "
-            "an image.",
-        )
+        if not count >= self.frames:
+            raise ValueError(
+                f"QwenVLImages: a video must have at least {self.frames} frames, got {count} of {frames}. Pass an "
+                "image as an image."
+            )
         if whole:
             step = (frames - 1) / (count - 1)
             return [round(index * step) for index in range(count)]
@@ -290,15 +292,18 @@ class QwenVLProcessor(Processor):
         }
         for name, settings in (("preprocessor_config.json", images), ("video_preprocessor_config.json", videos)):
             wrong = {key: settings[key] for key, value in sizes.items() if settings.get(key, value) != value}
-            check(not wrong, f"{name}: must have the model's {sizes}, got {wrong}. Take the files of one checkpoint.")
+            if wrong:
+                raise ValueError(
+                    f"{name}: must have the model's {sizes}, got {wrong}. Take the files of one checkpoint."
+                )
         image, video = (
             model.tokenizer.backend.id_to_token(token) or "" for token in (config.image_token_id, config.video_token_id)
         )
-        check(
-            image != "" and video != "",
-            f"QwenVLProcessor: the tokenizer must have the placeholders' ids {config.image_token_id} and "
-            f"{config.video_token_id}, got {len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint.",
-        )
+        if image == "" or video == "":
+            raise ValueError(
+                f"QwenVLProcessor: the tokenizer must have the placeholders' ids {config.image_token_id} and "
+                f"{config.video_token_id}, got {len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint."
+            )
         check_given(images)
         apart: bool = cast(Any, model).frames_apart
         bounds = {"min_pixels": 131072, "max_pixels": 786432} if apart else {"min_pixels": 100352, "max_pixels": 602112}
@@ -348,40 +353,40 @@ class QwenVLProcessor(Processor):
         """
         texts, videos = self.texts(texts, options), () if videos is None else videos
         rates = list(fps) if isinstance(fps, Sequence) else [fps] * len(videos)
-        check(
-            len(rates) == len(videos),
-            f"QwenVLProcessor: fps must be one, or one for each of the {len(videos)} videos, got {len(rates)}.",
-        )
-        check(
-            all(rate is None or rate > 0 for rate in rates),
-            f"QwenVLProcessor: fps must be positive, got {[rate for rate in rates if rate is not None]}.",
-        )
-        check(
-            None not in rates or not (self.frames_apart or self.times),
-            "QwenVLProcessor: fps must be given with videos, because this model uses the times of their frames.",
-        )
-        for frames in videos:
-            check(
-                isinstance(frames, Sequence) and not isinstance(frames, str | bytes),
-                f"QwenVLProcessor: a video must be a list of images, its frames, got {type(frames).__name__}. "
-                "Decode video files first.",
+        if len(rates) != len(videos):
+            raise ValueError(
+                f"QwenVLProcessor: fps must be one, or one for each of the {len(videos)} videos, got {len(rates)}."
             )
+        if not all(rate is None or rate > 0 for rate in rates):
+            raise ValueError(
+                f"QwenVLProcessor: fps must be positive, got {[rate for rate in rates if rate is not None]}."
+            )
+        if None in rates and (self.frames_apart or self.times):
+            raise ValueError(
+                "QwenVLProcessor: fps must be given with videos, because this model uses the times of their frames."
+            )
+        for frames in videos:
+            if not isinstance(frames, Sequence) or isinstance(frames, str | bytes):
+                raise ValueError(
+                    f"QwenVLProcessor: a video must be a list of images, its frames, got {type(frames).__name__}. "
+                    "Decode video files first."
+                )
         found = sum(text.count(self.video_token) for text in texts)
-        check(
-            found == len(videos),
-            f"QwenVLProcessor: the texts must have one {self.video_token} for each of the {len(videos)} videos, got "
-            f"{found}.",
-        )
+        if found != len(videos):
+            raise ValueError(
+                f"QwenVLProcessor: the texts must have one {self.video_token} for each of the {len(videos)} videos, "
+                f"got {found}."
+            )
         listed = one_list("QwenVLProcessor", self.image_token, texts, images)
         bounds = [
             [given] * len(listed) if given is None or isinstance(given, int) else list(given)
             for given in (min_pixels, max_pixels)
         ]
-        check(
-            all(len(given) == len(listed) for given in bounds),
-            f"QwenVLProcessor: min_pixels and max_pixels must be one number, or one for each of the {len(listed)} "
-            f"images, got {' and '.join(str(len(given)) for given in bounds)}.",
-        )
+        if not all(len(given) == len(listed) for given in bounds):
+            raise ValueError(
+                f"QwenVLProcessor: min_pixels and max_pixels must be one number, or one for each of the {len(listed)} "
+                f"images, got {' and '.join(str(len(given)) for given in bounds)}."
+            )
         pictures: list[Image] = each_once(read_image, listed)
         clips: list[list[Image]] = [each_once(read_image, video) for video in videos]
         out: dict[str, Any] = self.pixels(pictures, clips, [float(rate or 0) for rate in rates], bounds)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from liger_models.arch.gemma3.processor import Gemma3Processor
 from liger_models.arch.registry import add_family
 from liger_models.base.vision_language import VisionLanguageModel, repeated_items
-from liger_models.common.errors import check, check_integers, check_tensors
+from liger_models.common.errors import check_integers, check_tensors
 from liger_models.convert.config_map import flat_rope, of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
@@ -61,25 +61,27 @@ class Gemma3VisionConfig:
     vision_use_head: bool = False
 
     def __post_init__(self) -> None:
-        check(
-            self.hidden_size % self.num_attention_heads == 0,
-            f"Gemma3VisionConfig: hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
-            f"({self.num_attention_heads}). Check config.json.",
-        )
-        check(
-            not self.vision_use_head,
-            "Gemma3VisionConfig: vision_use_head must be False, got True. The tower has no head, nor has any release.",
-        )
-        check(
-            self.image_size % self.patch_size == 0,
-            f"Gemma3VisionConfig: image_size ({self.image_size}) must be a multiple of patch_size ({self.patch_size}). "
-            "Check config.json.",
-        )
-        check(
-            self.hidden_act in ("quick_gelu", "gelu", "gelu_pytorch_tanh") and self.attention_dropout == 0.0,
-            f"Gemma3VisionConfig: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh' and attention_dropout "
-            f"0, got {self.hidden_act!r} and {self.attention_dropout}. Nothing else is implemented.",
-        )
+        if self.hidden_size % self.num_attention_heads != 0:
+            raise ValueError(
+                f"Gemma3VisionConfig: hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
+                f"({self.num_attention_heads}). Check config.json."
+            )
+        if self.vision_use_head:
+            raise ValueError(
+                "Gemma3VisionConfig: vision_use_head must be False, got True. The tower has no head, nor has any "
+                "release."
+            )
+        if self.image_size % self.patch_size != 0:
+            raise ValueError(
+                f"Gemma3VisionConfig: image_size ({self.image_size}) must be a multiple of patch_size "
+                f"({self.patch_size}). Check config.json."
+            )
+        if self.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh") or self.attention_dropout != 0.0:
+            raise ValueError(
+                "Gemma3VisionConfig: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh' and "
+                f"attention_dropout 0, got {self.hidden_act!r} and {self.attention_dropout}. Nothing else is "
+                "implemented."
+            )
 
     @property
     def patches_per_side(self) -> int:
@@ -128,11 +130,11 @@ class Gemma3Config(RMSNormDecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         side, patches = self.tokens_per_side, self.vision_config.patches_per_side
-        check(
-            side**2 == self.mm_tokens_per_image and side > 0 and patches % side == 0,
-            f"Gemma3Config: mm_tokens_per_image ({self.mm_tokens_per_image}) must be the square of a number that "
-            f"divides the number of rows of patches ({patches}). Check config.json.",
-        )
+        if not (side**2 == self.mm_tokens_per_image and side > 0 and patches % side == 0):
+            raise ValueError(
+                f"Gemma3Config: mm_tokens_per_image ({self.mm_tokens_per_image}) must be the square of a number that "
+                f"divides the number of rows of patches ({patches}). Check config.json."
+            )
         check_layer_types("Gemma3Config", self.layer_types, self.num_hidden_layers)
         check_values(self, use_bidirectional_attention=(None, False))
 
@@ -289,42 +291,44 @@ class LigerGemma3(VisionLanguageModel):
         """
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
         if input_ids is None or inputs_embeds is not None:
-            check(pixel_values is None, "forward: pixels need input_ids, which say where the images are.")
+            if pixel_values is not None:
+                raise ValueError("forward: pixels need input_ids, which say where the images are.")
             return super().forward(
                 input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=attention_mask,
                 cu_seqlens=cu_seqlens, cache=cache, **options,
             )  # fmt: skip
         check_integers(input_ids=input_ids)
         check_tensors(pixel_values=pixel_values)
-        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        if input_ids.dim() != 2:
+            raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         vision, per_image = self.config.vision_config, self.config.mm_tokens_per_image
         size = (vision.num_channels, vision.image_size, vision.image_size)
-        check(
-            pixel_values is None or (pixel_values.dim() == 4 and tuple(pixel_values.shape[1:]) == size),
-            f"forward: pixel_values must be [images, {', '.join(map(str, size))}], "
-            f"got {None if pixel_values is None else list(pixel_values.shape)}.",
-        )
+        if pixel_values is not None and (pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != size):
+            raise ValueError(
+                f"forward: pixel_values must be [images, {', '.join(map(str, size))}], got "
+                f"{None if pixel_values is None else list(pixel_values.shape)}."
+            )
         here = input_ids == self.config.image_token_index
         decoding = cache is not None and cache.length > 0 and pixel_values is None
         if not decoding and not torch.compiler.is_compiling():
             images = 0 if pixel_values is None else len(pixel_values)
             sizes = input_ids.new_full((images,), per_image)
             found, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes, cu_seqlens)]).tolist()
-            check(
-                found == 0 or pixel_values is not None,
-                f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
-                "processor returns.",
-            )
-            check(
-                found == images * per_image,
-                f"forward: input_ids must have one image placeholder for each of the {images * per_image} image tokens "
-                f"({images} images), got {found}. Expand them as the processor does; was the text truncated?",
-            )
-            check(
-                torn == 0,
-                f"forward: the {per_image} placeholders of each image must be contiguous in input_ids and in one "
-                f"document, got {torn} apart from the one before. Expand them as the processor does.",
-            )
+            if found != 0 and pixel_values is None:
+                raise ValueError(
+                    f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
+                    "processor returns."
+                )
+            if found != images * per_image:
+                raise ValueError(
+                    f"forward: input_ids must have one image placeholder for each of the {images * per_image} image "
+                    f"tokens ({images} images), got {found}. Expand them as the processor does; was the text truncated?"
+                )
+            if torn != 0:
+                raise ValueError(
+                    f"forward: the {per_image} placeholders of each image must be contiguous in input_ids and in one "
+                    f"document, got {torn} apart from the one before. Expand them as the processor does."
+                )
         outside = self.config.image_token_index >= self.config.vocab_size
         embeds = self.embed_tokens(input_ids.masked_fill(here, 0) if outside else input_ids)
         if pixel_values is None and self.tower_is_sharded and not decoding:

@@ -15,7 +15,6 @@ from liger_models.arch._gemma4.images import Gemma4WithImages, Placeholders
 from liger_models.arch._gemma4.text import Gemma4TextConfig, text_map
 from liger_models.arch.gemma4.tower import Gemma4Tower, Gemma4VisionConfig
 from liger_models.arch.registry import add_family
-from liger_models.common.errors import check
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Expression, Rearrange, Stack, WeightMap
 
@@ -58,11 +57,11 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     vision = dict(hf.get("vision_config") or {})
     rope = dict(vision.pop("rope_parameters", None) or {})
     kind = rope.pop("rope_type", "axial")
-    check(
-        kind in ("axial", "default") and not rope.keys() - {"rope_theta"},
-        "config.json: vision_config.rope_parameters must be of type 'axial' or 'default' with a rope_theta, got "
-        f"{kind!r} with {', '.join(rope)}. The architecture supports nothing else.",
-    )
+    if kind not in ("axial", "default") or rope.keys() - {"rope_theta"}:
+        raise ValueError(
+            "config.json: vision_config.rope_parameters must be of type 'axial' or 'default' with a rope_theta, got "
+            f"{kind!r} with {', '.join(rope)}. The architecture supports nothing else."
+        )
     return images.from_json(Gemma4Config, hf, vision | rope)
 
 

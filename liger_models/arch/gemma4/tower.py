@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.common.errors import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.kernels.rope.qkv_norm_rope import qkv_norm_rope, qkv_norm_rope_reference
 from liger_models.layers.attention import attention
@@ -55,21 +54,21 @@ class Gemma4VisionConfig:
     standardize: bool = False
 
     def __post_init__(self) -> None:
-        check(
-            self.head_dim % 4 == 0,
-            f"Gemma4VisionConfig: head_dim must be a multiple of 4, to rotate by row and column, got {self.head_dim}. "
-            "Check config.json.",
-        )
-        check(
-            self.num_key_value_heads == self.num_attention_heads,
-            f"Gemma4VisionConfig: num_key_value_heads ({self.num_key_value_heads}) must be num_attention_heads "
-            f"({self.num_attention_heads}). The heads of the tower share no keys.",
-        )
-        check(
-            self.hidden_activation == "gelu_pytorch_tanh" and self.attention_dropout == 0.0,
-            "Gemma4VisionConfig: hidden_activation must be 'gelu_pytorch_tanh' and attention_dropout 0, got "
-            f"{self.hidden_activation!r} and {self.attention_dropout}. Nothing else is implemented.",
-        )
+        if self.head_dim % 4 != 0:
+            raise ValueError(
+                "Gemma4VisionConfig: head_dim must be a multiple of 4, to rotate by row and column, got "
+                f"{self.head_dim}. Check config.json."
+            )
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError(
+                f"Gemma4VisionConfig: num_key_value_heads ({self.num_key_value_heads}) must be num_attention_heads "
+                f"({self.num_attention_heads}). The heads of the tower share no keys."
+            )
+        if self.hidden_activation != "gelu_pytorch_tanh" or self.attention_dropout != 0.0:
+            raise ValueError(
+                "Gemma4VisionConfig: hidden_activation must be 'gelu_pytorch_tanh' and attention_dropout 0, got "
+                f"{self.hidden_activation!r} and {self.attention_dropout}. Nothing else is implemented."
+            )
 
     @property
     def patch_values(self) -> int:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import Group, copy_to_region, to_heads, to_tokens
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.layers.attention import attention, check_heads
@@ -142,10 +141,10 @@ class LigerCrossAttention(Layer):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        check(
-            num_heads % num_kv_heads == 0,
-            f"LigerCrossAttention: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).",
-        )
+        if num_heads % num_kv_heads != 0:
+            raise ValueError(
+                f"LigerCrossAttention: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})."
+            )
         self.head_dim, self.layer, self.dropout = head_dim, layer, dropout
         self.recompute = False
         """Save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""

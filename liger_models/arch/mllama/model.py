@@ -32,7 +32,7 @@ from liger_models.arch.mllama.cross_attention import (
 from liger_models.arch.mllama.processor import MllamaProcessor
 from liger_models.arch.registry import add_family
 from liger_models.base.vision_language import VisionLanguageModel
-from liger_models.common.errors import check, check_integers, check_tensors
+from liger_models.common.errors import check_integers, check_tensors
 from liger_models.convert.config_map import of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import (
@@ -96,36 +96,38 @@ class MllamaVisionConfig:
 
     def __post_init__(self) -> None:
         name, C, taken = type(self).__name__, self.hidden_size, self.intermediate_layers_indices
-        check(
-            C % self.attention_heads == 0,
-            f"{name}: hidden_size ({C}) must be a multiple of attention_heads ({self.attention_heads}). Check "
-            "config.json.",
-        )
-        check(
-            self.image_size % self.patch_size == 0,
-            f"{name}: image_size ({self.image_size}) must be a multiple of patch_size ({self.patch_size}). Check "
-            "config.json.",
-        )
-        check(
-            taken == sorted(set(taken)) and all(0 <= layer < self.num_hidden_layers for layer in taken),
-            f"{name}: intermediate_layers_indices must ascend and be below num_hidden_layers "
-            f"({self.num_hidden_layers}), got {taken}. Check config.json.",
-        )
-        check(
-            self.vision_output_dim == (1 + len(taken)) * C,
-            f"{name}: vision_output_dim ({self.vision_output_dim}) must be hidden_size ({C}) times 1 plus the number "
-            f"of intermediate_layers_indices ({len(taken)}). Check config.json.",
-        )
-        check(
-            all(len(ratio) == 2 and math.prod(ratio) <= self.max_num_tiles for ratio in self.supported_aspect_ratios),
-            f"{name}: supported_aspect_ratios must be rows and columns of at most max_num_tiles "
-            f"({self.max_num_tiles}) tiles, got {self.supported_aspect_ratios}. Check config.json.",
-        )
-        check(
-            self.hidden_act in ("quick_gelu", "gelu", "gelu_pytorch_tanh"),
-            f"{name}: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', got {self.hidden_act!r}. "
-            "The tower has no other activation.",
-        )
+        if C % self.attention_heads != 0:
+            raise ValueError(
+                f"{name}: hidden_size ({C}) must be a multiple of attention_heads ({self.attention_heads}). Check "
+                "config.json."
+            )
+        if self.image_size % self.patch_size != 0:
+            raise ValueError(
+                f"{name}: image_size ({self.image_size}) must be a multiple of patch_size ({self.patch_size}). Check "
+                "config.json."
+            )
+        if taken != sorted(set(taken)) or not all(0 <= layer < self.num_hidden_layers for layer in taken):
+            raise ValueError(
+                f"{name}: intermediate_layers_indices must ascend and be below num_hidden_layers "
+                f"({self.num_hidden_layers}), got {taken}. Check config.json."
+            )
+        if self.vision_output_dim != (1 + len(taken)) * C:
+            raise ValueError(
+                f"{name}: vision_output_dim ({self.vision_output_dim}) must be hidden_size ({C}) times 1 plus the "
+                f"number of intermediate_layers_indices ({len(taken)}). Check config.json."
+            )
+        if not all(
+            len(ratio) == 2 and math.prod(ratio) <= self.max_num_tiles for ratio in self.supported_aspect_ratios
+        ):
+            raise ValueError(
+                f"{name}: supported_aspect_ratios must be rows and columns of at most max_num_tiles "
+                f"({self.max_num_tiles}) tiles, got {self.supported_aspect_ratios}. Check config.json."
+            )
+        if self.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh"):
+            raise ValueError(
+                f"{name}: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', got {self.hidden_act!r}. The "
+                "tower has no other activation."
+            )
 
     @property
     def tokens_per_tile(self) -> int:
@@ -155,11 +157,11 @@ class MllamaConfig(RMSNormDecoderConfig):
         super().__post_init__()
         check_values(self, tie_word_embeddings=(False,))
         crossing, layers = self.cross_attention_layers, self.num_hidden_layers
-        check(
-            len(set(crossing)) == len(crossing) and all(0 <= layer < layers for layer in crossing),
-            f"MllamaConfig: cross_attention_layers must be distinct and below num_hidden_layers ({layers}), "
-            f"got {crossing}. Check config.json.",
-        )
+        if len(set(crossing)) != len(crossing) or not all(0 <= layer < layers for layer in crossing):
+            raise ValueError(
+                f"MllamaConfig: cross_attention_layers must be distinct and below num_hidden_layers ({layers}), got "
+                f"{crossing}. Check config.json."
+            )
 
 
 class MllamaGlobalBlock(VisionBlock):
@@ -427,19 +429,18 @@ class LigerMllama(VisionLanguageModel):
         """
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
         given = pixel_values is not None
-        check(
-            given == (aspect_ratio_ids is not None) and (given or cross_attention_mask is None),
-            "forward: pixel_values and aspect_ratio_ids must be given together, and cross_attention_mask with them.",
-        )
+        if given != (aspect_ratio_ids is not None) or (not given and cross_attention_mask is not None):
+            raise ValueError(
+                "forward: pixel_values and aspect_ratio_ids must be given together, and cross_attention_mask with them."
+            )
         past = 0 if cache is None else cache.length
         if input_ids is None:
-            check(not given, "forward: pixels need input_ids, which say where the images are.")
+            if given:
+                raise ValueError("forward: pixels need input_ids, which say where the images are.")
             images = self._cached(inputs_embeds, cache) if past else None
         else:
-            check(
-                not (given and past),
-                "forward: images must come with the first tokens of a cache. Pass all of them then.",
-            )
+            if given and past:
+                raise ValueError("forward: images must come with the first tokens of a cache. Pass all of them then.")
             check_integers(input_ids=input_ids, aspect_ratio_ids=aspect_ratio_ids)
             check_tensors(pixel_values=pixel_values, cross_attention_mask=cross_attention_mask)
             here = input_ids == self.config.image_token_index
@@ -485,10 +486,8 @@ class LigerMllama(VisionLanguageModel):
         seen, own = tiles_seen(here, real, used, cu_seqlens)
         if mask is not None:
             T, size = here.shape[1], [len(here), min(here.shape[1], mask.shape[1]), *used.shape[1:]]
-            check(
-                list(mask[:, :T].shape) == size,
-                f"forward: cross_attention_mask must be {size}, got {list(mask.shape)}.",
-            )
+            if list(mask[:, :T].shape) != size:
+                raise ValueError(f"forward: cross_attention_mask must be {size}, got {list(mask.shape)}.")
             mask = torch.cat([mask[:, :T], mask[:, -1:].expand(-1, max(T - mask.shape[1], 0), -1, -1)], 1)
             seen = (mask != 0).flatten(2).to(pixels.device)
         if cache is not None:
@@ -519,32 +518,34 @@ class LigerMllama(VisionLanguageModel):
         """The number of images; raises ValueError unless placeholders match. Synchronises with the device once."""
         if pixels is None or ratios is None:
             found = int(here.sum())
-            check(
-                found == 0,
-                f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
-                "processor returns.",
-            )
+            if found != 0:
+                raise ValueError(
+                    f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
+                    "processor returns."
+                )
             return 0
         vision = self.config.vision_config
         size = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
-        check(
-            pixels.dim() == 6 and len(pixels) == len(here) and tuple(pixels.shape[2:]) == size,
-            f"forward: pixel_values must be [{len(here)}, images, {', '.join(map(str, size))}], "
-            f"got {list(pixels.shape)}.",
-        )
-        check(
-            ratios.shape == pixels.shape[:2],
-            f"forward: aspect_ratio_ids must be {list(pixels.shape[:2])} like pixel_values, got {list(ratios.shape)}.",
-        )
+        if pixels.dim() != 6 or len(pixels) != len(here) or tuple(pixels.shape[2:]) != size:
+            raise ValueError(
+                f"forward: pixel_values must be [{len(here)}, images, {', '.join(map(str, size))}], got "
+                f"{list(pixels.shape)}."
+            )
+        if ratios.shape != pixels.shape[:2]:
+            raise ValueError(
+                f"forward: aspect_ratio_ids must be {list(pixels.shape[:2])} like pixel_values, got "
+                f"{list(ratios.shape)}."
+            )
         ratios, kinds = ratios.to(here.device), len(vision.supported_aspect_ratios)
         wrong = (ratios < 0) | (ratios > kinds)
         placeholders, images, unknown = torch.stack([here.sum(1), (ratios > 0).sum(1), wrong.sum(1)]).tolist()
-        check(sum(unknown) == 0, f"forward: aspect_ratio_ids must be 0 (no image) to {kinds}, got {ratios.tolist()}.")
-        check(
-            placeholders == images,
-            f"forward: input_ids must have one placeholder for each image of a row ({images}), got {placeholders}. "
-            "Pass what the processor returns; was the text truncated?",
-        )
+        if sum(unknown) != 0:
+            raise ValueError(f"forward: aspect_ratio_ids must be 0 (no image) to {kinds}, got {ratios.tolist()}.")
+        if placeholders != images:
+            raise ValueError(
+                f"forward: input_ids must have one placeholder for each image of a row ({images}), got {placeholders}. "
+                "Pass what the processor returns; was the text truncated?"
+            )
         return sum(images)
 
 

@@ -24,7 +24,6 @@ from liger_models.base.images import (
     to_tensor,
 )
 from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions
-from liger_models.common.errors import check
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
@@ -134,11 +133,11 @@ class MllamaProcessor(Processor):
         settings = settings_of(model.assets, "image_processor")
         ids = config.image_token_index, config.bos_token_id
         image, bos = ((token is not None and model.tokenizer.backend.id_to_token(token)) or "" for token in ids)
-        check(
-            "" not in (image, bos),
-            f"MllamaProcessor: the tokenizer must have the ids {ids[0]} (image) and {ids[1]} (bos_token_id), got "
-            f"{len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint.",
-        )
+        if "" in (image, bos):
+            raise ValueError(
+                f"MllamaProcessor: the tokenizer must have the ids {ids[0]} (image) and {ids[1]} (bos_token_id), got "
+                f"{len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint."
+            )
         check_given(settings)
         images = MllamaImages(settings, vision.image_size, vision.max_num_tiles, vision.supported_aspect_ratios)
         return cls(model.tokenizer, images, image=image, bos=bos)

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
@@ -190,7 +190,8 @@ register_autograd("gated_act", _backward, _setup)
 
 def check_act(op: str, act: str) -> None:
     """Raise ValueError unless ``act`` names one of `ACTIVATIONS`."""
-    check(act in ACTIVATIONS, f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}.")
+    if act not in ACTIVATIONS:
+        raise ValueError(f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}.")
 
 
 def gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
@@ -210,10 +211,10 @@ def gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
     """
     check_act("gated_act", act)
     check_floating("gated_act", gate_up=gate_up)
-    check(
-        gate_up.dim() > 0 and gate_up.shape[-1] % 2 == 0,
-        f"gated_act: the last dimension of gate_up must be even (gate and up pairs), got {list(gate_up.shape)}.",
-    )
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2 != 0:
+        raise ValueError(
+            f"gated_act: the last dimension of gate_up must be even (gate and up pairs), got {list(gate_up.shape)}."
+        )
     if not use_triton(gate_up):
         return gated_act_reference(gate_up, act, gate_scale)
     y: Tensor = torch.ops.liger_models.gated_act(gate_up, act, gate_scale)
@@ -227,5 +228,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     """``gelu(gate) · up`` with GELU by tanh, or by erf (``approximate="none"``); otherwise as `gated_act`."""
-    check(approximate in ("tanh", "none"), f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}.")
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}.")
     return gated_act(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")

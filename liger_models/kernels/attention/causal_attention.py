@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import (
     TensorDescriptor,
@@ -720,7 +720,8 @@ def causal_attention(
         raise ValueError(
             f"{op}: heads must be 1 to {MOST_HEAD_DIM} wide, got {D}. Wider ones need PyTorch's attention."
         )
-    check(window is None or window >= 1, f"{op}: window must be at least 1, got {window}. None is for no window.")
+    if window is not None and not window >= 1:
+        raise ValueError(f"{op}: window must be at least 1, got {window}. None is for no window.")
     if documents is not None:
         if documents.dtype.is_floating_point or documents.dtype.is_complex:
             raise TypeError(f"{op}: documents must be integers, got {documents.dtype}.")

@@ -22,7 +22,7 @@ Source: https://arxiv.org/abs/1805.02867, https://pytorch.org/blog/flash-decodin
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY
 from liger_models.kernels.attention.causal_attention import LOG2_E, MOST_HEAD_DIM, _precision
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
@@ -264,19 +264,18 @@ def decode_attention(
     page = keys.shape[1]
     if not 1 <= D <= MOST_HEAD_DIM:
         raise ValueError(f"{op}: heads must be 1 to {MOST_HEAD_DIM} wide, got {D}. Decode without pages.")
-    check(
-        page >= 16 and page & (page - 1) == 0,
-        f"{op}: a page must have a power of two of tokens, at least 16, got {page}. Make other pages.",
-    )
+    if not (page >= 16 and page & (page - 1) == 0):
+        raise ValueError(f"{op}: a page must have a power of two of tokens, at least 16, got {page}. Make other pages.")
     if not (table.dim() == 2 and table.shape[0] == B and lengths.shape == (B,)):
         raise ValueError(
             f"{op}: table must be [{B}, N] and lengths [{B}], got {list(table.shape)} and {list(lengths.shape)}."
         )
-    check(window is None or window >= 1, f"{op}: window must be at least 1, got {window}. None is for no window.")
-    check(
-        sinks is None or sinks.shape == (H,),
-        f"{op}: sinks must be [{H}], got {None if sinks is None else list(sinks.shape)}. Pass one for each head.",
-    )
+    if window is not None and not window >= 1:
+        raise ValueError(f"{op}: window must be at least 1, got {window}. None is for no window.")
+    if sinks is not None and sinks.shape != (H,):
+        raise ValueError(
+            f"{op}: sinks must be [{H}], got {None if sinks is None else list(sinks.shape)}. Pass one for each head."
+        )
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     if not use_triton(q):
         return decode_attention_reference(q, keys, values, table, lengths, **options)  # type: ignore[arg-type]

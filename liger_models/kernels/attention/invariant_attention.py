@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY
 from liger_models.kernels.attention.causal_attention import LOG2_E, MOST_HEAD_DIM, _precision
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
@@ -229,17 +229,19 @@ def invariant_attention(
             f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
         )
     N, H, D = q.shape
-    check(1 <= D <= MOST_HEAD_DIM, f"{op}: heads must be 1 to {MOST_HEAD_DIM} wide, got {D}. Use ordinary attention.")
-    check(
-        first.shape == last.shape == (N,) and (table is None or (table.dim() == 2 and len(table) == N)),
-        f"{op}: first and last must be [{N}] and table [{N}, M], got {list(first.shape)}, {list(last.shape)} and "
-        f"{None if table is None else list(table.shape)}.",
-    )
-    check(window is None or window >= 1, f"{op}: window must be at least 1, got {window}. None is for no window.")
-    check(
-        sinks is None or sinks.shape == (H,),
-        f"{op}: sinks must be [{H}], got {None if sinks is None else list(sinks.shape)}. Pass one for each head.",
-    )
+    if not 1 <= D <= MOST_HEAD_DIM:
+        raise ValueError(f"{op}: heads must be 1 to {MOST_HEAD_DIM} wide, got {D}. Use ordinary attention.")
+    if not (first.shape == last.shape == (N,) and (table is None or (table.dim() == 2 and len(table) == N))):
+        raise ValueError(
+            f"{op}: first and last must be [{N}] and table [{N}, M], got {list(first.shape)}, {list(last.shape)} and "
+            f"{None if table is None else list(table.shape)}."
+        )
+    if window is not None and not window >= 1:
+        raise ValueError(f"{op}: window must be at least 1, got {window}. None is for no window.")
+    if sinks is not None and sinks.shape != (H,):
+        raise ValueError(
+            f"{op}: sinks must be [{H}], got {None if sinks is None else list(sinks.shape)}. Pass one for each head."
+        )
     if not use_triton(q):
         return invariant_attention_reference(
             q, k, v, first, last, scale=scale, window=window, softcap=softcap, sinks=sinks, table=table

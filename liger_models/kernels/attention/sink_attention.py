@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 
@@ -320,15 +320,18 @@ def sink_attention(
         TypeError: a tensor is not floating-point, or q, k and v differ in dtype.
     """
     check_floating("sink_attention", q=q, k=k, v=v, sinks=sinks)
-    check(q.dim() == 4, f"sink_attention: q must be [B, T, H, D], got {list(q.shape)}.")
+    if q.dim() != 4:
+        raise ValueError(f"sink_attention: q must be [B, T, H, D], got {list(q.shape)}.")
     B, T, H, D = q.shape
-    check(
-        k.dim() == 4 and k.shape == v.shape and k.shape[:2] == q.shape[:2] and k.shape[3] == D and H % k.shape[2] == 0,
-        f"sink_attention: k and v must be [{B}, {T}, G, {D}] with {H} a multiple of G, got {list(k.shape)} and "
-        f"{list(v.shape)}.",
-    )
-    check(tuple(sinks.shape) == (H,), f"sink_attention: sinks must be [{H}], got {list(sinks.shape)}.")
-    check(window is None or window > 0, f"sink_attention: window must be positive or None, got {window}.")
+    if k.dim() != 4 or k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != D or H % k.shape[2] != 0:
+        raise ValueError(
+            f"sink_attention: k and v must be [{B}, {T}, G, {D}] with {H} a multiple of G, got {list(k.shape)} and "
+            f"{list(v.shape)}."
+        )
+    if tuple(sinks.shape) != (H,):
+        raise ValueError(f"sink_attention: sinks must be [{H}], got {list(sinks.shape)}.")
+    if window is not None and not window > 0:
+        raise ValueError(f"sink_attention: window must be positive or None, got {window}.")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"sink_attention: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
     if not is_fused(q):

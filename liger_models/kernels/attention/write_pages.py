@@ -11,7 +11,6 @@ Source: https://arxiv.org/abs/2309.06180.
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.common.ops import LIBRARY
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
@@ -92,10 +91,10 @@ def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tenso
             f"{op}: keys and values must be [pages, P, G, D], k and v [N, G, D] and slots [N], got {list(keys.shape)}, "
             f"{list(values.shape)}, {list(k.shape)}, {list(v.shape)} and {list(slots.shape)}."
         )
-    check(
-        keys.is_contiguous() and values.is_contiguous(),
-        f"{op}: keys and values must be contiguous, got strides {keys.stride()} and {values.stride()}.",
-    )
+    if not keys.is_contiguous() or not values.is_contiguous():
+        raise ValueError(
+            f"{op}: keys and values must be contiguous, got strides {keys.stride()} and {values.stride()}."
+        )
     if use_triton(k):
         torch.ops.liger_models.write_pages(keys, values, k, v, slots)
     else:

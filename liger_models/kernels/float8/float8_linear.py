@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.float8.float8 import (
@@ -255,13 +254,14 @@ register_autograd("float8_norm_linear", _backward, _setup)
 
 def check_float8(op: str, recipe: str, **weights: Tensor) -> None:
     """Raise unless the recipe exists and the hardware can multiply float8 weights of these sizes."""
-    check(recipe in RECIPES, f"{op}: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}.")
+    if recipe not in RECIPES:
+        raise ValueError(f"{op}: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}.")
     for name, weight in weights.items():
-        check(
-            not any(size % MULTIPLE for size in weight.shape),
-            f"{op}: both sizes of {name} must be multiples of {MULTIPLE}, got {list(weight.shape)}. Multiply in "
-            "bfloat16.",
-        )
+        if any(size % MULTIPLE for size in weight.shape):
+            raise ValueError(
+                f"{op}: both sizes of {name} must be multiples of {MULTIPLE}, got {list(weight.shape)}. Multiply in "
+                "bfloat16."
+            )
 
 
 def float8_norm_linear(

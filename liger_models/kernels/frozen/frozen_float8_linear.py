@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import cuda_capability, on_device_of, tl, triton, use_triton
 from liger_models.kernels.matmul.row_linear import are_few, row_linear_forward
@@ -252,14 +251,14 @@ def frozen_float8_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> 
         ValueError: the shapes do not match, or the weight is in another float8 format or has other scales.
     """
     (rows, columns), codes, scales = weight.shape, weight.qdata, weight.scale.view(-1)
-    check(
-        codes.dtype == DTYPE and len(scales) == rows,
-        f"frozen_float8_linear: weight must be in {DTYPE} with {rows} scales, got {codes.dtype} with {len(scales)}.",
-    )
-    check(
-        x.shape[-1] == columns,
-        f"frozen_float8_linear: x must be [..., {columns}] for a weight {list(weight.shape)}, got {list(x.shape)}.",
-    )
+    if codes.dtype != DTYPE or len(scales) != rows:
+        raise ValueError(
+            f"frozen_float8_linear: weight must be in {DTYPE} with {rows} scales, got {codes.dtype} with {len(scales)}."
+        )
+    if x.shape[-1] != columns:
+        raise ValueError(
+            f"frozen_float8_linear: x must be [..., {columns}] for a weight {list(weight.shape)}, got {list(x.shape)}."
+        )
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     bias = None if bias is None else bias.to(x.dtype)

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.frozen.nf4_rows import Packed, nf4_rows, nf4_scale, takes_nf4_rows
@@ -68,10 +67,8 @@ def nf4_layout(shape: Sequence[int]) -> list[int]:
         ValueError: its numbers are not a multiple of 64.
     """
     size = math.prod(shape)
-    check(
-        size % NF4_BLOCK == 0,
-        f"quantize_base: weights must have a multiple of {NF4_BLOCK} elements, got {list(shape)}.",
-    )
+    if size % NF4_BLOCK != 0:
+        raise ValueError(f"quantize_base: weights must have a multiple of {NF4_BLOCK} elements, got {list(shape)}.")
     return [*shape, NF4_BLOCK, math.gcd(size // NF4_BLOCK, MOST_SCALES)]
 
 
@@ -186,10 +183,10 @@ def nf4_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         ValueError: the shapes do not match.
     """
     rows, columns = weight.shape
-    check(
-        x.shape[-1] == columns,
-        f"nf4_linear: x must be [..., {columns}] for a weight {list(weight.shape)}, got {list(x.shape)}.",
-    )
+    if x.shape[-1] != columns:
+        raise ValueError(
+            f"nf4_linear: x must be [..., {columns}] for a weight {list(weight.shape)}, got {list(x.shape)}."
+        )
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     bias = None if bias is None else bias.to(x.dtype)

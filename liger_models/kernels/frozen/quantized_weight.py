@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.frozen.float8_blocks import block_rows, blocks_dense, takes_block_rows
@@ -257,10 +256,10 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
         ValueError: the shapes do not match.
     """
     rows, columns = weight.shape
-    check(
-        x.shape[-1] == columns,
-        f"quantized_linear: x must be [..., {columns}] for a weight [{rows}, {columns}], got {list(x.shape)}.",
-    )
+    if x.shape[-1] != columns:
+        raise ValueError(
+            f"quantized_linear: x must be [..., {columns}] for a weight [{rows}, {columns}], got {list(x.shape)}."
+        )
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.activation.gated_act import _activation
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
@@ -165,9 +165,11 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
         ValueError: the activation is unknown, or the shapes do not match.
         TypeError: a tensor is not floating-point.
     """
-    check(act in ACTIVATIONS, f"act_linear: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}.")
+    if act not in ACTIVATIONS:
+        raise ValueError(f"act_linear: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}.")
     check_floating("act_linear", x=x)
-    check(x.dim() > 0, "act_linear: x must be [..., F], got a scalar.")
+    if x.dim() == 0:
+        raise ValueError("act_linear: x must be [..., F], got a scalar.")
     check_linear("act_linear", "weight", weight, bias, x.shape[-1])
     if not use_triton(x):
         return act_linear_reference(x, weight, bias, act)

@@ -38,7 +38,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.distributed.collectives import (
     Group,
@@ -472,7 +471,8 @@ def gated_mlp(
         )
     check_low_rank("gated_mlp", "gate_up_low_rank", gate_up_low_rank, gate_up_weight)
     check_low_rank("gated_mlp", "down_low_rank", down_low_rank, down_weight)
-    check(ranks is None or down_bias is None, "gated_mlp: down_bias must be None with ranks. Add it to their sum.")
+    if ranks is not None and down_bias is not None:
+        raise ValueError("gated_mlp: down_bias must be None with ranks. Add it to their sum.")
     if not use_triton(residual):
         return gated_mlp_reference(
             x, residual, norm_weight, gate_up_weight, down_weight, gate_up_bias, down_bias, act=act, eps=eps,

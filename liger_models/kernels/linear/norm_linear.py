@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.distributed.collectives import (
     Group,
@@ -323,14 +323,12 @@ def check_linear(op: str, name: str, weight: Weight, bias: Tensor | None, in_fea
     shape = weight.shape
     if len(shape) == 2 and shape[1] == in_features and (bias is None or bias.shape == shape[:1]):
         return  # the usual case, in which no message has to be made
-    check(
-        weight.dim() == 2 and weight.shape[1] == in_features,
-        f"{op}: {name} must be [out, {in_features}], got {list(weight.shape)}.",
-    )
-    check(
-        bias is None or bias.shape == weight.shape[:1],
-        f"{op}: {name}'s bias must be [{weight.shape[0]}], got {'none' if bias is None else list(bias.shape)}.",
-    )
+    if weight.dim() != 2 or weight.shape[1] != in_features:
+        raise ValueError(f"{op}: {name} must be [out, {in_features}], got {list(weight.shape)}.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{op}: {name}'s bias must be [{weight.shape[0]}], got {'none' if bias is None else list(bias.shape)}."
+        )
 
 
 def check_low_rank(op: str, name: str, low_rank: LowRank | None, weight: Weight) -> None:
@@ -338,11 +336,11 @@ def check_low_rank(op: str, name: str, low_rank: LowRank | None, weight: Weight)
     if low_rank is None:
         return
     A, B = low_rank
-    check(
-        A.dim() == B.dim() == 2 and (B.shape[0], A.shape[1]) == weight.shape and A.shape[0] == B.shape[1],
-        f"{op}: {name} must be A [R, {weight.shape[1]}] and B [{weight.shape[0]}, R], "
-        f"got {list(A.shape)} and {list(B.shape)}.",
-    )
+    if not (A.dim() == B.dim() == 2 and (B.shape[0], A.shape[1]) == weight.shape and A.shape[0] == B.shape[1]):
+        raise ValueError(
+            f"{op}: {name} must be A [R, {weight.shape[1]}] and B [{weight.shape[0]}, R], got {list(A.shape)} and "
+            f"{list(B.shape)}."
+        )
     if not A.dtype == B.dtype == weight.dtype:
         raise TypeError(f"{op}: {name} must have the weight's dtype, {weight.dtype}, got {A.dtype} and {B.dtype}.")
 

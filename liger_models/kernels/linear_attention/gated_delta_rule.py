@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_documents, check_floating
+from liger_models.common.errors import check_documents, check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import INTERPRET, TensorDescriptor, fitting_stages, on_device_of, triton, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, slots
@@ -401,25 +401,24 @@ def _check(
     check_floating(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
-    check(
-        q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2],
-        f"{op}: q and k must be [B, T, Hk, Dk] and v [B, T, Hv, Dv], "
-        f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}.",
-    )
+    if not (q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2]):
+        raise ValueError(
+            f"{op}: q and k must be [B, T, Hk, Dk] and v [B, T, Hv, Dv], got {list(q.shape)}, {list(k.shape)} and "
+            f"{list(v.shape)}."
+        )
     (B, T, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
-    check(Hv % Hk == 0, f"{op}: the number of value heads ({Hv}) must be a multiple of that of key heads ({Hk}).")
-    check(
-        g.shape == beta.shape == v.shape[:3],
-        f"{op}: g and beta must be {list(v.shape[:3])}, got {list(g.shape)} and {list(beta.shape)}.",
-    )
+    if Hv % Hk != 0:
+        raise ValueError(f"{op}: the number of value heads ({Hv}) must be a multiple of that of key heads ({Hk}).")
+    if not g.shape == beta.shape == v.shape[:3]:
+        raise ValueError(f"{op}: g and beta must be {list(v.shape[:3])}, got {list(g.shape)} and {list(beta.shape)}.")
     documents = check_documents(op, cu_seqlens, B, T)
     if initial_state is not None and initial_state.dtype != torch.promote_types(v.dtype, torch.float32):
         raise TypeError(f"{op}: initial_state must be float32, got {initial_state.dtype}.")
-    check(
-        initial_state is None or initial_state.shape == (documents, Hv, Dk, Dv),
-        f"{op}: initial_state must be {[documents, Hv, Dk, Dv]}, "
-        f"got {list(initial_state.shape) if initial_state is not None else None}.",
-    )
+    if initial_state is not None and initial_state.shape != (documents, Hv, Dk, Dv):
+        raise ValueError(
+            f"{op}: initial_state must be {[documents, Hv, Dk, Dv]}, got "
+            f"{list(initial_state.shape) if initial_state is not None else None}."
+        )
 
 
 def is_fused(k: Tensor, v: Tensor) -> bool:

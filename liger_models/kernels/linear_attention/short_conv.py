@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.errors import check, check_documents, check_floating
+from liger_models.common.errors import check_documents, check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, locate, slots
@@ -314,22 +314,21 @@ def short_conv(
     """
     op = "short_conv"
     check_floating(op, x=x, weight=weight, bias=bias, initial_state=initial_state)
-    check(activation in ("silu", None), f'{op}: activation must be "silu" or None, got {activation!r}.')
-    check(
-        x.dim() == 3 and weight.dim() == 2 and weight.shape[0] == x.shape[2],
-        f"{op}: x must be [B, T, C] and weight [C, K], got {list(x.shape)} and {list(weight.shape)}.",
-    )
-    check(1 < weight.shape[1] <= MAX_WIDTH, f"{op}: weight must have 2 to {MAX_WIDTH} columns, got {weight.shape[1]}.")
+    if activation not in ("silu", None):
+        raise ValueError(f'{op}: activation must be "silu" or None, got {activation!r}.')
+    if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2]:
+        raise ValueError(f"{op}: x must be [B, T, C] and weight [C, K], got {list(x.shape)} and {list(weight.shape)}.")
+    if not 1 < weight.shape[1] <= MAX_WIDTH:
+        raise ValueError(f"{op}: weight must have 2 to {MAX_WIDTH} columns, got {weight.shape[1]}.")
     (B, T, C), K = x.shape, weight.shape[1]
-    check(
-        bias is None or bias.shape == (C,), f"{op}: bias must be {[C]}, got {None if bias is None else [*bias.shape]}."
-    )
+    if bias is not None and bias.shape != (C,):
+        raise ValueError(f"{op}: bias must be {[C]}, got {None if bias is None else [*bias.shape]}.")
     documents = check_documents(op, cu_seqlens, B, T)
-    check(
-        initial_state is None or initial_state.shape == (documents, C, K - 1),
-        f"{op}: initial_state must be {[documents, C, K - 1]}, "
-        f"got {list(initial_state.shape) if initial_state is not None else None}.",
-    )
+    if initial_state is not None and initial_state.shape != (documents, C, K - 1):
+        raise ValueError(
+            f"{op}: initial_state must be {[documents, C, K - 1]}, got "
+            f"{list(initial_state.shape) if initial_state is not None else None}."
+        )
     if use_triton(x):
         out = torch.ops.liger_models.short_conv(x, weight, bias, initial_state, cu_seqlens, activation == "silu")
         return (out, _final_state(x, K, initial_state, cu_seqlens)) if return_state else out

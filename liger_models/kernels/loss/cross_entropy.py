@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
@@ -506,22 +506,26 @@ def check_arguments(
     num_items: Tensor | float | None,
 ) -> None:
     """Raise ValueError or TypeError that names the wrong argument, what it must be and what it is."""
-    check(reduction in ("mean", "sum", "none"), f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
-    check(0.0 <= label_smoothing <= 1.0, f"{op}: label_smoothing must lie in [0, 1], got {label_smoothing}.")
-    check(softcap is None or softcap > 0, f"{op}: softcap must be positive or None, got {softcap}.")
-    check(
-        num_items is None or reduction == "mean",
-        f"{op}: num_items is the divisor of reduction 'mean', got it with {reduction!r}. Leave one of them out.",
-    )
-    check(tuple(target.shape) == rows, f"{op}: target must have shape {list(rows)}, got {list(target.shape)}.")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{op}: label_smoothing must lie in [0, 1], got {label_smoothing}.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap must be positive or None, got {softcap}.")
+    if num_items is not None and reduction != "mean":
+        raise ValueError(
+            f"{op}: num_items is the divisor of reduction 'mean', got it with {reduction!r}. Leave one of them out."
+        )
+    if tuple(target.shape) != rows:
+        raise ValueError(f"{op}: target must have shape {list(rows)}, got {list(target.shape)}.")
     if target.dtype != torch.int64:
         raise TypeError(f"{op}: target must be int64, got {target.dtype}.")
     for name, tensor, shape in (("class_weight", class_weight, (V,)), ("token_weight", token_weight, rows)):
         if tensor is not None:
-            check(
-                tuple(tensor.shape) == shape, f"{op}: {name} must have shape {list(shape)}, got {list(tensor.shape)}."
-            )
-            check(not tensor.requires_grad, f"{op}: {name} gets no gradient. Pass {name}.detach().")
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{op}: {name} must have shape {list(shape)}, got {list(tensor.shape)}.")
+            if tensor.requires_grad:
+                raise ValueError(f"{op}: {name} gets no gradient. Pass {name}.detach().")
     if target.device.type == "cpu" and not torch.compiler.is_compiling() and target.numel():
         wrong = (target != ignore_index) & ((target < 0) | (target >= V))
         if wrong.any():
@@ -572,7 +576,8 @@ def cross_entropy(
         TypeError: the target is not int64, or logits or weights are not floating-point.
     """
     check_floating("cross_entropy", logits=logits, class_weight=class_weight, token_weight=token_weight)
-    check(logits.dim() > 0, "cross_entropy: logits must have a vocabulary dimension, got a scalar.")
+    if logits.dim() == 0:
+        raise ValueError("cross_entropy: logits must have a vocabulary dimension, got a scalar.")
     V = logits.shape[-1]
     check_arguments(
         "cross_entropy", tuple(logits.shape[:-1]), V, target, class_weight, token_weight,

@@ -22,7 +22,6 @@ https://arxiv.org/abs/2307.15190.
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.cross_entropy import exp
@@ -251,17 +250,19 @@ def distribution_divergence(
         ValueError: the shapes do not match, or kind or reduction is unknown.
     """
     op = "distribution_divergence"
-    check(kind in DISTRIBUTION_KINDS, f"{op}: kind must be one of {DISTRIBUTION_KINDS}, got {kind!r}.")
-    check(reduction in REDUCTIONS, f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
-    check(
-        student.shape == teacher.shape and student.dim() > 0,
-        f"{op}: both distributions must have the same shape [..., V], got {list(student.shape)} and"
-        f" {list(teacher.shape)}.",
-    )
-    check(
-        labels is None or labels.shape == student.shape[:-1],
-        f"{op}: labels must be {list(student.shape[:-1])}, got {None if labels is None else list(labels.shape)}.",
-    )
+    if kind not in DISTRIBUTION_KINDS:
+        raise ValueError(f"{op}: kind must be one of {DISTRIBUTION_KINDS}, got {kind!r}.")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
+    if student.shape != teacher.shape or student.dim() == 0:
+        raise ValueError(
+            f"{op}: both distributions must have the same shape [..., V], got {list(student.shape)} and "
+            f"{list(teacher.shape)}."
+        )
+    if labels is not None and labels.shape != student.shape[:-1]:
+        raise ValueError(
+            f"{op}: labels must be {list(student.shape[:-1])}, got {None if labels is None else list(labels.shape)}."
+        )
     if not use_triton(student):
         return distribution_divergence_reference(
             student, teacher, kind, beta=beta, eps=eps, reduction=reduction, labels=labels, ignore_index=ignore_index

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.cross_entropy import LOWEST, _transformed, check_arguments, exp, token_scale
@@ -141,9 +141,12 @@ def kind_or_limit(kind: str, beta: float) -> str:
 
 def check_divergence(op: str, divergence: str, beta: float, temperature: float) -> None:
     """Raise a ValueError if an option of a divergence is out of range."""
-    check(divergence in KINDS, f"{op}: divergence must be one of {KINDS}, got {divergence!r}.")
-    check(divergence != "jsd" or 0.0 <= beta <= 1.0, f"{op}: beta must lie in [0, 1], got {beta}.")
-    check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
+    if divergence not in KINDS:
+        raise ValueError(f"{op}: divergence must be one of {KINDS}, got {divergence!r}.")
+    if divergence == "jsd" and not 0.0 <= beta <= 1.0:
+        raise ValueError(f"{op}: beta must lie in [0, 1], got {beta}.")
+    if not temperature > 0:
+        raise ValueError(f"{op}: temperature must be positive, got {temperature}.")
 
 
 @triton.jit
@@ -466,32 +469,30 @@ def linear_divergence(
     check_floating(op, bias=bias, teacher_bias=teacher_bias)
     V = weight.shape[0]
     for name, inputs, matrix in (("weight", x, weight), ("teacher_weight", teacher_x, teacher_weight)):
-        check(
-            matrix.dim() == 2 and inputs.dim() > 0 and matrix.shape[1] == inputs.shape[-1],
-            f"{op}: {name} must be [V, C] with C the last dimension of its input, got {list(matrix.shape)} for"
-            f" {list(inputs.shape)}.",
+        if matrix.dim() != 2 or inputs.dim() == 0 or matrix.shape[1] != inputs.shape[-1]:
+            raise ValueError(
+                f"{op}: {name} must be [V, C] with C the last dimension of its input, got {list(matrix.shape)} for "
+                f"{list(inputs.shape)}."
+            )
+    if teacher_weight.shape[0] != V:
+        raise ValueError(
+            f"{op}: both models must have one vocabulary, got {V} and {teacher_weight.shape[0]} words. Slice the "
+            "padding rows off the longer weight."
         )
-    check(
-        teacher_weight.shape[0] == V,
-        f"{op}: both models must have one vocabulary, got {V} and {teacher_weight.shape[0]} words. Slice the"
-        " padding rows off the longer weight.",
-    )
-    check(
-        x.shape[:-1] == teacher_x.shape[:-1],
-        f"{op}: teacher_x must have as many tokens as x, got {list(teacher_x.shape)} for {list(x.shape)}.",
-    )
+    if x.shape[:-1] != teacher_x.shape[:-1]:
+        raise ValueError(
+            f"{op}: teacher_x must have as many tokens as x, got {list(teacher_x.shape)} for {list(x.shape)}."
+        )
     for name, each in (("bias", bias), ("teacher_bias", teacher_bias)):
-        check(
-            each is None or each.shape == (V,),
-            f"{op}: {name} must have shape [{V}], got {each is not None and each.shape}.",
-        )
+        if each is not None and each.shape != (V,):
+            raise ValueError(f"{op}: {name} must have shape [{V}], got {each is not None and each.shape}.")
     check_divergence(op, divergence, beta, temperature)
-    check(
-        teacher_softcap is None or teacher_softcap > 0,
-        f"{op}: teacher_softcap must be positive or None, got {teacher_softcap}.",
-    )
-    check(workspace_mib is None or workspace_mib > 0, f"{op}: workspace_mib must be positive, got {workspace_mib}.")
-    check(target is not None or hard_weight == 0.0, f"{op}: hard_weight {hard_weight} needs a target. Pass one.")
+    if teacher_softcap is not None and not teacher_softcap > 0:
+        raise ValueError(f"{op}: teacher_softcap must be positive or None, got {teacher_softcap}.")
+    if workspace_mib is not None and not workspace_mib > 0:
+        raise ValueError(f"{op}: workspace_mib must be positive, got {workspace_mib}.")
+    if target is None and hard_weight != 0.0:
+        raise ValueError(f"{op}: hard_weight {hard_weight} needs a target. Pass one.")
     if target is None:
         target = torch.full(x.shape[:-1], 0 if ignore_index else 1, dtype=torch.int64, device=x.device)
     check_arguments(op, tuple(x.shape[:-1]), V, target, None, None, ignore_index, 0.0, softcap, "mean", None)

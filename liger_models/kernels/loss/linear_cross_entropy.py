@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.loss.cross_entropy import (
@@ -121,10 +121,10 @@ class VocabShard:
             ValueError: the shard of a rank would be empty.
         """
         size = self.ranks.size
-        check(
-            self.each * (size - 1) < self.vocabulary,
-            f"VocabShard: vocab_size ({self.vocabulary}) must be enough for {size} ranks of {self.each} words each.",
-        )
+        if not self.each * (size - 1) < self.vocabulary:
+            raise ValueError(
+                f"VocabShard: vocab_size ({self.vocabulary}) must be enough for {size} ranks of {self.each} words each."
+            )
         return self
 
 
@@ -523,15 +523,16 @@ register_autograd("linear_cross_entropy_tokens", _tokens_grad, _tokens_setup)
 def check_head(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, workspace_mib: int | None) -> None:
     """Raise unless x [..., C], weight [V, C] and bias [V] match and the budget is positive."""
     check_floating(op, x=x, weight=weight, bias=bias)
-    check(
-        weight.dim() == 2 and x.dim() > 0 and weight.shape[1] == x.shape[-1],
-        f"{op}: weight must be [V, C] with C the last dimension of x, got {list(weight.shape)} for x {list(x.shape)}.",
-    )
+    if weight.dim() != 2 or x.dim() == 0 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: weight must be [V, C] with C the last dimension of x, got {list(weight.shape)} for x "
+            f"{list(x.shape)}."
+        )
     V = weight.shape[0]
-    check(
-        bias is None or bias.shape == (V,), f"{op}: bias must have shape [{V}], got {bias is not None and bias.shape}."
-    )
-    check(workspace_mib is None or workspace_mib > 0, f"{op}: workspace_mib must be positive, got {workspace_mib}.")
+    if bias is not None and bias.shape != (V,):
+        raise ValueError(f"{op}: bias must have shape [{V}], got {bias is not None and bias.shape}.")
+    if workspace_mib is not None and not workspace_mib > 0:
+        raise ValueError(f"{op}: workspace_mib must be positive, got {workspace_mib}.")
 
 
 def matching_dtypes(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -604,15 +605,15 @@ def linear_cross_entropy(
     check_floating(op, class_weight=class_weight, token_weight=token_weight)
     V = weight.shape[0] if vocab_shard is None else vocab_shard.vocabulary
     if vocab_shard is not None:
-        check(
-            class_weight is None and not predict,
-            f"{op}: class_weight, return_token_accuracy and return_predicted_tokens do not work with words. "
-            "Leave them out.",
-        )
-        check(
-            len(weight) == vocab_shard.count > 0,
-            f"{op}: weight must have the {vocab_shard.count} > 0 rows of this rank's words, got {len(weight)}.",
-        )
+        if class_weight is not None or predict:
+            raise ValueError(
+                f"{op}: class_weight, return_token_accuracy and return_predicted_tokens do not work with words. Leave "
+                "them out."
+            )
+        if not len(weight) == vocab_shard.count > 0:
+            raise ValueError(
+                f"{op}: weight must have the {vocab_shard.count} > 0 rows of this rank's words, got {len(weight)}."
+            )
     check_arguments(
         op, tuple(x.shape[:-1]), V, target, class_weight, token_weight,
         ignore_index, label_smoothing, softcap, reduction, num_items,

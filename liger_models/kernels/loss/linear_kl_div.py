@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.cross_entropy import LOWEST, _transformed, check_arguments, exp, token_scale
@@ -237,13 +237,14 @@ def linear_kl_div(
     check_floating(op, x=x, weight=weight, bias=bias, probabilities=probabilities)
     check_head(op, x, weight, bias, workspace_mib)
     V = weight.shape[0]
-    check(
-        tuple(probabilities.shape) == (*x.shape[:-1], V),
-        f"{op}: probabilities must have shape {[*x.shape[:-1], V]}, got {list(probabilities.shape)}.",
-    )
-    check(reduction in REDUCTIONS, f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
-    check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
-    check(eps > 0, f"{op}: eps must be positive, got {eps}.")
+    if tuple(probabilities.shape) != (*x.shape[:-1], V):
+        raise ValueError(f"{op}: probabilities must have shape {[*x.shape[:-1], V]}, got {list(probabilities.shape)}.")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
+    if not temperature > 0:
+        raise ValueError(f"{op}: temperature must be positive, got {temperature}.")
+    if not eps > 0:
+        raise ValueError(f"{op}: eps must be positive, got {eps}.")
     if target is None:
         target = torch.full(x.shape[:-1], 0 if ignore_index else 1, dtype=torch.int64, device=x.device)
     check_arguments(op, tuple(x.shape[:-1]), V, target, None, None, ignore_index, 0.0, softcap, "mean", None)

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from liger_models.common.errors import check
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.cross_entropy import LOWEST, _transformed, check_arguments, exp, token_statistics
@@ -352,8 +351,10 @@ def fused_linear_logprobs(
         TypeError: a dtype is wrong.
     """
     op = "fused_linear_logprobs"
-    check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
-    check(softcap is None or softcap > 0, f"{op}: softcap must be positive or None, got {softcap}.")
+    if not temperature > 0:
+        raise ValueError(f"{op}: temperature must be positive, got {temperature}.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap must be positive or None, got {softcap}.")
     # Dividing by the temperature after the softcap equals dividing both scale and cap by it.
     softcap, logit_scale = None if softcap is None else softcap / temperature, logit_scale / temperature
     if not return_entropy:
@@ -420,11 +421,10 @@ def loss_of_log_probs(
             fused_linear_logprobs(x, weight, target, temperature=temperature, workspace_mib=workspace_mib, **options)  # type: ignore[call-overload]
         )
     op = "loss_of_log_probs"
-    check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
-    check(
-        x.dim() == 3 and len(x) % together == 0,
-        f"{op}: x must be [B, T, C] with B a multiple of {together}, got {list(x.shape)}.",
-    )
+    if not temperature > 0:
+        raise ValueError(f"{op}: temperature must be positive, got {temperature}.")
+    if x.dim() != 3 or len(x) % together != 0:
+        raise ValueError(f"{op}: x must be [B, T, C] with B a multiple of {together}, got {list(x.shape)}.")
     check_head(op, x, weight, bias, workspace_mib)
     check_arguments(op, tuple(x.shape[:-1]), len(weight), target, None, None, ignore_index, 0.0, softcap, "none", None)
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]

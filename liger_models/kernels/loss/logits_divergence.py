@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.loss.cross_entropy import check_arguments
@@ -128,11 +128,11 @@ def logits_divergence(
     """
     op = "logits_divergence"
     check_floating(op, student=student, teacher=teacher)
-    check(
-        student.shape == teacher.shape and student.dim() > 0,
-        f"{op}: student and teacher must have the same shape [..., V], got {list(student.shape)} and"
-        f" {list(teacher.shape)}.",
-    )
+    if student.shape != teacher.shape or student.dim() == 0:
+        raise ValueError(
+            f"{op}: student and teacher must have the same shape [..., V], got {list(student.shape)} and "
+            f"{list(teacher.shape)}."
+        )
     V = student.shape[-1]
     check_divergence(op, divergence, beta, temperature)
     check_arguments(op, tuple(student.shape[:-1]), V, target, None, None, ignore_index, 0.0, None, "none", None)

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.attention.causal_attention import _precision
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
@@ -173,13 +173,9 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
             f"{op}: x, weight and bias must have one dtype, got {x.dtype} and {weight.dtype}. Cast them; autocast "
             "can't be used here."
         )
-    check(
-        weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1] > 0,
-        f"{op}: x must be [..., C] and weight [O, C], got {list(x.shape)} and {list(weight.shape)}.",
-    )
-    check(
-        bias is None or bias.shape == weight.shape[:1],
-        f"{op}: bias must be [{weight.shape[0]}], got {'none' if bias is None else list(bias.shape)}.",
-    )
+    if not (weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1] > 0):
+        raise ValueError(f"{op}: x must be [..., C] and weight [O, C], got {list(x.shape)} and {list(weight.shape)}.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{op}: bias must be [{weight.shape[0]}], got {'none' if bias is None else list(bias.shape)}.")
     y: Tensor = torch.ops.liger_models.invariant_linear(x, weight, bias)
     return y

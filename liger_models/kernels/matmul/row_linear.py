@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY
 from liger_models.kernels.activation.gated_act import _activation
 from liger_models.kernels.dispatch import (
@@ -362,23 +362,19 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     check_floating(op, x=x, weight=weight, bias=bias)
     if not x.dtype == weight.dtype == (x if bias is None else bias).dtype:
         raise TypeError(f"{op}: x, weight and bias must have one dtype, got {x.dtype} and {weight.dtype}. Cast them.")
-    check(
-        weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1],
-        f"{op}: x must have rows of the width of weight, got {list(x.shape)} and {list(weight.shape)}.",
-    )
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{op}: x must have rows of the width of weight, got {list(x.shape)} and {list(weight.shape)}."
+        )
     most = 1 if x.dtype == torch.float32 else MOST_ROWS
-    check(
-        0 < x.shape[:-1].numel() <= most,
-        f"{op}: x must have 1 to {most} rows in {x.dtype}, got {list(x.shape)}. Use torch.nn.functional.linear.",
-    )
-    check(
-        bias is None or bias.shape == weight.shape[:1],
-        f"{op}: bias must be [{weight.shape[0]}], got {'none' if bias is None else list(bias.shape)}.",
-    )
-    check(
-        weight.stride(1) == 1,
-        f"{op}: weight must be stored by rows, got strides {weight.stride()}. Make it contiguous.",
-    )
+    if not 0 < x.shape[:-1].numel() <= most:
+        raise ValueError(
+            f"{op}: x must have 1 to {most} rows in {x.dtype}, got {list(x.shape)}. Use torch.nn.functional.linear."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{op}: bias must be [{weight.shape[0]}], got {'none' if bias is None else list(bias.shape)}.")
+    if weight.stride(1) != 1:
+        raise ValueError(f"{op}: weight must be stored by rows, got strides {weight.stride()}. Make it contiguous.")
     if not use_triton(x):
         return row_linear_reference(x, weight, bias)
     out: Tensor = torch.ops.liger_models.row_linear(x, weight, bias)

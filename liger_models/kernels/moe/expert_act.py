@@ -8,7 +8,6 @@
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.kernels.activation.gated_act import ACTIVATIONS, _activation, gated_act_reference
 from liger_models.kernels.dispatch import tl, triton
 
@@ -17,11 +16,10 @@ EXPERT_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
 
 def check_expert_act(op: str, act: str, limit: float) -> None:
     """Raise ValueError unless ``act`` names one of `EXPERT_ACTIVATIONS`, with a positive limit where it has one."""
-    check(act in EXPERT_ACTIVATIONS, f"{op}: act must be one of {', '.join(EXPERT_ACTIVATIONS)}, got {act!r}.")
-    check(
-        act != "clamped_swiglu" or limit > 0,
-        f"{op}: limit must be positive with act='clamped_swiglu', got {limit}. It bounds gate and up.",
-    )
+    if act not in EXPERT_ACTIVATIONS:
+        raise ValueError(f"{op}: act must be one of {', '.join(EXPERT_ACTIVATIONS)}, got {act!r}.")
+    if act == "clamped_swiglu" and not limit > 0:
+        raise ValueError(f"{op}: limit must be positive with act='clamped_swiglu', got {limit}. It bounds gate and up.")
 
 
 def expert_act_reference(gate_up: Tensor, act: str, limit: float = 0.0) -> Tensor:

@@ -48,7 +48,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.activation.gated_act import ACTIVATIONS, _load_pairs, gated_act_forward
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
@@ -587,32 +587,30 @@ def moe_mlp(
     check_floating("moe_mlp", gate_up_bias=gate_up_bias, down_bias=down_bias)
     if experts.dtype != torch.int64:
         raise TypeError(f"moe_mlp: experts must be int64, got {experts.dtype}.")
-    check(x.dim() == 2, f"moe_mlp: x must be [N, C], got {list(x.shape)}.")
-    check(
+    if x.dim() != 2:
+        raise ValueError(f"moe_mlp: x must be [N, C], got {list(x.shape)}.")
+    if not (
         weights.dim() == 2
         and weights.shape == experts.shape
         and weights.shape[:1] == x.shape[:1]
-        and weights.shape[1] > 0,
-        f"moe_mlp: weights and experts must be [{x.shape[0]}, K], got {list(weights.shape)} and {list(experts.shape)}.",
-    )
-    check(
-        gate_up_weight.dim() == 3 and gate_up_weight.shape[2] == x.shape[1] and gate_up_weight.shape[1] % 2 == 0,
-        f"moe_mlp: gate_up_weight must be [X, 2 F, {x.shape[1]}], got {list(gate_up_weight.shape)}.",
-    )
-    X, width, C = gate_up_weight.shape
-    check(
-        tuple(down_weight.shape) == (X, C, width // 2),
-        f"moe_mlp: down_weight must be {[X, C, width // 2]}, got {list(down_weight.shape)}.",
-    )
-    for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, C)):
-        check(
-            bias is None or tuple(bias.shape) == (X, size),
-            f"moe_mlp: {name} must be {[X, size]}, got {None if bias is None else list(bias.shape)}.",
+        and weights.shape[1] > 0
+    ):
+        raise ValueError(
+            f"moe_mlp: weights and experts must be [{x.shape[0]}, K], got {list(weights.shape)} and "
+            f"{list(experts.shape)}."
         )
-    check(
-        X <= MAX_EXPERTS and experts.numel() <= MAX_COPIES,
-        f"moe_mlp: at most {MAX_EXPERTS} experts and {MAX_COPIES} copies of tokens, got {X} and {experts.numel()}.",
-    )
+    if gate_up_weight.dim() != 3 or gate_up_weight.shape[2] != x.shape[1] or gate_up_weight.shape[1] % 2 != 0:
+        raise ValueError(f"moe_mlp: gate_up_weight must be [X, 2 F, {x.shape[1]}], got {list(gate_up_weight.shape)}.")
+    X, width, C = gate_up_weight.shape
+    if tuple(down_weight.shape) != (X, C, width // 2):
+        raise ValueError(f"moe_mlp: down_weight must be {[X, C, width // 2]}, got {list(down_weight.shape)}.")
+    for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, C)):
+        if bias is not None and tuple(bias.shape) != (X, size):
+            raise ValueError(f"moe_mlp: {name} must be {[X, size]}, got {None if bias is None else list(bias.shape)}.")
+    if not (X <= MAX_EXPERTS and experts.numel() <= MAX_COPIES):
+        raise ValueError(
+            f"moe_mlp: at most {MAX_EXPERTS} experts and {MAX_COPIES} copies of tokens, got {X} and {experts.numel()}."
+        )
     if gate_up_weight.dtype != down_weight.dtype:
         raise TypeError(
             "moe_mlp: gate_up_weight and down_weight must have one dtype, "
@@ -642,9 +640,10 @@ def _check_low_rank(name: str, low_rank: LowRank | None, weight: Tensor) -> None
     if low_rank is None:
         return
     (A, B), (X, out, width) = low_rank, weight.shape
-    check(
-        A.dim() == 3 and A.shape == (X, A.shape[1], width) and B.shape == (X, out, A.shape[1]),
-        f"moe_mlp: {name} must be A [{X}, R, {width}] and B [{X}, {out}, R], got {list(A.shape)} and {list(B.shape)}.",
-    )
+    if A.dim() != 3 or A.shape != (X, A.shape[1], width) or B.shape != (X, out, A.shape[1]):
+        raise ValueError(
+            f"moe_mlp: {name} must be A [{X}, R, {width}] and B [{X}, {out}, R], got {list(A.shape)} and "
+            f"{list(B.shape)}."
+        )
     if not A.dtype == B.dtype == weight.dtype:
         raise TypeError(f"moe_mlp: {name} must have the weights' dtype, {weight.dtype}, got {A.dtype} and {B.dtype}.")

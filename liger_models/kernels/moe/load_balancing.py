@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check
 from liger_models.distributed.collectives import Group, sum_over
 from liger_models.kernels.moe.routing import route
 
@@ -38,7 +37,8 @@ def load_balancing_loss(
         ValueError: there is no layer, or the mask does not match the rows.
     """
     layers = [router_logits] if isinstance(router_logits, Tensor) else list(router_logits)
-    check(len(layers) > 0, "load_balancing_loss: router_logits must hold a tensor, got none.")
+    if len(layers) == 0:
+        raise ValueError("load_balancing_loss: router_logits must hold a tensor, got none.")
     logits = torch.cat([layer.flatten(0, -2) for layer in layers])
     rows, X = logits.shape
     compute = torch.promote_types(logits.dtype, torch.float32)
@@ -47,11 +47,11 @@ def load_balancing_loss(
     if attention_mask is None:
         counted = probabilities.new_ones(rows)
     else:
-        check(
-            attention_mask.numel() > 0 and rows % attention_mask.numel() == 0,
-            f"load_balancing_loss: the {rows} rows of router_logits must be a multiple of attention_mask's "
-            f"{attention_mask.numel()}.",
-        )
+        if attention_mask.numel() == 0 or rows % attention_mask.numel() != 0:
+            raise ValueError(
+                f"load_balancing_loss: the {rows} rows of router_logits must be a multiple of attention_mask's "
+                f"{attention_mask.numel()}."
+            )
         counted = attention_mask.reshape(-1).to(logits.device, compute).repeat(rows // attention_mask.numel())
         probabilities = probabilities * counted.unsqueeze(-1)
     # Only ones are added, so atomic additions give the same bits in any order.

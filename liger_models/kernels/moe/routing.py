@@ -19,7 +19,7 @@ Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2510.11370 (rout
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating, check_values
+from liger_models.common.errors import check_floating, check_values
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
@@ -239,7 +239,8 @@ def route(
         TypeError: logits are not floating-point.
     """
     check_floating("route", logits=logits)
-    check(logits.dim() == 2, f"route: logits must be [N, X], got {list(logits.shape)}.")
+    if logits.dim() != 2:
+        raise ValueError(f"route: logits must be [N, X], got {list(logits.shape)}.")
     X = logits.shape[1]
     if not 1 <= top_k <= X:  # formatted only here: in a graph top_k may be symbolic, which Dynamo cannot format
         raise ValueError(f"route: top_k must be in 1 to {X} (the number of experts), got {top_k}.")

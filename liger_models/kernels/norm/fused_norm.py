@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.kernels.norm.layer_norm import (
     MAX_WIDTH,
     layer_norm_backward,
@@ -127,24 +127,24 @@ class FusedNorm(NamedTuple):
             and (self.weight is None or self.weight.shape == row)
         ):
             return
-        check(self.kind in KINDS, f"{op}: norm must be one of {', '.join(KINDS)}, got {self.kind!r}.")
-        check(residual.dim() > 0, f"{op}: residual must be [..., C], got a scalar.")
-        check(
-            x is None or x.shape == residual.shape,
-            f"{op}: x and residual must have one shape, "
-            f"got {'none' if x is None else list(x.shape)} and {list(residual.shape)}.",
-        )
-        for name, tensor in (("norm_weight", self.weight), ("norm_bias", self.bias)):
-            check(
-                tensor is None or tensor.shape == residual.shape[-1:],
-                f"{op}: {name} must have the shape of residual's last dimension, "
-                f"got {'none' if tensor is None else list(tensor.shape)} for residual {list(residual.shape)}.",
+        if self.kind not in KINDS:
+            raise ValueError(f"{op}: norm must be one of {', '.join(KINDS)}, got {self.kind!r}.")
+        if residual.dim() == 0:
+            raise ValueError(f"{op}: residual must be [..., C], got a scalar.")
+        if x is not None and x.shape != residual.shape:
+            raise ValueError(
+                f"{op}: x and residual must have one shape, got {'none' if x is None else list(x.shape)} and "
+                f"{list(residual.shape)}."
             )
-        check(
-            self.bias is None or (self.kind == "layer_norm" and self.weight is not None),
-            f"{op}: norm_bias must be None without a LayerNorm. Pass norm='layer_norm' and a norm_weight.",
-        )
-        check(
-            self.kind != "layer_norm" or residual.shape[-1] <= MAX_WIDTH,
-            f"{op}: rows must be at most {MAX_WIDTH} wide, got {residual.shape[-1]}.",
-        )
+        for name, tensor in (("norm_weight", self.weight), ("norm_bias", self.bias)):
+            if tensor is not None and tensor.shape != residual.shape[-1:]:
+                raise ValueError(
+                    f"{op}: {name} must have the shape of residual's last dimension, got "
+                    f"{'none' if tensor is None else list(tensor.shape)} for residual {list(residual.shape)}."
+                )
+        if self.bias is not None and (self.kind != "layer_norm" or self.weight is None):
+            raise ValueError(
+                f"{op}: norm_bias must be None without a LayerNorm. Pass norm='layer_norm' and a norm_weight."
+            )
+        if self.kind == "layer_norm" and not residual.shape[-1] <= MAX_WIDTH:
+            raise ValueError(f"{op}: rows must be at most {MAX_WIDTH} wide, got {residual.shape[-1]}.")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
@@ -191,12 +191,13 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Te
     """
     op = "gated_norm"
     check_floating(op, x=x, gate=gate, weight=weight)
-    check(x.shape == gate.shape, f"{op}: x and gate must have one shape, got {list(x.shape)} and {list(gate.shape)}.")
-    check(
-        x.dim() > 0 and weight.shape == x.shape[-1:],
-        f"{op}: weight must have the shape of x's last dimension, "
-        f"got weight {list(weight.shape)} for x {list(x.shape)}.",
-    )
+    if x.shape != gate.shape:
+        raise ValueError(f"{op}: x and gate must have one shape, got {list(x.shape)} and {list(gate.shape)}.")
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{op}: weight must have the shape of x's last dimension, got weight {list(weight.shape)} for x "
+            f"{list(x.shape)}."
+        )
     if not use_triton(x):
         return gated_norm_reference(x, gate, weight, eps)
     y: Tensor = torch.ops.liger_models.gated_norm(x, gate, weight, eps)

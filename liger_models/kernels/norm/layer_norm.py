@@ -20,7 +20,7 @@ Source: https://arxiv.org/abs/1607.06450.
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
@@ -321,12 +321,13 @@ register_autograd("add_layer_norm", _add_backward, _add_setup)
 
 def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_floating(op, x=x, weight=weight, bias=bias)
-    check(
-        x.dim() > 0 and weight.shape == x.shape[-1:] and (bias is None or bias.shape == weight.shape),
-        f"{op}: weight and bias must have the shape of x's last dimension, "
-        f"got weight {list(weight.shape)} and bias {None if bias is None else list(bias.shape)} for x {list(x.shape)}.",
-    )
-    check(x.shape[-1] <= MAX_WIDTH, f"{op}: rows must be at most {MAX_WIDTH} wide, got {x.shape[-1]}.")
+    if x.dim() == 0 or weight.shape != x.shape[-1:] or (bias is not None and bias.shape != weight.shape):
+        raise ValueError(
+            f"{op}: weight and bias must have the shape of x's last dimension, got weight {list(weight.shape)} and "
+            f"bias {None if bias is None else list(bias.shape)} for x {list(x.shape)}."
+        )
+    if not x.shape[-1] <= MAX_WIDTH:
+        raise ValueError(f"{op}: rows must be at most {MAX_WIDTH} wide, got {x.shape[-1]}.")
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -371,10 +372,10 @@ def add_layer_norm(
     """
     _check("add_layer_norm", x, weight, bias)
     check_floating("add_layer_norm", residual=residual)
-    check(
-        x.shape == residual.shape,
-        f"add_layer_norm: x and residual must have one shape, got {list(x.shape)} and {list(residual.shape)}.",
-    )
+    if x.shape != residual.shape:
+        raise ValueError(
+            f"add_layer_norm: x and residual must have one shape, got {list(x.shape)} and {list(residual.shape)}."
+        )
     if not use_triton(x):
         return add_layer_norm_reference(x, residual, weight, bias, eps)
     y, h, _ = torch.ops.liger_models.add_layer_norm(x, residual, weight, bias, eps)

@@ -20,7 +20,7 @@ Source: https://arxiv.org/abs/1910.07467.
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
@@ -449,11 +449,11 @@ register_autograd("add_rms_norm", _add_backward, _add_setup)
 
 def _check(op: str, x: Tensor, weight: Tensor) -> None:
     check_floating(op, x=x, weight=weight)
-    check(
-        x.dim() > 0 and weight.shape == x.shape[-1:],
-        f"{op}: weight must have the shape of x's last dimension, "
-        f"got weight {list(weight.shape)} for x {list(x.shape)}.",
-    )
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{op}: weight must have the shape of x's last dimension, got weight {list(weight.shape)} for x "
+            f"{list(x.shape)}."
+        )
 
 
 def rms_norm(
@@ -506,10 +506,10 @@ def add_rms_norm(
     """
     _check("add_rms_norm", x, weight)
     check_floating("add_rms_norm", residual=residual)
-    check(
-        x.shape == residual.shape,
-        f"add_rms_norm: x and residual must have one shape, got {list(x.shape)} and {list(residual.shape)}.",
-    )
+    if x.shape != residual.shape:
+        raise ValueError(
+            f"add_rms_norm: x and residual must have one shape, got {list(x.shape)} and {list(residual.shape)}."
+        )
     if not use_triton(x):
         return add_rms_norm_reference(x, residual, weight, eps, weight_offset, scale_in_fp32)
     y, h, _ = torch.ops.liger_models.add_rms_norm(x, residual, weight, eps, weight_offset, scale_in_fp32)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.optimizer.moments import WIDTH, decode, decoded, encode, encoded, scale_shape
 
@@ -269,12 +269,12 @@ def _in_layout_of(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tens
     """The gradient in the memory layout of the parameter, which the moments must have, too."""
     if not (param.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()):
         span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-        check(
-            span == param.numel() and param.stride() == exp_avg.stride() == exp_avg_sq.stride(),
-            "adamw: a parameter must fill its memory without gaps, and its moments must have the same strides; "
-            f"got {param.stride()}, {exp_avg.stride()} and {exp_avg_sq.stride()} for {list(param.shape)}. "
-            "Make them contiguous.",
-        )
+        if not (span == param.numel() and param.stride() == exp_avg.stride() == exp_avg_sq.stride()):
+            raise ValueError(
+                "adamw: a parameter must fill its memory without gaps, and its moments must have the same strides; got "
+                f"{param.stride()}, {exp_avg.stride()} and {exp_avg_sq.stride()} for {list(param.shape)}. Make them "
+                "contiguous."
+            )
     elif grad.is_contiguous():
         return grad
     return grad if grad.stride() == param.stride() else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
@@ -285,19 +285,20 @@ def _check_codes(update: Update) -> None:
     param, _, *moments, _, _, scales = update
     dtypes = [moment.dtype for moment in moments]
     codes = {torch.int8, torch.uint8} & {*dtypes}
-    check(
-        not codes if scales is None else dtypes == [torch.int8, torch.uint8],
-        f"adamw: moments with scales, and no others, must be codes in int8 and uint8, got {dtypes[0]} and {dtypes[1]} "
-        f"{'without' if scales is None else 'with'} scales. Pass the codes together with scales.",
-    )
+    if not (not codes if scales is None else dtypes == [torch.int8, torch.uint8]):
+        raise ValueError(
+            f"adamw: moments with scales, and no others, must be codes in int8 and uint8, got {dtypes[0]} and "
+            f"{dtypes[1]} {'without' if scales is None else 'with'} scales. Pass the codes together with scales."
+        )
     if scales is not None:
         shape = scale_shape(param.shape) if param.dim() else "none for a scalar"
-        check(
-            all(list(scale.shape) == shape and scale.dtype == torch.float32 for scale in scales)
-            and all(tensor.is_contiguous() for tensor in (param, *moments, *scales)),
-            f"adamw: scales of a parameter {list(param.shape)} must be {shape} in float32, and parameter, codes and "
-            f"scales contiguous, got {' and '.join(f'{list(each.shape)} in {each.dtype}' for each in scales)}.",
-        )
+        if not all(list(scale.shape) == shape and scale.dtype == torch.float32 for scale in scales) or not all(
+            tensor.is_contiguous() for tensor in (param, *moments, *scales)
+        ):
+            raise ValueError(
+                f"adamw: scales of a parameter {list(param.shape)} must be {shape} in float32, and parameter, codes "
+                f"and scales contiguous, got {' and '.join(f'{list(each.shape)} in {each.dtype}' for each in scales)}."
+            )
 
 
 def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> None:
@@ -369,12 +370,14 @@ def adamw_(updates: Sequence[Update], *, stochastic_rounding: bool = False, seed
         m, v = (exp_avg, exp_avg_sq) if scales is None else scales
         check_floating("adamw", param=param, grad=grad, exp_avg=m, exp_avg_sq=v)
         devices = [str(tensor.device) for tensor in (*group[0][:4], *(scales or ()))]
-        check(len(set(devices)) == 1, f"adamw: the tensors must be on one device, got {', '.join(devices)}.")
-        check(m.dtype == v.dtype, f"adamw: both moments must have one dtype, got {m.dtype} and {v.dtype}.")
-        check(
-            not stochastic_rounding or torch.float16 not in (param.dtype, m.dtype),
-            "adamw: stochastic rounding is for bfloat16, got float16. Use bfloat16, or stochastic_rounding=False.",
-        )
+        if len(set(devices)) != 1:
+            raise ValueError(f"adamw: the tensors must be on one device, got {', '.join(devices)}.")
+        if m.dtype != v.dtype:
+            raise ValueError(f"adamw: both moments must have one dtype, got {m.dtype} and {v.dtype}.")
+        if stochastic_rounding and torch.float16 in (param.dtype, m.dtype):
+            raise ValueError(
+                "adamw: stochastic rounding is for bfloat16, got float16. Use bfloat16, or stochastic_rounding=False."
+            )
         if use_triton(param) and use_triton(grad) and use_triton(m):
             _launch(group, stochastic_rounding, seed)
         else:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.kernels.dispatch import INTERPRET, TRITON_DTYPES, fitting_stages, on_device_of, tl, triton, use_triton
 
 STEPS = 5
@@ -104,10 +104,8 @@ def symmetric_product(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tenso
         TypeError: ``x`` is not floating-point.
     """
     check_floating("symmetric_product", x=x)
-    check(
-        x.dim() == 3 and (not beta or x.shape[1] == x.shape[2]),
-        f"symmetric_product: x must be [B, N, K], and square with a beta, got {list(x.shape)}.",
-    )
+    if x.dim() != 3 or (beta and x.shape[1] != x.shape[2]):
+        raise ValueError(f"symmetric_product: x must be [B, N, K], and square with a beta, got {list(x.shape)}.")
     if x.dtype not in TRITON_DTYPES or not use_triton(x):
         return symmetric_product_reference(x, alpha, beta)
     B, N, K = x.shape
@@ -142,7 +140,8 @@ def newton_schulz(x: Tensor) -> Tensor:
         TypeError: ``x`` is not floating-point.
     """
     check_floating("newton_schulz", x=x)
-    check(x.dim() == 3, f"newton_schulz: x must be [B, N, K], got {list(x.shape)}. Stack equal matrices.")
+    if x.dim() != 3:
+        raise ValueError(f"newton_schulz: x must be [B, N, K], got {list(x.shape)}. Stack equal matrices.")
     return _iterated(x, symmetric_product)
 
 

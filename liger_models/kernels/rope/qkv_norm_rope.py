@@ -21,7 +21,7 @@ Source: transformers ``models/gemma4``; https://arxiv.org/abs/2010.04245.
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
@@ -317,11 +317,10 @@ def qkv_norm_rope(
     """
     op = "qkv_norm_rope"
     check_floating(op, packed=packed, cos=cos, sin=sin, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
-    check(
-        num_kv_heads > 0 and num_heads % num_kv_heads == 0,
-        f"{op}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).",
-    )
-    check(head_dim % 2 == 0, f"{op}: head_dim must be even, got {head_dim}.")
+    if not (num_kv_heads > 0 and num_heads % num_kv_heads == 0):
+        raise ValueError(f"{op}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).")
+    if head_dim % 2 != 0:
+        raise ValueError(f"{op}: head_dim must be even, got {head_dim}.")
     parts = (0,) if k_norm_weight is None else (1, 2)
     widths = [(num_heads + part * num_kv_heads) * head_dim for part in parts]
     if packed.dim() != 3 or packed.shape[-1] not in widths:

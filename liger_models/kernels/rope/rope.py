@@ -20,7 +20,7 @@ Source: https://arxiv.org/abs/2104.09864.
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check, check_floating
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
@@ -399,7 +399,8 @@ def check_qkv(
         )
     _check_even(op, head_dim)
     check_floating(op, qkv=qkv, cos=cos, sin=sin)
-    check((cos is None) == (sin is None), f"{op}: cos and sin must both be given, or both be None for no rotation.")
+    if (cos is None) != (sin is None):
+        raise ValueError(f"{op}: cos and sin must both be given, or both be None for no rotation.")
     if cos is not None and sin is not None:
         _check_tables(op, qkv, cos, sin, head_dim)
 
@@ -420,7 +421,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
         ValueError: the shapes do not match.
         TypeError: a tensor is not floating-point.
     """
-    check(x.dim() == 4, f"rope: x must be [B, T, H, D], got {list(x.shape)}.")
+    if x.dim() != 4:
+        raise ValueError(f"rope: x must be [B, T, H, D], got {list(x.shape)}.")
     _check_even("rope", x.shape[-1])
     check_floating("rope", x=x, cos=cos, sin=sin)
     _check_tables("rope", x, cos, sin, x.shape[-1])
@@ -492,17 +494,18 @@ def liger_rotary_pos_emb(
         ValueError: the shapes do not match, unsqueeze_dim is neither 1 nor 2, or rotary_dim is odd or too large.
         TypeError: a tensor is not floating-point.
     """
-    check(unsqueeze_dim in (1, 2), f"liger_rotary_pos_emb: unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}.")
-    check(
-        q.dim() == 4 and k.dim() == 4,
-        f"liger_rotary_pos_emb: q and k must have 4 dimensions, got {list(q.shape)} and {list(k.shape)}.",
-    )
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"liger_rotary_pos_emb: unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}.")
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(
+            f"liger_rotary_pos_emb: q and k must have 4 dimensions, got {list(q.shape)} and {list(k.shape)}."
+        )
     width = cos.shape[-1] if rotary_dim is None else rotary_dim
-    check(
-        width % 2 == 0 and 0 < width <= min(q.shape[-1], 2 * cos.shape[-1]),
-        f"liger_rotary_pos_emb: rotary_dim must be even and at most {q.shape[-1]} (the head) and twice the width of cos"
-        f" ({cos.shape[-1]}), got {width}.",
-    )
+    if not (width % 2 == 0 and 0 < width <= min(q.shape[-1], 2 * cos.shape[-1])):
+        raise ValueError(
+            f"liger_rotary_pos_emb: rotary_dim must be even and at most {q.shape[-1]} (the head) and twice the width "
+            f"of cos ({cos.shape[-1]}), got {width}."
+        )
     cos, sin = (table[..., : width // 2] for table in (cos, sin))
     if cos.dim() == 2:
         cos, sin = cos[None], sin[None]
