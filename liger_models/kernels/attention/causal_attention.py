@@ -50,6 +50,7 @@ from liger_models.kernels.dispatch import (
     triton,
     use_triton,
 )
+from liger_models.kernels.tiles import dot_precision
 
 MOST_HEAD_DIM = 512
 
@@ -413,12 +414,6 @@ def _tier(x: Tensor) -> int:
     return LARGE if x.element_size() == 2 and fitting_stages(x, 2, 113 * 2**10) == 2 else SMALL
 
 
-def _precision(x: Tensor) -> str:
-    """How fp32 is multiplied: as TF32 only if the user chose that for matrix products."""
-    chosen = getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")  # from torch 2.9
-    return "tf32" if x.element_size() == 4 and chosen == "tf32" else "ieee"
-
-
 def _bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: Tensor) -> tuple[Tensor, ...]:
     """``(documents, low, last)``, [B, S] int32 each: low[i] is not after the first key that token i or a later one
     sees, last[j] the last token i with low[i] <= j. Without documents and window, tensors that are not read."""
@@ -444,7 +439,7 @@ def _constants(
     """Constants of all kernels, of those that mask scores, and constants and options of products with the workspace."""
     tier, D = _tier(q), q.shape[3]
     block_m, block_n, _ = TILE[tier]
-    shared = {"H": q.shape[2], "QUERIES": q.shape[2] // k.shape[2], "D": D, "PRECISION": _precision(q)}
+    shared = {"H": q.shape[2], "QUERIES": q.shape[2] // k.shape[2], "D": D, "PRECISION": dot_precision(q)}
     shared |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
     masks = {"HAS_DOCUMENTS": documents is not None, "HAS_WINDOW": window is not None}
     columns = min(PRODUCT_COLUMNS[tier], max(triton.next_power_of_2(D), 16))

@@ -24,11 +24,10 @@ from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY
-from liger_models.kernels.attention.causal_attention import LOG2_E, MOST_HEAD_DIM, _precision
+from liger_models.kernels.attention.causal_attention import LOG2_E, MOST_HEAD_DIM
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
-from liger_models.kernels.loss.cross_entropy import _transformed
 from liger_models.kernels.overlap import await_previous, overlap
-from liger_models.kernels.rope.rope import contiguous_rows
+from liger_models.kernels.tiles import contiguous_rows, dot_precision, scale_and_cap
 
 PROGRAMS_PER_SM = 2
 MOST_PARTS = 128
@@ -121,7 +120,7 @@ def _decode_kernel(
         k = tl.load(keys_ptr + at, mask=inside, other=0.0)
         v = tl.load(values_ptr + at, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        scores = _transformed(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
+        scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
         scores = tl.where(((key >= first) & (key < end))[None, :], scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))  # finite: each step has a key that is seen
         p = tl.exp2(scores - larger[:, None])
@@ -200,7 +199,7 @@ def _decode_attention(
         _decode_kernel[(parts, tiles, B)](
             q, keys, values, table, lengths, results, lse, table.stride(0), *q.stride()[:2], window or 0, scale,
             softcap or 0.0, G=G, QUERIES=H // G, D=D, PAGE=page, PARTS=parts, HAS_WINDOW=window is not None,
-            HAS_SOFTCAP=softcap is not None, PRECISION=_precision(q), BLOCK_M=block_m, BLOCK_N=block_n,
+            HAS_SOFTCAP=softcap is not None, PRECISION=dot_precision(q), BLOCK_M=block_m, BLOCK_N=block_n,
             BLOCK_D=block_d, **overlap(q), num_warps=4,
             num_stages=fitting_stages(q, STAGES, 2 * block_n * block_d * q.itemsize),
         )  # fmt: skip

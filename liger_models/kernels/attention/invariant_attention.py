@@ -25,10 +25,9 @@ from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY
-from liger_models.kernels.attention.causal_attention import LOG2_E, MOST_HEAD_DIM, _precision
+from liger_models.kernels.attention.causal_attention import LOG2_E, MOST_HEAD_DIM
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
-from liger_models.kernels.loss.cross_entropy import _transformed
-from liger_models.kernels.rope.rope import contiguous_rows
+from liger_models.kernels.tiles import contiguous_rows, dot_precision, scale_and_cap
 
 
 class Tile(NamedTuple):
@@ -122,7 +121,7 @@ def _invariant_attention_kernel(
             k = tl.load(k_ptr + place[:, None] * k_n + group * k_g + column[None, :], mask=exists, other=0.0)
             v = tl.load(v_ptr + place[:, None] * v_n + group * v_g + column[None, :], mask=exists, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            scores = _transformed(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
+            scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
             seen = here[:, None] & (key[None, :] >= lowest[:, None]) & (key[None, :] <= last[:, None])
             scores = tl.where(seen, scores, float("-inf"))
             larger = tl.maximum(most, tl.max(scores, 1))
@@ -171,7 +170,7 @@ def _invariant_attention(
                 v.stride(-3), v.stride(-2), 0 if table is None else table.stride(0), window or 0, scale, softcap or 0.0,
                 G=G, QUERIES=H // G, D=D, PAGE=0 if table is None else k.shape[1], TOKENS=tokens, HEADS=heads,
                 HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
-                PRECISION=_precision(q), BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_d, num_warps=tile.warps,
+                PRECISION=dot_precision(q), BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_d, num_warps=tile.warps,
                 num_stages=fitting_stages(q, tile.stages, 2 * tile.keys * block_d * q.itemsize),
             )  # fmt: skip
     return out

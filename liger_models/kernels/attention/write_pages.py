@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_models.common.ops import LIBRARY
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
-from liger_models.kernels.rope.rope import contiguous_rows
+from liger_models.kernels.tiles import contiguous_rows
 
 BLOCK = 1024
 """Elements of a token's keys that a program copies, and as many of its values."""

@@ -61,10 +61,10 @@ from liger_models.kernels.frozen.quantized_weight import (
     weight_for_op,
     weight_from_op,
 )
-from liger_models.kernels.loss.linear_cross_entropy import accumulate
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.row_linear import LowRank
 from liger_models.kernels.norm.fused_norm import FusedNorm
+from liger_models.kernels.tiles import accumulate
 
 
 def norm_linear_reference(

@@ -35,6 +35,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
+from liger_models.kernels.tiles import exp, scale_and_cap
 
 MAX_BLOCK, WIDE_BLOCK = 8192, 16384
 """Logits that a program holds in registers at a time; WIDE_BLOCK for rows of more than 65,536. With the wide block half
@@ -79,29 +80,6 @@ class TokenStatistics(NamedTuple):
 
 
 @triton.jit
-def exp(x):
-    """exp by exp2, whose instruction flushes the smallest results to 0; tl.exp spends instructions on scaling them."""
-    return tl.exp2(x * 1.4426950408889634)
-
-
-@triton.jit
-def _transformed(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    z = x.to(tl.float32) * logit_scale
-    if HAS_SOFTCAP:
-        u = z * (1.0 / softcap)
-        if x.dtype == tl.float32:
-            v = u * u  # Cephes' polynomial: for a small tanh the difference below would lose digits
-            small = ((-5.70498872745e-3 * v + 2.06390887954e-2) * v - 5.37397155531e-2) * v + 1.33314422036e-1
-            large = 1.0 - 2.0 / (exp(2.0 * tl.abs(u)) + 1.0)
-            tanh = tl.where(v < 0.39, u + u * v * (small * v - 3.33332819422e-1), tl.where(u < 0.0, -large, large))
-        else:
-            root = tl.rsqrt(exp(2.0 * u) + 1.0)  # its square is cheaper than a division
-            tanh = 1.0 - 2.0 * root * root
-        z = softcap * tanh
-    return z
-
-
-@triton.jit
 def _load(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
     if MASKED:  # only where needed: with an arbitrary mask each number is loaded by itself
         return tl.load(ptr + column, mask=column < V, other=0.0, eviction_policy=EVICT)
@@ -141,7 +119,7 @@ def _cross_entropy_kernel(
         return
 
     valid = (y >= 0) & (y < V)
-    z_y = _transformed(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    z_y = scale_and_cap(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
     z_y = tl.where(valid, z_y, float("nan"))
     w_y = 1.0
     w_sum = tl.cast(vocabulary, tl.float32)
@@ -159,7 +137,7 @@ def _cross_entropy_kernel(
             for start in range(whole if last else 0, V if last else whole, BLOCK):
                 # Cached for the second pass: the rows in progress fit in L2.
                 x = _load(logits_ptr, start + columns, V, last, "evict_last")
-                z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
+                z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
                 if HAS_SMOOTHING:
                     share = z
                     if HAS_CLASS_WEIGHT:
@@ -214,7 +192,7 @@ def _cross_entropy_kernel(
                 # From the end, which was read last and is still cached.
                 column = (whole if step == 0 else whole - BLOCK - back) + columns
                 x = _load(logits_ptr, column, V, step == 0, "evict_first")
-                z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
+                z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
                 dz = exp(z - maximum) * on_all
                 if HAS_SMOOTHING:
                     if HAS_CLASS_WEIGHT:

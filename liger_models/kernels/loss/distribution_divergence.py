@@ -24,9 +24,9 @@ from torch import Tensor
 
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.loss.cross_entropy import exp
 from liger_models.kernels.loss.divergence import _part, over_mixture
 from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
+from liger_models.kernels.tiles import exp
 
 DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "kl", "kl_log")
 REDUCTIONS = ("none", "sum", "mean", "batchmean")

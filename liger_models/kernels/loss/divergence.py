@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.loss.cross_entropy import LOWEST, _transformed, check_arguments, exp, token_scale
+from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, token_scale
 from liger_models.kernels.loss.linear_cross_entropy import (
     chunk_rows,
     logits_buffer,
@@ -43,6 +43,7 @@ from liger_models.kernels.loss.linear_cross_entropy import (
     write_logits,
 )
 from liger_models.kernels.loss.scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, without_exponent
+from liger_models.kernels.tiles import exp, scale_and_cap
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
 MAX_BLOCK = 8192
@@ -187,11 +188,11 @@ def _row_statistics(
     dot, s_square, t_square = 0.0, 0.0, 0.0
     for start in range(0, V, BLOCK):
         inside = start + columns < V
-        z = _transformed(
+        z = scale_and_cap(
             tl.load(student_ptr + start + columns, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP
         )
         u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
-        u = _transformed(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
+        u = scale_and_cap(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
         if KIND == 4:
             dot += tl.sum(z * u, 0)
             s_square += tl.sum(z * z, 0)
@@ -223,9 +224,9 @@ def _row_statistics(
         for start in range(0, V, BLOCK):
             inside = start + columns < V
             z = tl.load(student_ptr + start + columns, mask=inside, other=0.0)
-            z = _transformed(z, logit_scale, softcap, HAS_SOFTCAP)
+            z = scale_and_cap(z, logit_scale, softcap, HAS_SOFTCAP)
             u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
-            u = _transformed(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
+            u = scale_and_cap(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
             s = tl.maximum((z - s_max) * inverse_temperature - s_log, LOWEST)
             t = tl.maximum((u - t_max) * inverse_temperature - t_log, LOWEST)
             d, a = _part(s, t, beta, KIND)
@@ -267,7 +268,7 @@ def _divergence_kernel(
     else:
         # Read before the gradient may overwrite it.
         valid = (y >= 0) & (y < V)
-        z_y = _transformed(tl.load(student_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+        z_y = scale_and_cap(tl.load(student_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
         z_y = tl.where(valid, z_y, float("nan"))
         soft, s_max, s_log, t_max, t_log, total_a, hard_log = _row_statistics(
             student_ptr, teacher_ptr, V, beta, inverse_temperature, softcap, logit_scale, teacher_softcap,
@@ -289,9 +290,9 @@ def _divergence_kernel(
         for start in range(0, V, BLOCK):
             inside = start + columns < V
             z = tl.load(student_ptr + start + columns, mask=inside, other=0.0)
-            z = _transformed(z, logit_scale, softcap, HAS_SOFTCAP)
+            z = scale_and_cap(z, logit_scale, softcap, HAS_SOFTCAP)
             u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
-            u = _transformed(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
+            u = scale_and_cap(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
             if KIND == 4:
                 dz = soft_factor * beta * (total_a * z / (s_log * s_log) - u / (s_log * t_log))
             else:

@@ -58,6 +58,7 @@ from liger_models.kernels.loss.scalar_loss import (
 )
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.invariant_linear import write_invariant_linear
+from liger_models.kernels.tiles import accumulate
 
 WORKSPACE_MIB, WORKSPACE_TOKENS, MOST_TOKENS = 512, 8192, 65536
 """Default budget in MiB for up to WORKSPACE_TOKENS tokens; it grows in proportion to the tokens above that, up to
@@ -220,17 +221,6 @@ def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
         zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)
     ):
         out.addmm_(columns, vocab_shard, beta=beta)
-
-
-def accumulate(sums: Sequence[Tensor], gradient: Tensor, x: Tensor, beta: int) -> None:
-    """``sums = beta · sums + gradientᵀ @ x`` in their dtype, with beta 0 or 1; ``sums`` are blocks of rows."""
-    for total, columns in zip(sums, gradient.split([len(block) for block in sums], 1), strict=True):
-        if x.dtype == total.dtype:
-            total.addmm_(columns.t(), x, beta=beta)
-        elif x.device.type == "cuda":
-            torch.addmm(total, columns.t(), x, beta=beta, out_dtype=total.dtype, out=total)
-        else:
-            total.addmm_(columns.t().to(total.dtype), x.to(total.dtype), beta=beta)
 
 
 def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Tensor]]:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.loss.cross_entropy import LOWEST, _transformed, check_arguments, exp, token_scale
+from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, token_scale
 from liger_models.kernels.loss.linear_cross_entropy import (
     check_head,
     chunk_rows,
@@ -34,6 +34,7 @@ from liger_models.kernels.loss.linear_cross_entropy import (
     wide_gradients_fake,
 )
 from liger_models.kernels.loss.scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, without_exponent
+from liger_models.kernels.tiles import exp, scale_and_cap
 
 REDUCTIONS = ("batchmean", "mean", "sum")
 MAX_BLOCK = 8192
@@ -96,7 +97,7 @@ def _linear_kl_div_kernel(
     for start in range(0, V, BLOCK):
         inside = start + columns < V
         x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-        z = tl.where(inside, _transformed(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+        z = tl.where(inside, scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(z, 0))
         total *= exp((maximum - new_maximum) * inverse_temperature)
         total += tl.sum(exp((z - new_maximum) * inverse_temperature), 0)
@@ -109,7 +110,7 @@ def _linear_kl_div_kernel(
     for start in range(0, V, BLOCK):
         inside = start + columns < V
         x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-        z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
+        z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
         p = tl.load(p_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
         s = tl.maximum((z - maximum) * inverse_temperature - log_total, LOWEST)
         loss += tl.sum(p * (tl.log(tl.maximum(p, eps)) - s), 0)

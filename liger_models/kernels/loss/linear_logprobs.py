@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.loss.cross_entropy import LOWEST, _transformed, check_arguments, exp, token_statistics
+from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, token_statistics
 from liger_models.kernels.loss.linear_cross_entropy import (
     Gradients,
     check_head,
@@ -44,6 +44,7 @@ from liger_models.kernels.loss.linear_cross_entropy import (
     write_logits,
 )
 from liger_models.kernels.loss.scalar_loss import HandOver, scale_, scaled, without_exponent
+from liger_models.kernels.tiles import exp, scale_and_cap
 
 More = TypeVar("More")
 
@@ -111,7 +112,7 @@ def _log_probs_kernel(
         for start in range(0, V, BLOCK):
             inside = start + columns < V
             x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-            z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
+            z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
             log_p = (z - maximum) - log_total
             p = exp(log_p)
             # For a logit of −inf, p · log p must be 0 and not NaN.
@@ -128,7 +129,7 @@ def _log_probs_kernel(
         for start in range(0, V, BLOCK):
             inside = start + columns < V
             x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-            z = tl.where(inside, _transformed(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+            z = tl.where(inside, scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(z, 0))
             down = maximum - new_maximum
             weighted = exp(down) * (weighted + down * total)
@@ -139,7 +140,7 @@ def _log_probs_kernel(
             weighted += tl.sum(e * below, 0)
             maximum = new_maximum
         log_total = tl.log(total)
-        z_y = _transformed(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+        z_y = scale_and_cap(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
         z_y = tl.where(valid, z_y, float("nan"))
         tl.store(lse_ptr + 2 * row, maximum)
         tl.store(lse_ptr + 2 * row + 1, log_total)

@@ -27,9 +27,8 @@ from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
-from liger_models.kernels.attention.causal_attention import _precision
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
-from liger_models.kernels.rope.rope import contiguous_rows
+from liger_models.kernels.tiles import contiguous_rows, dot_precision
 
 
 class Tile(NamedTuple):
@@ -112,7 +111,7 @@ def write_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: 
             _invariant_linear_kernel[(triton.cdiv(N, tile.rows) * triton.cdiv(M, tile.outputs),)](
                 x, weight, weight if bias is None else bias.contiguous(), out, N, M, K,
                 x.stride(0), weight.stride(0), out.stride(0), HAS_BIAS=bias is not None,
-                WHOLE_K=K % tile.columns == 0, PRECISION=_precision(x), GROUP=GROUPED_TILES, BLOCK_N=tile.rows,
+                WHOLE_K=K % tile.columns == 0, PRECISION=dot_precision(x), GROUP=GROUPED_TILES, BLOCK_N=tile.rows,
                 BLOCK_M=tile.outputs, BLOCK_K=tile.columns, num_warps=tile.warps,
                 num_stages=fitting_stages(x, tile.stages, stage_bytes),
             )  # fmt: skip

@@ -21,6 +21,7 @@ from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import cuda_capability, on_device_of, tl, triton
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
+from liger_models.kernels.tiles import dot_precision
 
 PRODUCT_BLOCKS = {2: (128, 128, 64), 4: (64, 64, 32)}
 PRODUCT_WARPS = {2: 8, 4: 4}
@@ -198,10 +199,8 @@ def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
 def _tile(rows: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Tile and constants of the Triton grouped products. fp32 runs as TF32 only if the user chose that for mm."""
     size = rows.element_size()
-    chosen = getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")  # from torch 2.9
-    precision = "tf32" if size == 4 and chosen == "tf32" else "ieee"
     return PRODUCT_BLOCKS[size], {
-        "PRECISION": precision,
+        "PRECISION": dot_precision(rows),
         "num_warps": PRODUCT_WARPS[size],
         "num_stages": PRODUCT_STAGES,
     }

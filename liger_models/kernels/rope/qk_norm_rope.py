@@ -35,7 +35,6 @@ from liger_models.kernels.rope.rope import (
     MAX_WARPS,
     check_qkv,
     choose,
-    contiguous_rows,
     empty_heads,
     load_angles,
     load_heads,
@@ -46,6 +45,7 @@ from liger_models.kernels.rope.rope import (
     tables,
     tiles,
 )
+from liger_models.kernels.tiles import contiguous_rows
 
 HEAD_WARPS_PER_SM, HEAD_STAGES = 64, 4
 WHOLE_WARPS_PER_SM, WHOLE_STAGES = 16, 3

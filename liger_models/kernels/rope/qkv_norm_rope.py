@@ -31,7 +31,6 @@ from liger_models.kernels.rope.qk_norm_rope import HEAD_STAGES, HEAD_WARPS_PER_S
 from liger_models.kernels.rope.rope import (
     _check_tables,
     choose,
-    contiguous_rows,
     load_angles,
     load_heads,
     rope_reference,
@@ -40,6 +39,7 @@ from liger_models.kernels.rope.rope import (
     tables,
     tiles,
 )
+from liger_models.kernels.tiles import contiguous_rows
 
 
 def qkv_norm_rope_reference(

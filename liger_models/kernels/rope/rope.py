@@ -24,6 +24,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
+from liger_models.kernels.tiles import contiguous_rows
 
 MIN_WARPS, MAX_WARPS = 4, 16
 ELEMENTS_PER_WARP = 512
@@ -197,11 +198,6 @@ def _rope_qkv_kernel(
     x1, x2 = load_heads(split if BACKWARD else packed, given, D, HALF, BLOCK, INTERLEAVED)
     y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin, member <= QUERIES, HALF, BLOCK)
     store_heads(packed if BACKWARD else split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
-
-
-def contiguous_rows(x: Tensor) -> Tensor:
-    """``x``, copied unless its last dimension is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Tensor, Tensor, int, int]:
