@@ -185,10 +185,16 @@ def test_shell_blocks_name_what_exists(page):
                 assert extra in extras, line
 
 
+REPOSITORY = "https://github.com/liger-models/liger_models/blob/main/"
+
+
 @every_page
-def test_local_links_exist(page):
+def test_links_into_the_repository_exist(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
-        if "://" not in target:
+        if target.startswith(REPOSITORY):
+            assert (ROOT / target.removeprefix(REPOSITORY)).exists(), target
+        elif "://" not in target:
+            assert page.name != "README.md", f"{target}: the package index needs a whole address"
             assert (page.parent / target).exists(), target
 
 

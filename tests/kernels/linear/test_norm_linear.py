@@ -3,7 +3,6 @@ import functools
 import pytest
 import torch
 
-from liger_models.kernels.linear import rms_norm_linear as home_of_rms_norm_linear
 from liger_models.kernels.linear.norm_linear import (
     layer_norm_linear,
     layer_norm_linear_reference,
@@ -86,10 +85,6 @@ def run_named(op, named, upstream, **kwargs):
 def norm_of(op, named, eps=1e-6, weight_offset=0.0, scale_in_fp32=False):
     kind = "rms_norm" if op is RMS else "layer_norm"
     return FusedNorm(named["norm_weight"], named.get("norm_bias"), kind, eps, weight_offset, scale_in_fp32)
-
-
-def test_rms_norm_linear_has_a_module_of_its_name():
-    assert home_of_rms_norm_linear.rms_norm_linear is rms_norm_linear
 
 
 @pytest.mark.parametrize(("op", "flavour"), FLAVOURS)
