@@ -55,7 +55,7 @@ def commit() -> str:
         found = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    code = ["benchmarks", "liger_models", "tests/data", ":!benchmarks/results"]
+    code = ["benchmarks", "liger_models", "tests/fixtures", ":!benchmarks/results"]
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code]).returncode
     return found.stdout.strip() + ("-dirty" if changed else "")
 

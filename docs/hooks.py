@@ -18,7 +18,7 @@ from liger_models.layers.moe import LigerMoE
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/liger-models/liger_models/blob/main/"
-LIGER_KERNEL = json.loads((ROOT / "tests" / "data" / "liger-kernel-0.8.5.json").read_text())
+LIGER_KERNEL = json.loads((ROOT / "tests" / "fixtures" / "liger-kernel-0.8.5.json").read_text())
 """Public names of Liger-Kernel."""
 
 BEHIND_THE_PAGES = "---\nsearch:\n  boost: 0.2\n---\n\n"
@@ -57,7 +57,7 @@ def doc(model: type[CausalLM]) -> tuple[str, str]:
 
 def tested(arch: str) -> tuple[list[Path], list[str]]:
     """The test data of an architecture: config.json files of released checkpoints, and the variants of a tiny model."""
-    folder = ROOT / "tests" / "data" / arch
+    folder = ROOT / "tests" / "fixtures" / arch
     releases = [path.with_name(path.name.replace(".shapes", "")) for path in sorted(folder.glob("*.shapes.json"))]
     return releases, list(json.loads((folder / "tiny.json").read_text())["variants"])
 

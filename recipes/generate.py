@@ -15,7 +15,7 @@ from liger_models.train.metrics import flops
 from liger_models.train.recipe import METHODS, Planner, Recipe
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = ROOT / "tests" / "data"
+CONFIGS = ROOT / "tests" / "fixtures"
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "recipes.md"
 BEGIN, END = "<!-- begin: recipes -->\n", "<!-- end -->"

@@ -4,7 +4,7 @@ import json
 
 from benchmarks import ROOT
 
-CONFIGS = ROOT / "tests" / "data"
+CONFIGS = ROOT / "tests" / "fixtures"
 MODELS = {
     "llama-3-8b": ("llama/Meta-Llama-3-8B.json", None),
     "llama-3-70b": ("llama/Meta-Llama-3.1-70B-Instruct.json", None),

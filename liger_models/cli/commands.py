@@ -559,7 +559,7 @@ def new_arch_command(
     module = made.files[0]
     steps = [
         f"Write what differs from Llama into {module}: docstring, config, block, model, weight map.",
-        f"Give tests/data/{name}/tiny.json a variant for each setting of config.json.",
+        f"Give tests/fixtures/{name}/tiny.json a variant for each setting of config.json.",
         f"Rename {name}.json, {name}.shapes.json and the key in rope_oracle.json to MODEL, the released model's name.",
         f"Compare with transformers: make test ARGS=\"-k '{name} or MODEL'\". Then run make check.",
         f"For a public name, add to {PUBLIC}:",

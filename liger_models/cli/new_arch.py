@@ -21,7 +21,7 @@ from liger_models.cli.arch_source import arguments, module_source, own_keys
 from liger_models.common.json_files import parse_json
 from liger_models.convert.files import SHARDS, WEIGHTS, read_headers
 
-ARCH, DATA, PUBLIC = Path("liger_models/arch"), Path("tests/data"), Path("liger_models/__init__.py")
+ARCH, DATA, PUBLIC = Path("liger_models/arch"), Path("tests/fixtures"), Path("liger_models/__init__.py")
 
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 TINY = {

@@ -22,7 +22,7 @@ from liger_models.kernels.dispatch import reference_backend
 
 from ..late import transformers
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "fixtures"
 ARCHS = built_in()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..late import transformers
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "fixtures"
 CONFIGS = sorted(path.with_name(path.name.replace(".shapes", "")) for path in DATA.glob("*/*.shapes.json"))
 TINY: dict[str, Any] = {
     "vocab_size": 96,

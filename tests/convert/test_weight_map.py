@@ -72,7 +72,7 @@ def test_maps_onto_the_hub_checkpoint(config_file: Path) -> None:
 
 
 def test_the_hub_indices_are_among_the_data() -> None:
-    folder = Path(__file__).parents[1] / "data" / "llama"
+    folder = Path(__file__).parents[1] / "fixtures" / "llama"
     assert len(list(folder.glob("*.index.json"))) >= 3
     rotary = "model.layers.0.self_attn.rotary_emb.inv_freq"
     assert rotary in json.loads((folder / "Llama-2-7b-hf.index.json").read_text())["weight_map"]

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from liger_models import LigerLlama
 
 from ..arch.families import error, make_folder
+from ..data.conftest import tokenizer  # noqa: F401
 from ..hf.test_trainer import load, losses, trainer
-from ..packing.conftest import tokenizer  # noqa: F401
 from ..processes import environment, scripts, torchrun
-from ..test_engines import dataset, folder, plain_losses  # noqa: F401
+from ..train.test_engines import dataset, folder, plain_losses  # noqa: F401
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]  # DeepSpeed's
 

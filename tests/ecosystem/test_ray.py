@@ -13,8 +13,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from liger_models.train.loop import TrainOptions, train
 
 from ..processes import scripts, torchrun
-from ..runs import log
-from ..test_train import files, folder  # noqa: F401
+from ..train.runs import log
+from ..train.test_loop import files, folder  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from liger_models.train.loop import TrainOptions, train
 
-from ..runs import log, on_the_cpu  # noqa: F401
-from ..test_train import folder  # noqa: F401
+from ..train.runs import log, on_the_cpu  # noqa: F401
+from ..train.test_loop import folder  # noqa: F401
 
 BLOCK = 2**15
 """Bytes of a block of LevelDB's log format, in which an offline run is stored after 7 bytes of its own."""

@@ -14,7 +14,7 @@ from liger_models.generation.rollouts import rollout
 from liger_models.layers import derived
 from liger_models.parallel import apply_fsdp
 
-from ..runs import no_group_is_left  # noqa: F401
+from ..train.runs import no_group_is_left  # noqa: F401
 from .test_decode_steps import NEW, PROMPTS, captures, device, llama  # noqa: F401
 
 KINDS = {

@@ -168,7 +168,7 @@ def test_an_architecture_of_ones_own(own_registry, tmp_path):
 
 PUBLISHED = [
     file
-    for file in sorted((ROOT / "tests" / "data").glob("*/*.json"))
+    for file in sorted((ROOT / "tests" / "fixtures").glob("*/*.json"))
     if not file.name.endswith((".index.json", ".shapes.json", "tiny.json"))
     and "model_type" in json.loads(file.read_text(encoding="utf-8"))
 ]

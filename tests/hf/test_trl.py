@@ -415,8 +415,8 @@ def test_sft_builds_no_logits(tmp_path, monkeypatch):
 
 def test_sft_of_images(tmp_path, monkeypatch):
     """A conversation about pictures, by the processor of transformers."""
-    from ..processing import test_gemma3
-    from ..processing.conftest import picture
+    from ..base import test_processor_gemma3 as test_gemma3
+    from ..base.conftest import picture
 
     pil = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
     monkeypatch.chdir(tmp_path)
@@ -456,7 +456,7 @@ def test_sft_of_images(tmp_path, monkeypatch):
 
 def qwen_processor(folder: Path) -> Any:
     """Transformers' processor of Qwen2.5-VL without its part for videos, which needs torchvision."""
-    from ..processing.conftest import SPECIAL, TEMPLATE, make_model
+    from ..base.conftest import SPECIAL, TEMPLATE, make_model
 
     pil = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     make_model("qwen2_5_vl").save_pretrained(folder)
@@ -477,7 +477,7 @@ def qwen_processor(folder: Path) -> Any:
 @pytest.mark.parametrize("kind", ["DPO", "GRPO"])
 def test_preferences_and_completions_of_images(tmp_path, monkeypatch, kind):
     """Images of several sizes, with positions in time, height and width; GRPO takes them apart by prompts."""
-    from ..processing.conftest import picture
+    from ..base.conftest import picture
 
     monkeypatch.chdir(tmp_path)
     folder = Path("model")

@@ -18,7 +18,7 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LigerLMHead, Targets
 
 from ..late import transformers
-from ..test_readme import ROOT, blocks
+from ..repository.test_readme import ROOT, blocks
 
 CONFIG = LlamaConfig(
     vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,

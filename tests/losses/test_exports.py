@@ -9,7 +9,7 @@ import pytest
 import liger_models
 from liger_models import losses
 
-from ..test_package import PACKAGE, ROOT
+from ..repository.test_package import PACKAGE, ROOT
 
 FILES = sorted((PACKAGE / "losses").glob("[!_]*.py"))
 PUBLIC = {

@@ -26,10 +26,10 @@ from liger_models import (
 )
 from liger_models.arch.llama import weight_map
 
+from ..base.conftest import picture
+from ..base.test_processor_gemma3 import make as image_model
+from ..data.conftest import tokenizer  # noqa: F401
 from ..late import Late, transformers
-from ..packing.conftest import tokenizer  # noqa: F401
-from ..processing.conftest import picture
-from ..processing.test_gemma3 import make as image_model
 
 NEEDS = "the losses are compared with those of TRL"
 cpo = Late("trl.experimental.cpo.cpo_trainer", NEEDS)

@@ -17,7 +17,7 @@ from liger_models.distributed.collectives import Group
 from liger_models.memory.estimate import _saved_by_block, training_memory
 from liger_models.train.report import estimate
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "fixtures"
 TOKENS = {"cpu": 3, "cuda": 128}
 """No more than any window of the configurations, so that the CPU needs no mask, which it would save."""
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}

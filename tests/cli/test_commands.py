@@ -1,0 +1,456 @@
+"""The command line: what each command prints and writes, its JSON, its exit codes, and its errors in one line."""
+
+import base64
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+pytest.importorskip("typer", reason="the command line needs typer and rich: pip install 'liger_models[cli]'")
+
+from typer.testing import CliRunner
+
+import liger_models
+from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, list_archs, register
+from liger_models.adapters import LoRAConfig, apply_lora, save_adapter
+from liger_models.cli import commands
+from liger_models.data import PromptDataset
+from liger_models.kernels.optimizer.moments import moment_bytes
+
+from ..base.conftest import encoded, picture
+from ..base.test_processor_transformers import make
+from ..convert.test_mxfp4 import make as make_mxfp4
+from ..data.test_videos import save_clip
+from ..data.vision import make_model
+from ..processes import environment
+from ..text.folders import byte_fallback
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+GIB = 2**30
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A tiny checkpoint with a byte-level tokenizer, in the working directory."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([], trainer)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = LigerLlama.from_config(config, dtype=torch.bfloat16)
+    keys = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    model.assets = {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(keys).encode()}
+    model.save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "model"
+
+
+def run(*arguments: str, code: int = 0, input: str | None = None) -> str:
+    result = CliRunner().invoke(commands.app, list(arguments), input=input, env={"COLUMNS": "200"})
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.stdout if code == 0 or "--json" in arguments else result.output
+
+
+def read(*arguments: str, code: int = 0):
+    return json.loads(run(*arguments, "--json", code=code))
+
+
+def test_list():
+    assert [row["model_type"] for row in read("list")] == list_archs()
+    assert {row["class"] for row in read("list")} >= {"LigerLlama", "LigerMixtral"}
+    assert "Mixtral 8x7B" in run("list")
+
+
+def test_version():
+    assert run("--version").strip() == liger_models.__version__
+
+
+def test_info(folder):
+    (folder / "model.safetensors").unlink()  # not read
+    found = read("info", "model", "--tokens", "100")
+    model = AutoLigerModel.from_config(json.loads((folder / "config.json").read_text()))
+    assert found["class"] == "LigerLlama"
+    assert found["parameters"] == model.num_parameters()
+    assert found["config"]["num_key_value_heads"] == 2
+    assert found["training"]["weights"] == 2 * model.num_parameters()
+    assert found["training"]["peak"]["full"] <= found["training"]["peak"]["none"]
+    assert "selective" in run("info", "model", "--dtype", "bf16")
+    planned = read("info", "model", "--memory", "1GB")["training"]["plan"]
+    assert (planned["time"], planned["budget"], {*planned["policies"]}) == (1.0, 10**9, {"none"})
+    assert "of the fastest step's (expected)" in run("info", "model", "--memory", "1GB")
+    moments = [read("info", "model", *more)["training"]["optimizer"] for more in ((), ("--moments-8bit",), ("--muon",))]
+    kinds = [(p.shape, torch.int8 if p.dim() > 1 and p.shape[-1] >= 128 else torch.float32) for p in model.parameters()]
+    matrices = 2 * sum(p.numel() for p in model.hidden_matrices().values())
+    both = 4 * model.num_parameters()
+    assert moments == [both, sum(sum(moment_bytes(*each)) for each in kinds), both - matrices]
+
+
+def test_download(folder, monkeypatch):
+    from liger_models.convert import hub
+
+    asked = {}
+
+    def download(repo_id, model_class, **options):
+        asked.update(options, repo_id=repo_id)
+        return folder
+
+    monkeypatch.setattr(hub, "download", download)
+    assert run("download", "owner/name", "--revision", "main").strip() == str(folder)
+    assert (asked["repo_id"], asked["revision"]) == ("owner/name", "main")
+    assert read("download", "owner/name") == {"folder": str(folder)}
+
+
+def test_verify(folder):
+    pytest.importorskip("transformers")
+    found = read("verify", "model")
+    assert found["same"]
+    assert 0 < found["logits_error"] < 1e-5
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors | {"other": torch.zeros(1)}, folder / "model.safetensors")
+    found = read("verify", "model", code=3)
+    assert (found["missing"], found["extra"], found["same"]) == (["model.norm.weight"], ["other"], False)
+    assert "missing model.norm.weight" in run("verify", "model", code=3)
+
+
+@pytest.mark.parametrize("arch", ["qwen2_vl", "gemma3", "gemma4", "mllama"])
+def test_models_with_images(arch, tmp_path):
+    """Random tokens would hit placeholders of images, of which the small vocabularies have many."""
+    pytest.importorskip("transformers")
+    from ..arch.families import make_folder, tiny
+
+    place = str(make_folder(arch, next(iter(tiny(arch))), tmp_path))
+    found = read("verify", place, "--length", "100")
+    assert found["same"]
+    assert 0 < found["logits_error"] < 1e-5
+    assert read("bench", place, "--length", "300", "--steps", "1", "--device", "cpu")["tokens_per_second"] > 0
+
+
+def test_verify_of_a_model_that_transformers_does_not_know(tmp_path, own_registry):
+    pytest.importorskip("transformers")
+
+    @dataclass(frozen=True, kw_only=True)
+    class NewConfig(LlamaConfig):
+        """As Llama's."""
+
+    class New(LigerLlama):
+        """Llama by another name."""
+
+        config_class = NewConfig
+
+    register("new_to_all", New)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    New.from_config(NewConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
+    assert read("verify", str(tmp_path))["logits_error"] is None
+    assert "logits not compared: transformers does not know new_to_all" in run("verify", str(tmp_path))
+
+
+def test_verify_says_where_logits_differ(folder, monkeypatch):
+    from liger_models.layers.norm import LigerRMSNorm
+
+    forward = LigerRMSNorm.add
+    monkeypatch.setattr(LigerRMSNorm, "add", lambda self, x, residual: forward(self, x, residual * 1.01))
+    found = read("verify", "model", code=3)
+    assert found["logits_error"] > 1e-4
+
+
+def test_verify_of_weights_that_are_no_numbers_prints_json(folder):
+    pytest.importorskip("transformers")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    found = json.loads(run("verify", "model", "--json", code=3), parse_constant=pytest.fail)
+    assert (found["logits_error"], found["same"]) == ("nan", False)
+    assert "by nan of their norm" in run("verify", "model", code=3)
+
+
+def test_convert(folder):
+    found = read("convert", "model", "new", "--dtype", "float16", "--max-shard-size", "40KB")
+    assert len([name for name in found["files"] if name.endswith(".safetensors")]) > 1
+    new = LigerLlama.from_pretrained("new", progress=False)
+    assert new.dtype == torch.float16
+    for (name, ours), theirs in zip(
+        LigerLlama.from_pretrained("model").named_parameters(), new.parameters(), strict=True
+    ):
+        assert theirs.equal(ours.half()), name
+
+
+def test_convert_does_not_load_for_a_place_that_is_a_file(folder):
+    folder.with_name("file").touch()
+    assert "'file' is a file" in run("convert", "not/loaded", "file", code=2)
+
+
+def test_convert_merges_adapters(folder):
+    model = apply_lora(LigerLlama.from_pretrained("model", dtype=torch.float32, progress=False), LoRAConfig(r=4))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    save_adapter(model, "adapter")
+    run("convert", "model", "merged", "--adapter", "adapter", "--dtype", "float32")
+    ids = torch.arange(20)[None]
+    merged = LigerLlama.from_pretrained("merged", progress=False)
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert read("merge", "model", "adapter", "again", "--dtype", "float32")["folder"] == "again"
+    again = LigerLlama.from_pretrained("again", progress=False)
+    assert all(map(torch.equal, again.parameters(), merged.parameters()))
+
+
+def test_merge_writes_experts_in_mxfp4_again(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    make_mxfp4(tmp_path / "model")
+    lora = LoRAConfig(r=2, target_modules=["q_proj"])
+    model = apply_lora(AutoLigerModel.from_pretrained("model", progress=False), lora)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    save_adapter(model, "adapter")
+    read("merge", "model", "adapter", "merged", "--mxfp4", "model")
+    stored, merged = (load_file(f"{name}/model.safetensors") for name in ("model", "merged"))
+    assert merged.keys() == stored.keys()
+    changed = {name for name, tensor in stored.items() if not torch.equal(merged[name], tensor)}
+    assert changed == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
+    read("merge", "model", "adapter", "plain")
+    assert "must be the folder of" in run("merge", "model", "adapter", "again", "--mxfp4", "plain", code=1)
+
+
+def test_generate(folder):
+    model = LigerLlama.from_pretrained("model", progress=False)
+    ids = model.generate(model.tokenizer.encode("Hello"), max_new_tokens=12, do_sample=False)
+    want = model.tokenizer.decode(ids[0, len(model.tokenizer.encode("Hello")) :])
+    options = ["--max-new-tokens", "12", "--no-sample", "--device", "cpu"]
+    assert run("generate", "model", "Hello", *options) == want + "\n"
+    assert read("generate", "model", "Hello", *options) == {"prompt": "Hello", "text": want}
+    stopped = want[: want.index(want[3]) + 1]
+    assert run("generate", "model", "Hello", *options, "--stop", want[3]).startswith(stopped)
+    assert len(run("generate", "model", "Hello", *options, "--stop", want[3])) < len(want)
+    drawn = [run("generate", "model", "Hello", "--sample", "--seed", seed, "--device", "cpu") for seed in "778"]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert run("generate", "model", "Hello", *options, "--draft-model", "model") == want + "\n"
+    sampled = run("generate", "model", "Hello", "--sample", "--seed", "7", "--draft-model", "model", "--device", "cpu")
+    assert sampled != drawn[0]  # from `seed`, which drafts need
+    ids = model.generate("Hello", max_new_tokens=256, do_sample=True, seed=7)
+    assert sampled == model.tokenizer.decode(ids[0, len(model.tokenizer.encode("Hello")) :]) + "\n"
+
+
+def test_text_that_ends_in_the_middle_of_a_character(folder, monkeypatch):
+    """This tokenizer makes a replacement character of each byte then, also of those that are shown already."""
+    backend = byte_fallback()
+    model = LigerLlama.from_pretrained("model", progress=False)
+    model.assets["tokenizer.json"] = backend.to_str().encode()
+    model.save_pretrained("model")
+    said = backend.encode("so 世界🦙", add_special_tokens=False).ids[:-1]
+    monkeypatch.setattr(LigerLlama, "stream", lambda self, ids, **options: map(torch.tensor, [[each] for each in said]))
+    assert read("generate", "model", "Hi", "--device", "cpu")["text"] == "so 世界\N{REPLACEMENT CHARACTER}"
+
+
+def test_chat(folder):
+    options = ["generate", "model", "--chat", "--system", "Be short.", "--max-new-tokens", "4", "--device", "cpu"]
+    lines = run(*options, input="Hi\nAnd?\n")
+    assert lines.count("> ") >= 3
+    assert read(*options[:2], "Hi", *options[2:])["text"] in lines
+    lines = run(*options, input=b"\xff Hi\nAnd?\n")  # not UTF-8
+    assert lines.count("> ") >= 3
+    run("generate", "model", code=2)
+
+
+@pytest.fixture
+def seeing(tmp_path, monkeypatch):
+    """A tiny Qwen2-VL and an image, in the working directory."""
+    model = make("qwen2_vl")
+    with torch.no_grad():
+        for parameter in model.visual.parameters():
+            parameter.mul_(4)  # so that the answers of random weights depend on what is seen
+    model.save_pretrained(tmp_path / "seeing")
+    picture(20, 12).save(tmp_path / "a b.png")
+    monkeypatch.chdir(tmp_path)
+    return model
+
+
+def test_generate_with_images(seeing):
+    data = "data:image/png;base64," + base64.b64encode(encoded(picture(9, 40))).decode()
+    parts = [{"type": "image", "image": "a b.png"}, {"type": "image", "image": data}, {"type": "text", "text": "What?"}]
+    asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": parts}]
+    options = ["--max-new-tokens", "5", "--no-sample", "--device", "cpu", "--system", "Be short."]
+
+    def answer(messages):
+        batch = seeing.processor.apply_chat_template(messages, add_generation_prompt=True)
+        ids = seeing.generate(**batch, max_new_tokens=5, do_sample=False)[0, batch["input_ids"].shape[1] :]
+        return seeing.tokenizer.decode(ids)
+
+    both = ["--image", (Path("a b.png").absolute()).as_uri(), "--image", data]
+    want = answer(asked)
+    assert want != answer([asked[0], {"role": "user", "content": [parts[0], parts[2]]}])
+    assert read("generate", "seeing", "What?", *both, *options) == {"prompt": "What?", "text": want}
+    # the first message has the images of the command line, the second its own
+    more = [
+        *asked,
+        {"role": "assistant", "content": want},
+        {"role": "user", "content": [parts[0], {**parts[2], "text": "And?"}]},
+    ]
+    lines = run("generate", "seeing", "--chat", *both, *options, input="What?\n/image a b.png\nAnd?\n")
+    assert lines.replace("> ", "") == f"{want}\n{answer(more)}\n"
+    heard = CliRunner().invoke(
+        commands.app, ["generate", "seeing", "--chat", *options], input="/image nowhere.png\n/image\nHi\n"
+    )
+    assert "nowhere.png" in heard.stderr
+    plain = answer([asked[0], {"role": "user", "content": "Hi"}])
+    assert heard.stdout == f"> > > {plain}\n> "
+    assert "nowhere.png" in run("generate", "seeing", "Hi", "--image", "nowhere.png", code=1)
+
+
+def test_generate_with_videos(tmp_path, monkeypatch):
+    """As rows of data with the same video."""
+    monkeypatch.chdir(tmp_path)
+    model = make_model("qwen3_vl")
+    model.save_pretrained("seeing")
+    save_clip("clip.mp4", frames=9)
+    options = ["--max-new-tokens", "5", "--no-sample", "--device", "cpu"]
+    content = [{"type": "video", "video": "clip.mp4"}, {"type": "text", "text": "What?"}]
+    asked = [{"prompt": [{"role": "user", "content": content}]}]
+    row = PromptDataset(asked, model.processor, length=256, progress=False).rows[0]
+    assert row["pixels"].keys() == {"pixel_values_videos", "video_grid_thw"}
+    want = model.generate([row["ids"]], max_new_tokens=5, do_sample=False, **row["pixels"])[0, len(row["ids"]) :]
+    text = model.tokenizer.decode(want)
+    assert read("generate", "seeing", "What?", "--video", "clip.mp4", *options) == {"prompt": "What?", "text": text}
+    heard = run("generate", "seeing", "--chat", *options, input="/video clip.mp4\nWhat?\n")
+    assert heard.replace("> ", "") == f"{text}\n"
+    assert "nowhere.mp4" in run("generate", "seeing", "Hi", "--video", "nowhere.mp4", code=1)
+
+
+def test_images_for_a_model_of_texts(folder):
+    picture(9, 9).save("a.png")
+    output = run("generate", "model", "Hi", "--image", "a.png", "--device", "cpu", code=1)
+    assert "--image needs a model with images, got LigerLlama. Leave it out" in output
+    heard = CliRunner().invoke(
+        commands.app,
+        ["generate", "model", "--chat", "--max-new-tokens", "2", "--device", "cpu"],
+        input="/image a.png\n",
+    )
+    assert "/image needs a model with images, got LigerLlama" in heard.stderr
+
+
+def test_train(folder):
+    (folder.parent / "train.jsonl").write_text("\n".join(json.dumps({"text": f"Text {i}."}) for i in range(40)))
+    (folder.parent / "config.yaml").write_text("model: model\ndata: train.jsonl\noutput: run\nlength: 32\nworkers: 0\n")
+    run("train", "config.yaml", "--steps", "2", "--export-dtype", "float32")
+    assert LigerLlama.from_pretrained("run/model", progress=False).dtype == torch.float32
+    shown = " ".join(run("train", "--help").split())
+    assert shown.startswith("usage: ")
+    assert "train [-h]" in shown
+    assert "--export-dtype" in shown
+
+
+@pytest.fixture
+def cuda_build_without_gpu(monkeypatch):
+    """What a CUDA build of PyTorch answers on a machine without a GPU, which is what pip installs on Linux."""
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: None if check_available else torch.device("cuda"),
+    )
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("cuda_build_without_gpu")
+def test_a_cuda_build_without_a_gpu_runs_on_the_cpu(folder):
+    (folder.parent / "train.jsonl").write_text("\n".join(json.dumps({"text": f"Text {i}."}) for i in range(40)))
+    run("train", "--model", "model", "--data", "train.jsonl", "--output", "run", "--length", "32", "--steps", "2")
+    assert LigerLlama.from_pretrained("run/model", device_map="auto", progress=False).device.type == "cpu"
+    assert run("generate", "run/model", "Hi", "--max-new-tokens", "2")
+    assert read("bench", "model", "--length", "16", "--steps", "1")["device"] == "cpu"
+
+
+def test_bench(folder):
+    found = read("bench", "model", "--length", "16", "--steps", "2", "--device", "cpu", "--dtype", "float32")
+    assert found["tokens_per_second"] == pytest.approx(16 / found["seconds_per_step"])
+    assert "tokens per second" in run("bench", "model", "--length", "16", "--steps", "1", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["info", "./nowhere"], 1, "must be a folder, or owner/name on the hub"),
+        (["info", "model/config.json"], 1, "must be a folder with config.json and safetensors, got a file"),
+        (["generate", "model/config.json", "Hi"], 1, "must be a folder with config.json and safetensors, got a file"),
+        (["verify", "nowhere"], 1, "nowhere: must be a folder"),
+        (["info", "nowhere"], 1, "nowhere: must be a folder, on the hub or in the client's cache"),
+        (["generate", "nowhere", "Hi"], 1, "nowhere: must be a folder, on the hub or in the client's cache"),
+        (["download", "./nowhere"], 1, "./nowhere: must be a folder, or owner/name on the hub"),
+        (["convert", "model", "new", "--dtype", "int8"], 2, "dtype must be one of float64, float32"),
+        (["convert", "model", "new", "--dtype", "float8_e4m3fn"], 2, "dtype must be one of float64, float32"),
+        (["generate", "model", "Hi", "--device", "cuda:99"], 2, "device must be one of this machine"),
+        (["generate", "model", "Hi", "--system", "Short."], 2, "--system needs --chat"),
+        (["generate", "model", "Hi", "--sample", "--temperature", "-1"], 1, "temperature"),
+        (["generate", "model", "Hi", "--seed", str(2**64)], 2, "seed"),
+        (["bench", "model", "--checkpointing", "some"], 1, "policy must be one of"),
+        (["convert", "model", "new", "--adapter", "model"], 1, "adapter_config.json"),
+        (["train", "nowhere.yaml"], 2, ""),
+        (["inf"], 2, "info"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(folder, monkeypatch, arguments, code, message):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    output = run(*arguments, code=code)
+    assert message in " ".join(output.split())
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough_is_no_mistake(folder):
+    command = f"{sys.executable} -m liger_models.cli generate model Hi --max-new-tokens 200 | head -c 1"
+    done = shell("-c", f"import subprocess; subprocess.run({command!r}, shell=True)")
+    assert "Loading weights" in done.stderr
+    assert "error" not in done.stderr
+
+
+def test_help_fills_the_lines_of_a_narrow_window():
+    told = CliRunner().invoke(commands.app, ["verify", "--help"], env={"COLUMNS": "80"}).stdout
+    lines = told.partition("The logits")[2].partition("Arguments")[0].splitlines()
+    assert all(len(line.rstrip()) > 50 for line in lines[:-3]), told
+
+
+def test_debug_shows_the_traceback(folder):
+    result = CliRunner().invoke(commands.app, ["--debug", "verify", "nowhere"])
+    assert isinstance(result.exception, FileNotFoundError)
+
+
+def shell(*command: str) -> subprocess.CompletedProcess:
+    variables = environment(COLUMNS="120")
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=variables, timeout=60)
+
+
+def test_the_command():
+    done = shell("-X", "importtime", "-m", "liger_models.cli", "--help")
+    assert done.returncode == 0, done.stderr
+    for name in ("list", "info", "download", "verify", "convert", "train", "generate", "bench", "new-arch"):
+        assert f" {name} " in done.stdout
+    assert "--install-completion" in done.stdout
+    assert "| torch\n" not in done.stderr  # --help answers at once
+
+
+def test_without_the_extra():
+    code = "import sys; sys.modules['typer'] = None; from liger_models.cli import main; main()"
+    done = shell("-c", code)
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("Run: pip install 'liger_models[cli]'")
+
+
+def test_the_page_describes_every_command():
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    for command in commands.app.registered_commands:
+        assert f"liger-models {command.name or command.callback.__name__}" in page
