@@ -16,7 +16,7 @@ else:
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-SCHEMA = json.loads((ROOT / "tests" / "data" / "github-workflow.json").read_text())
+SCHEMA = json.loads((ROOT / "tests" / "fixtures" / "github-workflow.json").read_text())
 
 
 def read(path: Path) -> dict:
