@@ -18,15 +18,7 @@ from torch import Tensor, nn
 from liger_models import AutoLigerModel, KernelOptions, LigerAdamW, LigerRMSNorm, LigerSwiGLUMLP, register
 from liger_models.base import CausalLM
 from liger_models.kernels.moe import load_balancing_loss
-from liger_models.layers import (
-    BatchLayout,
-    LigerEmbedding,
-    LigerLMHead,
-    LigerMoE,
-    LigerQKNormAttention,
-    RMSNormDecoderConfig,
-    RotaryEmbedding,
-)
+from liger_models.layers import BatchLayout, LigerMoE, LigerQKNormAttention, RMSNormDecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +41,7 @@ class SideBySideBlock(nn.Module):
         norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
         window = None if layer % 4 == 3 else config.sliding_window
         self.input_layernorm = norm(C)
-        self.self_attn = LigerQKNormAttention(
-            C, config.num_attention_heads, config.kv_heads, config.head_size,
-            norm=norm, layer=layer, window=window, rope_kernel=kernels.rope,
-        )  # fmt: skip
+        self.self_attn = LigerQKNormAttention.from_config(config, layer, kernels, norm=norm, window=window)
         if layer % 2 == 0:
             self.mlp: nn.Module = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         else:
@@ -73,16 +62,8 @@ class SideBySide(CausalLM):
     """The blocks between an embedding and a language-model head."""
 
     config_class = SideBySideConfig
+    block_class = SideBySideBlock
     replays_routing = True
-
-    def __init__(self, config: SideBySideConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(SideBySideBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        self.rotary = nn.ModuleDict({"default": RotaryEmbedding(config.head_size, config.rope_theta)})
-        self.post_init()
 
     def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor:
         """The loss that balances the load of the experts."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.adapters.lora_layers import adapted_layers
-from liger_models.arch._qwen3_next.block import FULL, HybridConfig, zero_centred_norm
+from liger_models.arch._qwen3_next.block import FULL, HybridConfig
 from liger_models.arch._qwen3_next.names import KEPT
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import as_dtype, some
@@ -30,6 +30,7 @@ from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import check_num_items, take_cu_seqlens
 from liger_models.layers.linear import is_sharded
+from liger_models.layers.norm import zero_centered_norm
 
 (PREFIX,) = KEPT
 
@@ -90,7 +91,7 @@ class LigerMTP(nn.Module):
         if not stored:
             part.to_empty(device=model.device)
             part.reset_parameters()
-        norm, C = zero_centred_norm(config, model.kernels), config.hidden_size
+        norm, C = zero_centered_norm(config, model.kernels), config.hidden_size
         with torch.device(part.device):
             self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(C).to(model.dtype), norm(C).to(model.dtype)
             self.fc = nn.Linear(2 * C, C, bias=False, dtype=model.dtype)

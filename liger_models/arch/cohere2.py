@@ -20,11 +20,9 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
-from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerLayerNorm
-from liger_models.layers.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +69,15 @@ class Cohere2Block(nn.Module):
         self.input_layernorm = LigerLayerNorm(
             config.hidden_size, config.layer_norm_eps, use_bias=False, kernel=kernels.layer_norm
         )
-        self.self_attn = LigerAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
+        self.self_attn = LigerAttention.from_config(
+            config,
+            layer,
+            kernels,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
             window=window,
             rotary=None if window is None else "default",
             interleaved=True,
-            dropout=config.attention_dropout,
-            rope_kernel=kernels.rope,
         )
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
@@ -95,30 +89,18 @@ class Cohere2Block(nn.Module):
 
 
 class LigerCohere2(CausalLM):
-    """Cohere 2 with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Cohere 2 with its language-model head."""
 
     config_class = Cohere2Config
+    block_class = Cohere2Block
 
-    def __init__(self, config: Cohere2Config, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(Cohere2Block(config, i, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = LigerLayerNorm(
-            config.hidden_size, config.layer_norm_eps, use_bias=False, kernel=self.kernels.layer_norm
-        )
-        self.lm_head = LigerLMHead(
-            config.hidden_size, config.vocab_size, logit_scale=config.logit_scale, kernels=self.kernels
-        )
-        rotary = RotaryEmbedding(
-            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
+    def build_norm(self, config: Cohere2Config) -> LigerLayerNorm:
+        """A LayerNorm without bias."""
+        return LigerLayerNorm(config.hidden_size, config.layer_norm_eps, use_bias=False, kernel=self.kernels.layer_norm)
+
+    def build_head(self, config: Cohere2Config) -> LigerLMHead:
+        """A head with scaled logits."""
+        return LigerLMHead(config.hidden_size, config.vocab_size, logit_scale=config.logit_scale, kernels=self.kernels)
 
 
 # What the first releases say of a layout that is the only one; transformers does not read it.

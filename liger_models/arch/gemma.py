@@ -7,7 +7,6 @@ Source: https://arxiv.org/abs/2403.08295, transformers ``models/gemma``.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -20,10 +19,8 @@ from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import LigerRMSNorm
-from liger_models.layers.rope import RotaryEmbedding
+from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +57,12 @@ class GemmaConfig(RMSNormDecoderConfig):
 class GemmaBlock(nn.Module):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: GemmaConfig, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
+    def __init__(self, config: GemmaConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
+        norm = zero_centered_norm(config, kernels)
         self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            dropout=config.attention_dropout,
-            rope_kernel=kernels.rope,
+        self.self_attn = LigerAttention.from_config(
+            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
         )
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
@@ -84,32 +74,20 @@ class GemmaBlock(nn.Module):
 
 
 class LigerGemma(CausalLM):
-    """Gemma with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Gemma with its language-model head."""
 
     config_class = GemmaConfig
+    block_class = GemmaBlock
 
-    def __init__(self, config: GemmaConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        norm = partial(
-            LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
-            kernel=self.kernels.rms_norm,
-        )  # fmt: skip
-        self.embed_tokens = LigerEmbedding(
+    def build_embedding(self, config: GemmaConfig) -> LigerEmbedding:
+        """An embedding multiplied by sqrt(hidden_size)."""
+        return LigerEmbedding(
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
         )
-        self.layers = nn.ModuleList(GemmaBlock(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = norm(config.hidden_size)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        rotary = RotaryEmbedding(
-            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
+
+    def build_norm(self, config: GemmaConfig) -> LigerRMSNorm:
+        """A norm that scales by 1 + weight."""
+        return zero_centered_norm(config, self.kernels)(config.hidden_size)
 
 
 def weight_map(config: GemmaConfig) -> WeightMap:

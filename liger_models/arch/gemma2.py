@@ -11,7 +11,6 @@ Source: https://arxiv.org/abs/2408.00118, transformers ``models/gemma2``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,8 +26,7 @@ from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, 
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import LigerRMSNorm
-from liger_models.layers.rope import RotaryEmbedding
+from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,22 +69,19 @@ class Gemma2Config(RMSNormDecoderConfig):
 class Gemma2Block(nn.Module):
     """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
 
-    def __init__(self, config: Gemma2Config, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
+    def __init__(self, config: Gemma2Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
+        norm = zero_centered_norm(config, kernels)
         self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
+        self.self_attn = LigerAttention.from_config(
+            config,
+            layer,
+            kernels,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
             scale=config.query_pre_attn_scalar**-0.5,
             window=config.window(layer),
             softcap=config.attn_logit_softcapping,
-            dropout=config.attention_dropout,
-            rope_kernel=kernels.rope,
         )
         self.post_attention_layernorm = norm(config.hidden_size)
         self.pre_feedforward_layernorm = norm(config.hidden_size)
@@ -102,34 +97,26 @@ class Gemma2Block(nn.Module):
 
 
 class LigerGemma2(CausalLM):
-    """Gemma 2 with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Gemma 2 with its language-model head."""
 
     config_class = Gemma2Config
+    block_class = Gemma2Block
 
-    def __init__(self, config: Gemma2Config, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        norm = partial(
-            LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
-            kernel=self.kernels.rms_norm,
-        )  # fmt: skip
-        self.embed_tokens = LigerEmbedding(
+    def build_embedding(self, config: Gemma2Config) -> LigerEmbedding:
+        """An embedding multiplied by sqrt(hidden_size)."""
+        return LigerEmbedding(
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
         )
-        self.layers = nn.ModuleList(Gemma2Block(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = norm(config.hidden_size)
-        self.lm_head = LigerLMHead(
+
+    def build_norm(self, config: Gemma2Config) -> LigerRMSNorm:
+        """A norm that scales by 1 + weight."""
+        return zero_centered_norm(config, self.kernels)(config.hidden_size)
+
+    def build_head(self, config: Gemma2Config) -> LigerLMHead:
+        """A head with capped logits."""
+        return LigerLMHead(
             config.hidden_size, config.vocab_size, softcap=config.final_logit_softcapping, kernels=self.kernels
         )
-        rotary = RotaryEmbedding(
-            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
 
 
 IGNORED_KEYS = ("cache_implementation", "sliding_window_size")  # a generation setting; an old name of sliding_window

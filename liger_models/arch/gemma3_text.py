@@ -12,7 +12,6 @@ Source: https://arxiv.org/abs/2503.19786, transformers ``models/gemma3``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, 
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
 from liger_models.layers.rope import RotaryEmbedding
 
 
@@ -81,26 +80,21 @@ class Gemma3TextConfig(RMSNormDecoderConfig):
 class Gemma3Block(nn.Module):
     """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
 
-    def __init__(
-        self, config: Gemma3TextConfig, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions
-    ) -> None:
+    def __init__(self, config: Gemma3TextConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
+        norm = zero_centered_norm(config, kernels)
         layer_type = config.layer_type(layer)
         self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
+        self.self_attn = LigerQKNormAttention.from_config(
+            config,
+            layer,
+            kernels,
             norm=norm,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
             scale=config.query_pre_attn_scalar**-0.5,
             window=config.sliding_window if layer_type == "sliding_attention" else None,
-            dropout=config.attention_dropout,
             rotary=layer_type,
-            rope_kernel=kernels.rope,
         )
         self.post_attention_layernorm = norm(config.hidden_size)
         self.pre_feedforward_layernorm = norm(config.hidden_size)
@@ -116,33 +110,31 @@ class Gemma3Block(nn.Module):
 
 
 class LigerGemma3Text(CausalLM):
-    """Gemma 3 (text) with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Gemma 3 (text) with its language-model head."""
 
     config_class = Gemma3TextConfig
+    block_class = Gemma3Block
 
-    def __init__(self, config: Gemma3TextConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        norm = partial(
-            LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
-            kernel=self.kernels.rms_norm,
-        )  # fmt: skip
-        self.embed_tokens = LigerEmbedding(
+    def build_embedding(self, config: Gemma3TextConfig) -> LigerEmbedding:
+        """An embedding multiplied by sqrt(hidden_size)."""
+        return LigerEmbedding(
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
         )
-        self.layers = nn.ModuleList(Gemma3Block(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = norm(config.hidden_size)
-        self.lm_head = LigerLMHead(
+
+    def build_norm(self, config: Gemma3TextConfig) -> LigerRMSNorm:
+        """A norm that scales by 1 + weight."""
+        return zero_centered_norm(config, self.kernels)(config.hidden_size)
+
+    def build_head(self, config: Gemma3TextConfig) -> LigerLMHead:
+        """A head with capped logits."""
+        return LigerLMHead(
             config.hidden_size, config.vocab_size, softcap=config.final_logit_softcapping, kernels=self.kernels
         )
-        full = RotaryEmbedding(config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+
+    def build_rotary(self, config: Gemma3TextConfig) -> dict[str, nn.Module]:
+        """A rotary embedding for each type of layers; those with a window have a base of their own."""
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
-        self.rotary = nn.ModuleDict({"full_attention": full, "sliding_attention": sliding})
-        self.post_init()
+        return {"full_attention": super().build_rotary(config)["default"], "sliding_attention": sliding}
 
 
 IGNORED_KEYS = (

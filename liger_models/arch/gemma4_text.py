@@ -22,23 +22,12 @@ from liger_models.arch._gemma4.text import (
 from liger_models.arch._gemma4.text import Gemma4TextConfig as Gemma4TextConfig
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
-from liger_models.kernels.options import KernelOptions
 
 
 class LigerGemma4Text(Gemma4Decoder):
-    """A Gemma 4 language model with its head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """A Gemma 4 language model with its head."""
 
     config_class = Gemma4TextConfig
-
-    def __init__(self, config: Gemma4TextConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.build(config)
-        self.post_init()
 
 
 add_family(

@@ -118,12 +118,7 @@ class PatchEmbedder(nn.Module):
 
 
 class LigerGemma4Unified(Gemma4WithImages):
-    """Gemma 4 Unified with images and its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Gemma 4 Unified with images and its language-model head."""
 
     config_class = Gemma4UnifiedConfig
     tower_class = PatchEmbedder

@@ -9,23 +9,12 @@ from liger_models.arch._gemma4.text import IGNORED_KEYS, Gemma4Decoder, from_jso
 from liger_models.arch._gemma4.unified import Gemma4UnifiedTextConfig, to_json
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
-from liger_models.kernels.options import KernelOptions
 
 
 class LigerGemma4UnifiedText(Gemma4Decoder):
-    """A Gemma 4 Unified language model with its head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """A Gemma 4 Unified language model with its head."""
 
     config_class = Gemma4UnifiedTextConfig
-
-    def __init__(self, config: Gemma4UnifiedTextConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.build(config)
-        self.post_init()
 
 
 add_family(

@@ -20,11 +20,8 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
-from liger_models.layers.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +54,8 @@ class GLMBlock(nn.Module):
         super().__init__()
         norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
         self.input_layernorm = norm()
-        self.self_attn = LigerAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
-            qkv_bias=config.attention_bias,
-            interleaved=True,
-            dropout=config.attention_dropout,
-            rope_kernel=kernels.rope,
+        self.self_attn = LigerAttention.from_config(
+            config, layer, kernels, qkv_bias=config.attention_bias, interleaved=True
         )
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
@@ -78,26 +67,10 @@ class GLMBlock(nn.Module):
 
 
 class LigerGLM(CausalLM):
-    """GLM with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """GLM with its language-model head."""
 
     config_class = GLMConfig
-
-    def __init__(self, config: GLMConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(GLMBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        rotary = RotaryEmbedding(
-            config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
+    block_class = GLMBlock
 
 
 def weight_map(config: GLMConfig) -> WeightMap:

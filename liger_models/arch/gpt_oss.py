@@ -28,13 +28,11 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values, is_sliding
-from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.layer import AttentionSpec
 from liger_models.layers.linear import local
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
-from liger_models.layers.rope import RopeScaling, RotaryEmbedding, YarnScaling
+from liger_models.layers.rope import RopeScaling, YarnScaling
 
 YARN = YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False)
 """What transformers takes where config.json has no rope parameters."""
@@ -113,17 +111,13 @@ class GptOssBlock(nn.Module):
             LigerRMSNorm, config.hidden_size, config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm
         )
         self.input_layernorm = norm()
-        self.self_attn = GptOssAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
+        self.self_attn = GptOssAttention.from_config(
+            config,
+            layer,
+            kernels,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
             window=config.window(layer),
-            dropout=config.attention_dropout,
-            rope_kernel=kernels.rope,
         )
         self.post_attention_layernorm = norm()
         self.mlp = LigerMoE(
@@ -146,29 +140,15 @@ class GptOssBlock(nn.Module):
 
 
 class LigerGptOss(CausalLM):
-    """GPT-OSS with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """GPT-OSS with its language-model head."""
 
     config_class = GptOssConfig
+    block_class = GptOssBlock
     replays_routing = True
 
-    def __init__(self, config: GptOssConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(GptOssBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = LigerRMSNorm(
-            config.hidden_size, config.rms_norm_eps, casting_mode="gemma", kernel=self.kernels.rms_norm
-        )
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        rotary = RotaryEmbedding(
-            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
+    def build_norm(self, config: GptOssConfig) -> LigerRMSNorm:
+        """A norm whose weight multiplies in fp32."""
+        return LigerRMSNorm(config.hidden_size, config.rms_norm_eps, casting_mode="gemma", kernel=self.kernels.rms_norm)
 
 
 IGNORED_KEYS = ("experts_per_token", "initial_context_length")  # what num_experts_per_tok and rope_scaling say, too

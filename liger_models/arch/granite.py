@@ -20,11 +20,9 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
-from liger_models.layers.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +45,13 @@ class GraniteBlock(nn.Module):
         norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = norm()
-        self.self_attn = LigerAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
+        self.self_attn = LigerAttention.from_config(
+            config,
+            layer,
+            kernels,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
             scale=config.attention_multiplier,
-            dropout=config.attention_dropout,
-            rope_kernel=kernels.rope,
         )
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
@@ -70,28 +64,16 @@ class GraniteBlock(nn.Module):
 
 
 class LigerGranite(CausalLM):
-    """Granite with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Granite with its language-model head."""
 
     config_class = GraniteConfig
+    block_class = GraniteBlock
 
-    def __init__(self, config: GraniteConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(GraniteBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
-        self.lm_head = LigerLMHead(
+    def build_head(self, config: GraniteConfig) -> LigerLMHead:
+        """A head whose logits are divided by ``logits_scaling``."""
+        return LigerLMHead(
             config.hidden_size, config.vocab_size, logit_scale=1 / config.logits_scaling, kernels=self.kernels
         )
-        rotary = RotaryEmbedding(
-            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
 
     def run_blocks(
         self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None = None

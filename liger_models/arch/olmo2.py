@@ -20,11 +20,8 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
-from liger_models.layers.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,23 +36,25 @@ class Olmo2Config(RMSNormDecoderConfig):
     pad_token_id: int | None = 1
 
 
+def fp32_norm(config: Olmo2Config, kernels: KernelOptions) -> partial[LigerRMSNorm]:
+    """Makes norms of a width whose weight multiplies in fp32."""
+    return partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
+
+
 class Olmo2Block(nn.Module):
     """``h += norm(attention(h)); h += norm(mlp(h))``; of the residual stream only the sums h are saved for backward."""
 
-    def __init__(self, config: Olmo2Config, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
+    def __init__(self, config: Olmo2Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
-        self.self_attn = LigerQKNormAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
+        norm = fp32_norm(config, kernels)
+        self.self_attn = LigerQKNormAttention.from_config(
+            config,
+            layer,
+            kernels,
             norm=norm,
             whole_projection=True,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
-            dropout=config.attention_dropout,
-            rope_kernel=kernels.rope,
         )
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
@@ -70,27 +69,14 @@ class Olmo2Block(nn.Module):
 
 
 class LigerOlmo2(CausalLM):
-    """OLMo 2 with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """OLMo 2 with its language-model head."""
 
     config_class = Olmo2Config
+    block_class = Olmo2Block
 
-    def __init__(self, config: Olmo2Config, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=self.kernels.rms_norm)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(Olmo2Block(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = norm(config.hidden_size)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        rotary = RotaryEmbedding(
-            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
+    def build_norm(self, config: Olmo2Config) -> LigerRMSNorm:
+        """A norm whose weight multiplies in fp32."""
+        return fp32_norm(config, self.kernels)(config.hidden_size)
 
 
 def weight_map(config: Olmo2Config) -> WeightMap:

@@ -23,8 +23,6 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
@@ -60,26 +58,28 @@ class Olmo3Config(RMSNormDecoderConfig):
         return "sliding_attention" if (layer + 1) % 4 else "full_attention"
 
 
+def fp32_norm(config: Olmo3Config, kernels: KernelOptions) -> partial[LigerRMSNorm]:
+    """Makes norms of a width whose weight multiplies in fp32."""
+    return partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
+
+
 class Olmo3Block(nn.Module):
     """``h += norm(attention(h)); h += norm(mlp(h))``; of the residual stream only the sums h are saved for backward."""
 
-    def __init__(self, config: Olmo3Config, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
+    def __init__(self, config: Olmo3Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
+        norm = fp32_norm(config, kernels)
         layer_type = config.layer_type(layer)
-        self.self_attn = LigerQKNormAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
+        self.self_attn = LigerQKNormAttention.from_config(
+            config,
+            layer,
+            kernels,
             norm=norm,
             whole_projection=True,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
             window=config.sliding_window if layer_type == "sliding_attention" else None,
-            dropout=config.attention_dropout,
             rotary=layer_type,
-            rope_kernel=kernels.rope,
         )
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
@@ -94,26 +94,19 @@ class Olmo3Block(nn.Module):
 
 
 class LigerOlmo3(CausalLM):
-    """OLMo 3 with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """OLMo 3 with its language-model head."""
 
     config_class = Olmo3Config
+    block_class = Olmo3Block
 
-    def __init__(self, config: Olmo3Config, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=self.kernels.rms_norm)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(Olmo3Block(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = norm(config.hidden_size)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        full = RotaryEmbedding(config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+    def build_norm(self, config: Olmo3Config) -> LigerRMSNorm:
+        """A norm whose weight multiplies in fp32."""
+        return fp32_norm(config, self.kernels)(config.hidden_size)
+
+    def build_rotary(self, config: Olmo3Config) -> dict[str, nn.Module]:
+        """A rotary embedding for each type of layers; those with a window have a base of their own."""
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
-        self.rotary = nn.ModuleDict({"full_attention": full, "sliding_attention": sliding})
-        self.post_init()
+        return {"full_attention": super().build_rotary(config)["default"], "sliding_attention": sliding}
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:

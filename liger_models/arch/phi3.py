@@ -25,11 +25,9 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
-from liger_models.layers.rope import LongRopeScaling, RotaryEmbedding
+from liger_models.layers.rope import LongRopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +73,7 @@ class Phi3Block(nn.Module):
         super().__init__()
         norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
         self.input_layernorm = norm()
-        self.self_attn = LigerAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
-            window=config.sliding_window,
-            dropout=config.attention_dropout,
-            rope_kernel=kernels.rope,
-        )
+        self.self_attn = LigerAttention.from_config(config, layer, kernels, window=config.sliding_window)
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
@@ -95,26 +84,10 @@ class Phi3Block(nn.Module):
 
 
 class LigerPhi3(CausalLM):
-    """Phi-3 with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Phi-3 with its language-model head."""
 
     config_class = Phi3Config
-
-    def __init__(self, config: Phi3Config, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(Phi3Block(config, i, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        rotary = RotaryEmbedding(
-            config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
+    block_class = Phi3Block
 
 
 # Read by the code that came with the first releases, but not by transformers.

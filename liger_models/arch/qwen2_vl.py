@@ -23,12 +23,10 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import ACTIVATIONS, LigerMLP, LigerSwiGLUMLP
 from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
 from liger_models.layers.patches import locate_patches
-from liger_models.layers.rope import AxialRotaryEmbedding, MultimodalRotaryEmbedding
+from liger_models.layers.rope import AxialRotaryEmbedding
 from liger_models.layers.vision import PatchMerger, VisionBlock
 
 
@@ -149,17 +147,7 @@ class Qwen2VLBlock(nn.Module):
         super().__init__()
         norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
         self.input_layernorm = norm()
-        self.self_attn = LigerAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
-            qkv_bias=True,
-            window=config.window(layer),
-            dropout=config.attention_dropout,
-            rope_kernel=kernels.rope,
-        )
+        self.self_attn = LigerAttention.from_config(config, layer, kernels, qkv_bias=True, window=config.window(layer))
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
@@ -170,28 +158,11 @@ class Qwen2VLBlock(nn.Module):
 
 
 class LigerQwen2VL(MRopeModel):
-    """Qwen2-VL with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Qwen2-VL with its language-model head."""
 
     config_class = Qwen2VLConfig
-
-    def __init__(self, config: Qwen2VLConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.visual = Qwen2VLTower(config.vision_config, self.kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(Qwen2VLBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        rotary = MultimodalRotaryEmbedding(
-            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings,
-            sections=config.mrope_section,
-        )  # fmt: skip
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
+    block_class = Qwen2VLBlock
+    tower_class = Qwen2VLTower
 
 
 def weight_map(config: Qwen2VLConfig) -> WeightMap:

@@ -10,9 +10,7 @@ Source: transformers ``models/qwen3_5``, https://arxiv.org/abs/2412.06464.
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import nn
-
-from liger_models.arch._qwen3_next.block import HybridBlock, HybridConfig, zero_centred_norm
+from liger_models.arch._qwen3_next.block import HybridConfig, HybridModel
 from liger_models.arch._qwen3_next.names import TEXT_IGNORED_KEYS, multimodal_maps
 from liger_models.arch._qwen3_next.vision import Qwen3_5VisionConfig
 from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower
@@ -20,11 +18,6 @@ from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import IGNORED_KEYS, read_multimodal, write_qwen3_vl
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.rope import MultimodalRotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,33 +37,13 @@ class Qwen3_5Config(HybridConfig):
         self.vision_config.check_decoder("Qwen3_5Config", self.hidden_size, self.num_hidden_layers)
 
 
-class LigerQwen3_5(MRopeModel):
-    """Qwen3.5 with images, with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+class LigerQwen3_5(MRopeModel, HybridModel):
+    """Qwen3.5 with images, with its language-model head."""
 
     config_class = Qwen3_5Config
+    tower_class = Qwen3VLTower
     frames_apart = True
-
-    def __init__(self, config: Qwen3_5Config, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.visual = Qwen3VLTower(config.vision_config, self.kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(
-            HybridBlock(config, i, LigerSwiGLUMLP(config, kernel=self.kernels.swiglu), self.kernels)
-            for i in range(config.num_hidden_layers)
-        )
-        self.norm = zero_centred_norm(config, self.kernels)(config.hidden_size)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        rotary = MultimodalRotaryEmbedding(
-            config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings,
-            sections=config.mrope_section, interleaved=True,
-        )  # fmt: skip
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
+    interleaved = True
 
 
 add_family(

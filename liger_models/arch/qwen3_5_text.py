@@ -13,15 +13,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from liger_models.arch._qwen3_next.block import HybridBlock, HybridConfig, zero_centred_norm
+from liger_models.arch._qwen3_next.block import HybridConfig, HybridModel
 from liger_models.arch._qwen3_next.names import TEXT_IGNORED_KEYS, read_text, text_maps, write_text
 from liger_models.arch.registry import add_family
-from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.format import CheckpointFormat
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
-from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.rope import MultimodalRotaryEmbedding
 
 
@@ -35,31 +30,18 @@ class Qwen3_5TextConfig(HybridConfig):
     mrope_section: list[int] = field(default_factory=lambda: [11, 11, 10])
 
 
-class LigerQwen3_5Text(CausalLM):
-    """Qwen3.5 (text) with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+class LigerQwen3_5Text(HybridModel):
+    """Qwen3.5 (text) with its language-model head."""
 
     config_class = Qwen3_5TextConfig
 
-    def __init__(self, config: Qwen3_5TextConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(
-            HybridBlock(config, i, LigerSwiGLUMLP(config, kernel=self.kernels.swiglu), self.kernels)
-            for i in range(config.num_hidden_layers)
-        )
-        self.norm = zero_centred_norm(config, self.kernels)(config.hidden_size)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+    def build_rotary(self, config: Qwen3_5TextConfig) -> dict[str, nn.Module]:
+        """A rotary embedding of positions in time, height and width, which take turns in its frequencies."""
         rotary = MultimodalRotaryEmbedding(
             config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings,
             sections=config.mrope_section, interleaved=True,
         )  # fmt: skip
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
+        return {"default": rotary}
 
 
 add_family(

@@ -29,12 +29,9 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
-from liger_models.layers.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +71,14 @@ class Qwen3MoeBlock(nn.Module):
         super().__init__()
         norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
         self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
+        self.self_attn = LigerQKNormAttention.from_config(
+            config,
+            layer,
+            kernels,
             norm=norm,
-            layer=layer,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
             window=config.sliding_window if config.use_sliding_window else None,
-            dropout=config.attention_dropout,
-            rope_kernel=kernels.rope,
         )
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp: LigerMoE | LigerSwiGLUMLP
@@ -109,27 +102,11 @@ class Qwen3MoeBlock(nn.Module):
 
 
 class LigerQwen3MoE(CausalLM):
-    """Qwen3-MoE with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Qwen3-MoE with its language-model head."""
 
     config_class = Qwen3MoeConfig
+    block_class = Qwen3MoeBlock
     replays_routing = True
-
-    def __init__(self, config: Qwen3MoeConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(Qwen3MoeBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        rotary = RotaryEmbedding(
-            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
 
 
 IGNORED_KEYS = ("max_window_layers",)  # either all layers have the window or none

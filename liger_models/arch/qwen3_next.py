@@ -11,19 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from liger_models.arch._qwen3_next.block import HybridBlock, HybridMoeConfig, shared_expert_moe, zero_centred_norm
+from liger_models.arch._qwen3_next.block import HybridModel, HybridMoeConfig
 from liger_models.arch._qwen3_next.names import hybrid_map
 from liger_models.arch.registry import add_family
-from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,39 +34,17 @@ class Qwen3NextConfig(HybridMoeConfig):
         dense = self.num_experts == 0 or layer in (self.mlp_only_layers or ())
         return not dense and (layer + 1) % self.decoder_sparse_step == 0
 
+    @property
+    def normalizes(self) -> bool:
+        """Whether the weights of a token's experts are divided by their sum."""
+        return self.norm_topk_prob
 
-class LigerQwen3Next(CausalLM):
-    """Qwen3-Next with its language-model head.
 
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+class LigerQwen3Next(HybridModel):
+    """Qwen3-Next with its language-model head."""
 
     config_class = Qwen3NextConfig
     replays_routing = True
-
-    def __init__(self, config: Qwen3NextConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(self._block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = zero_centred_norm(config, self.kernels)(config.hidden_size)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        rotary = RotaryEmbedding(
-            config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
-
-    def _block(self, config: Qwen3NextConfig, layer: int) -> HybridBlock:
-        if config.is_sparse(layer):
-            return HybridBlock(
-                config,
-                layer,
-                shared_expert_moe(config, self.kernels, normalize=config.norm_topk_prob),
-                self.kernels,
-            )
-        return HybridBlock(config, layer, LigerSwiGLUMLP(config, kernel=self.kernels.swiglu), self.kernels)
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:

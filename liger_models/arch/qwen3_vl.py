@@ -23,11 +23,8 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
-from liger_models.layers.rope import MultimodalRotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +57,8 @@ class Qwen3VLBlock(nn.Module):
         super().__init__()
         norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
         self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            norm=norm,
-            layer=layer,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            dropout=config.attention_dropout,
-            rope_kernel=kernels.rope,
+        self.self_attn = LigerQKNormAttention.from_config(
+            config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
         )
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
@@ -82,29 +70,13 @@ class Qwen3VLBlock(nn.Module):
 
 
 class LigerQwen3VL(MRopeModel):
-    """Qwen3-VL with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Qwen3-VL with its language-model head."""
 
     config_class = Qwen3VLConfig
+    block_class = Qwen3VLBlock
     frames_apart = True
-
-    def __init__(self, config: Qwen3VLConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.visual = Qwen3VLTower(config.vision_config, self.kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.layers = nn.ModuleList(Qwen3VLBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        rotary = MultimodalRotaryEmbedding(
-            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings,
-            sections=config.mrope_section, interleaved=True,
-        )  # fmt: skip
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
+    tower_class = Qwen3VLTower
+    interleaved = True
 
 
 def weight_map(config: Qwen3VLConfig) -> WeightMap:

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.processor import Processor
@@ -12,9 +12,16 @@ from liger_models.layers.layer import set_policy
 
 
 class VisionLanguageModel(CausalLM):
-    """A decoder for text with images. Families set ``visual`` in addition to the attributes of `Decoder`."""
+    """A decoder for text with images."""
 
+    tower_class: ClassVar[Any]
+    """The class of the vision tower, which is called with ``(config, kernels)``; see `build_visual`."""
     processor_class: ClassVar[type[Processor]]
+
+    def build_visual(self, config: Any) -> nn.Module:
+        """The vision tower."""
+        tower: nn.Module = self.tower_class(config, self.kernels)
+        return tower
 
     def set_checkpointing(
         self,

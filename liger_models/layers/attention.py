@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,19 @@ from liger_models.kernels.dispatch import ACCELERATORS, TRITON_DTYPES
 from liger_models.kernels.linear_attention.documents import flat
 from liger_models.kernels.matmul.batch_invariance import batch_invariant, is_batch_invariant
 from liger_models.kernels.norm.rms_norm import scale_normed
+from liger_models.kernels.options import KernelOptions
 from liger_models.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rope.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import DecoderConfig
 from liger_models.layers.layer import AttentionSpec, Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible
 from liger_models.layers.masks import MOST_FLASH_DIM, VARLEN_OPTIONS, Segments, takes_flash, takes_segments
 from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear, call_linear
 from liger_models.layers.recompute import draws, recomputes, repeats, run_twice
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CAUSAL_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,  # about a quarter faster than flash on an H200, head dimension 128, S 8192
@@ -388,6 +393,25 @@ class LigerAttention(Layer):
         """Save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
+
+    @classmethod
+    def from_config(cls, config: DecoderConfig, layer: int, kernels: KernelOptions, **options: Any) -> "Self":
+        """The attention of a layer, with the sizes and the dropout of a config.
+
+        Args:
+            config: sizes and constants.
+            layer: index of the layer, its slot in the decode cache.
+            kernels: which parts run on fused kernels.
+            options: other arguments of the class.
+        """
+        return cls(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            layer=layer,
+            **{"dropout": config.attention_dropout, "rope_kernel": kernels.rope, **options},
+        )
 
     @property
     def attention(self) -> AttentionSpec:

@@ -140,6 +140,12 @@ class DecoderConfig:
         """Dimension of a head. Default: ``hidden_size`` divided by the number of heads."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
+    @property
+    def rotary_width(self) -> int:
+        """Number of dimensions of a head that are rotated: all, or the share ``partial_rotary_factor`` of a family."""
+        share = getattr(self, "partial_rotary_factor", None)
+        return int(self.head_size * (share or 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class RMSNormDecoderConfig(DecoderConfig):

@@ -29,9 +29,10 @@ from liger_models.layers.layer import (
 )
 from liger_models.layers.lm_head import LigerLMHead, LossFunction, Targets
 from liger_models.layers.masks import takes_segments
-from liger_models.layers.norm import Norm, add_norm
+from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm
 from liger_models.layers.offload import Offload, offloaded_blocks
 from liger_models.layers.recompute import is_compiled, run_again
+from liger_models.layers.rope import RotaryEmbedding
 from liger_models.layers.stored import own_parameters
 
 if TYPE_CHECKING:
@@ -135,7 +136,10 @@ def check_policy(name: str, policy: str) -> None:
 
 
 class Decoder(nn.Module):
-    """A decoder with a language-model head. Subclasses set the attributes below and call `post_init` last.
+    """A decoder with a language-model head.
+
+    A subclass with a ``block_class`` is built by the ``build_`` methods, of which it overrides those that differ. One
+    without sets the parts in its own constructor, after this one, and calls `post_init` last.
 
     Args:
         config: sizes and constants.
@@ -143,6 +147,8 @@ class Decoder(nn.Module):
     """
 
     config_class: ClassVar[type[Any]]
+    block_class: ClassVar[Any] = None
+    """The class of the blocks, which is called with ``(config, layer, kernels)``."""
     layout_class: ClassVar[type[BatchLayout]] = BatchLayout
     """What `layout` builds; a family whose layers need more derives a class of its own."""
     prompt_inputs: ClassVar[tuple[str, ...]] = ()
@@ -185,9 +191,53 @@ class Decoder(nn.Module):
         """Name -> tensor of the checkpoint that belongs to no parameter, saved unchanged; in host memory, on rank 0."""
         self.float8_tensors: frozenset[str] = frozenset()
         """The checkpoint's tensors in float8, of a model that was loaded with ``keep_float8``."""
+        if self.block_class is not None:
+            self.build(config)
+            self.post_init()
+
+    def build(self, config: Any) -> None:
+        """Set the parts of the model, in the order of their parameters in the state dict."""
+        self.visual = self.build_visual(config)
+        self.embed_tokens = self.build_embedding(config)
+        self.layers = self.build_blocks(config)
+        self.norm = self.build_norm(config)
+        self.lm_head = self.build_head(config)
+        self.rotary = nn.ModuleDict(self.build_rotary(config))
+
+    def build_visual(self, config: Any) -> nn.Module | None:
+        """The vision tower; None for a model of text."""
+        return None
+
+    def build_embedding(self, config: Any) -> LigerEmbedding:
+        """The embedding of the tokens."""
+        return LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+
+    def build_blocks(self, config: Any) -> nn.ModuleList:
+        """All blocks."""
+        return nn.ModuleList(self.build_block(config, layer) for layer in range(config.num_hidden_layers))
+
+    def build_block(self, config: Any, layer: int) -> nn.Module:
+        """The block number ``layer``."""
+        block: nn.Module = self.block_class(config, layer, self.kernels)
+        return block
+
+    def build_norm(self, config: Any) -> Norm:
+        """The norm after the last block."""
+        return LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
+
+    def build_head(self, config: Any) -> LigerLMHead:
+        """The language-model head."""
+        return LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+
+    def build_rotary(self, config: Any) -> dict[str, nn.Module]:
+        """The rotary embeddings, by the names that attention layers give them."""
+        rotary = RotaryEmbedding(
+            config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        return {"default": rotary}
 
     def post_init(self) -> None:
-        """Check the attributes, tie and initialise the weights. Call it last in the constructor of a subclass.
+        """Check the parts, tie and initialise the weights. A constructor that sets parts of its own calls it last.
 
         Raises:
             ValueError: an attribute is missing, there is a buffer, or attention layers share a cache slot.

@@ -1,6 +1,7 @@
 """RMSNorm and LayerNorm, and the projection after them."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from liger_models.kernels.norm.layer_norm import (
     layer_norm_reference,
 )
 from liger_models.kernels.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
     ColumnParallelLinear,
@@ -133,6 +136,14 @@ class LigerRMSNorm(Layer):
         if self.weight is None or not (self.kernel and is_plain(self)):
             return None
         return FusedNorm(self.local_weight(self.weight), None, "rms_norm", self.eps, self.offset, self.scale_in_fp32)
+
+
+def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
+    """Makes RMSNorms of a width that scale by 1 + weight, in fp32 (Gemma, Qwen3-Next)."""
+    return partial(
+        LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
+        kernel=kernels.rms_norm,
+    )  # fmt: skip
 
 
 class LigerLayerNorm(Layer):

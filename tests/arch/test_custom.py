@@ -20,10 +20,13 @@ from torch.nn import functional as F
 from liger_models import AutoLigerModel, KernelOptions, LigerLlama, LlamaConfig, arch, list_archs, register
 from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
 from liger_models.arch import get_arch
+from liger_models.arch.llama import LlamaBlock
 from liger_models.arch.registry import MODEL_CLASSES
+from liger_models.base import CausalLM
 from liger_models.convert import format_of
 from liger_models.convert.files import read_headers
 from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, gate_up_rows
+from liger_models.layers import LigerEmbedding, LigerLMHead, LigerRMSNorm, RotaryEmbedding
 from liger_models.layers.config import DecoderConfig
 from liger_models.parallel import compile_blocks
 
@@ -514,6 +517,38 @@ def test_modules_draw_their_own_parameters(own_registry):
     model = Mine.from_config(Mine.config_class(**TINY))
     assert torch.equal(model.layers[0].extra.scale, torch.full((3,), 2.0))
     assert torch.equal(model.layers[0].extra.linear.weight, torch.zeros(3, 3))
+
+
+def test_a_constructor_that_sets_the_parts_itself():
+    """A class without `block_class` builds what the ``build_`` methods build for one with it."""
+
+    class Mine(CausalLM):
+        config_class = LlamaConfig
+
+        def __init__(self, config: Any, kernels: KernelOptions | None = None) -> None:
+            super().__init__(config, kernels)
+            self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+            self.layers = nn.ModuleList(LlamaBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
+            self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+            self.rotary = nn.ModuleDict({"default": RotaryEmbedding(config.head_size, config.rope_theta)})
+            self.post_init()
+
+    class Replaced(LigerLlama):
+        def __init__(self, config: Any, kernels: KernelOptions | None = None) -> None:
+            super().__init__(config, kernels)
+            self.layers = nn.ModuleList(LlamaBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
+            self.post_init()
+
+    models = []
+    for model_class in (LigerLlama, Mine, Replaced):
+        torch.manual_seed(0)
+        models.append(model_class.from_config(LlamaConfig(**TINY)))
+    built, *others = models
+    ids = torch.arange(2, 8)[None]
+    for model in others:
+        assert sorted(model.state_dict()) == sorted(built.state_dict())
+        assert torch.equal(model(ids).logits, built(ids).logits)
 
 
 def test_a_constructor_without_post_init():

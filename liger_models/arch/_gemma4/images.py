@@ -19,7 +19,6 @@ from liger_models.arch._gemma4.text import Gemma4Decoder
 from liger_models.base.vision_language import VisionLanguageModel, repeated_items
 from liger_models.common.errors import check_integers, check_tensors
 from liger_models.convert.config_map import of_text
-from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.patches import count_torn, ends_of_runs
@@ -43,23 +42,16 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
     """A Gemma 4 decoder with images and its language-model head.
 
     Its ``vision_config`` says how many patches along each side become one image token (``pooled``), how many values a
-    patch has (``patch_values``), and how many columns and rows an image may have (``position_embedding_size``).
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    patch has (``patch_values``), and how many columns and rows an image may have (``position_embedding_size``)."""
 
     tower_class: ClassVar[Callable[..., nn.Module]]
     """Makes the module from patches to image tokens, of ``vision_config``, the width of a token and ``kernels``."""
     processor_class = Gemma4Processor
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "image_position_ids", "mm_token_type_ids", *REFUSED)
 
-    def __init__(self, config: Any, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.visual = self.tower_class(config.vision_config, config.hidden_size, self.kernels)
-        self.build(config)
-        self.post_init()
+    def build_visual(self, config: Any) -> nn.Module:
+        """The module from patches to image tokens."""
+        return self.tower_class(config.vision_config, config.hidden_size, self.kernels)
 
     def forward(
         self,

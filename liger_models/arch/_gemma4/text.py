@@ -179,6 +179,11 @@ class Gemma4Layout(BatchLayout):
         return layout
 
 
+def fp32_norm(config: Gemma4TextConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
+    """Makes norms of a width whose weight multiplies in fp32."""
+    return partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
+
+
 class Gemma4Attention(LigerAttention):
     """`LigerAttention` with norms of q, k and v, that computes keys and values or takes those of another layer.
 
@@ -407,11 +412,9 @@ class Gemma4Block(nn.Module):
     With experts the second step is ``h += norm(norm(mlp(norm(h))) + norm(experts(norm(h))))``.
     """
 
-    def __init__(
-        self, config: Gemma4TextConfig, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions
-    ) -> None:
+    def __init__(self, config: Gemma4TextConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
-        C = config.hidden_size
+        C, norm = config.hidden_size, fp32_norm(config, kernels)
         self.layer = layer
         self.input_layernorm = norm(C)
         self.self_attn = Gemma4Attention(config, layer, norm, kernels)
@@ -446,26 +449,39 @@ class Gemma4Block(nn.Module):
 
 
 class Gemma4Decoder(CausalLM):
-    """The decoder of the Gemma 4 families; they set its parts by `build` and call `post_init`."""
+    """The decoder of the Gemma 4 families."""
 
+    block_class = Gemma4Block
     layout_class: ClassVar[type[BatchLayout]] = Gemma4Layout
     replays_routing = True
 
-    def build(self, config: Gemma4TextConfig) -> None:
-        """Set the parts of the language model."""
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=self.kernels.rms_norm)
-        self.embed_tokens = LigerEmbedding(
+    def build_embedding(self, config: Gemma4TextConfig) -> LigerEmbedding:
+        """An embedding multiplied by sqrt(hidden_size)."""
+        return LigerEmbedding(
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
         )
+
+    def build_blocks(self, config: Gemma4TextConfig) -> nn.ModuleList:
+        """The blocks; before them, where their parameters have always been, what makes their inputs of the tokens."""
+        norm = fp32_norm(config, self.kernels)
         self.per_layer = PerLayerInputs(config, norm) if config.hidden_size_per_layer_input else None
-        self.layers = nn.ModuleList(Gemma4Block(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = norm(config.hidden_size)
-        self.lm_head = LigerLMHead(
+        return super().build_blocks(config)
+
+    def build_norm(self, config: Gemma4TextConfig) -> LigerRMSNorm:
+        """A norm whose weight multiplies in fp32."""
+        return fp32_norm(config, self.kernels)(config.hidden_size)
+
+    def build_head(self, config: Gemma4TextConfig) -> LigerLMHead:
+        """A head with capped logits."""
+        return LigerLMHead(
             config.hidden_size, config.vocab_size, softcap=config.final_logit_softcapping, kernels=self.kernels
         )
+
+    def build_rotary(self, config: Gemma4TextConfig) -> dict[str, nn.Module]:
+        """A rotary embedding for each type of layers; that of full attention rotates a part of the pairs."""
         full = ProportionalRotaryEmbedding(config.global_head_dim, config.rope_theta, config.partial_rotary_factor)
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
-        self.rotary = nn.ModuleDict({"full_attention": full, "sliding_attention": sliding})
+        return {"full_attention": full, "sliding_attention": sliding}
 
     def reset_parameters(self) -> None:
         """As `Decoder.reset_parameters`; both embeddings have a row of zeros for the padding token."""

@@ -8,10 +8,10 @@ Source: https://arxiv.org/abs/2412.06464, transformers ``models/qwen3_next``.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerGatedAttention
 from liger_models.layers.batch import BatchLayout
@@ -19,7 +19,7 @@ from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types
 from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -53,11 +53,6 @@ class HybridConfig(RMSNormDecoderConfig):
                 "config.json."
             )
 
-    @property
-    def rotary_width(self) -> int:
-        """Number of entries of each head that are rotated."""
-        return int(self.head_size * self.partial_rotary_factor)
-
     def is_linear(self, layer: int) -> bool:
         """Whether a layer has linear attention."""
         if self.layer_types is not None:
@@ -82,31 +77,14 @@ class HybridMoeConfig(HybridConfig):
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
 
+    @property
+    def normalizes(self) -> bool:
+        """Whether the weights of a token's experts are divided by their sum."""
+        return True
+
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer's MLP is a mixture of experts."""
         return True
-
-
-def zero_centred_norm(config: HybridConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Makes an RMSNorm of a width that scales by 1 + weight."""
-    return partial(
-        LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
-        kernel=kernels.rms_norm,
-    )  # fmt: skip
-
-
-def shared_expert_moe(config: HybridMoeConfig, kernels: KernelOptions, *, normalize: bool) -> LigerSharedExpertMoE:
-    """The mixture of experts of a layer."""
-    return LigerSharedExpertMoE(
-        config.hidden_size,
-        config.moe_intermediate_size,
-        config.num_experts,
-        config.num_experts_per_tok,
-        shared_size=config.shared_expert_intermediate_size,
-        normalize=normalize,
-        round_weights=True,
-        kernel=kernels.swiglu,
-    )
 
 
 class HybridBlock(nn.Module):
@@ -115,15 +93,12 @@ class HybridBlock(nn.Module):
     Args:
         config: sizes and constants.
         layer: index of the layer.
-        mlp: of this layer.
         kernels: which parts run on fused kernels.
     """
 
-    def __init__(
-        self, config: HybridConfig, layer: int, mlp: LigerSwiGLUMLP | LigerSharedExpertMoE, kernels: KernelOptions
-    ) -> None:
+    def __init__(self, config: HybridConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
-        norm = zero_centred_norm(config, kernels)
+        norm = zero_centered_norm(config, kernels)
         self.input_layernorm = norm(config.hidden_size)
         self.linear = config.is_linear(layer)
         if self.linear:
@@ -139,23 +114,37 @@ class HybridBlock(nn.Module):
                 kernel=kernels.linear_attention,
             )
         else:
-            self.self_attn = LigerGatedAttention(
-                config.hidden_size,
-                config.num_attention_heads,
-                config.kv_heads,
-                config.head_size,
-                norm=norm,
-                layer=layer,
-                qkv_bias=config.attention_bias,
-                o_bias=config.attention_bias,
-                dropout=config.attention_dropout,
-                rope_kernel=kernels.rope,
+            self.self_attn = LigerGatedAttention.from_config(
+                config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
             )
         self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = mlp
+        self.mlp: LigerSwiGLUMLP | LigerSharedExpertMoE
+        if isinstance(config, HybridMoeConfig) and config.is_sparse(layer):
+            self.mlp = LigerSharedExpertMoE(
+                config.hidden_size,
+                config.moe_intermediate_size,
+                config.num_experts,
+                config.num_experts_per_tok,
+                shared_size=config.shared_expert_intermediate_size,
+                normalize=config.normalizes,
+                round_weights=True,
+                kernel=kernels.swiglu,
+            )
+        else:
+            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and a router's logits."""
         attention = self.linear_attn if self.linear else self.self_attn
         x, residual = attention.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
+
+
+class HybridModel(CausalLM):
+    """A decoder of hybrid blocks."""
+
+    block_class = HybridBlock
+
+    def build_norm(self, config: HybridConfig) -> LigerRMSNorm:
+        """A norm that scales by 1 + weight."""
+        return zero_centered_norm(config, self.kernels)(config.hidden_size)

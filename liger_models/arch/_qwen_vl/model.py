@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_models.arch._qwen_vl.processor import QwenVLProcessor
 from liger_models.base.vision_language import VisionLanguageModel, repeated_items
@@ -13,6 +13,7 @@ from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.patches import count_torn, mrope_positions
+from liger_models.layers.rope import MultimodalRotaryEmbedding
 
 POSITION_OFFSET = "position_offset"
 """Key in the decode cache: [B, 1] int64, next position minus number of tokens, which differ because of images."""
@@ -45,6 +46,21 @@ class MRopeModel(VisionLanguageModel):
     )
     frames_apart: ClassVar[bool] = False
     """Whether each frame of a video has its own timestamp and placeholders in the text."""
+    interleaved: ClassVar[bool] = False
+    """Whether time, height and width take turns in the frequencies of the rotary embedding; else they have sections."""
+
+    def build_visual(self, config: Any) -> nn.Module:
+        """The vision tower."""
+        tower: nn.Module = self.tower_class(config.vision_config, self.kernels)
+        return tower
+
+    def build_rotary(self, config: Any) -> dict[str, nn.Module]:
+        """A rotary embedding of positions in time, height and width."""
+        rotary = MultimodalRotaryEmbedding(
+            config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings,
+            sections=config.mrope_section, interleaved=self.interleaved,
+        )  # fmt: skip
+        return {"default": rotary}
 
     def forward(
         self,

@@ -31,9 +31,8 @@ from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.linear import local
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import ACTIVATIONS, GatedMLP, LigerMLP
-from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
+from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm, zero_centered_norm
 from liger_models.layers.patches import count_torn, ends_of_runs
 from liger_models.layers.rope import RotaryEmbedding
 from liger_models.layers.vision import VisionBlock
@@ -155,11 +154,10 @@ class Gemma3Tower(nn.Module):
 
     Args:
         config: sizes of the language model and the tower.
-        norm: returns a Gemma norm for a width.
         kernels: which parts run on fused kernels.
     """
 
-    def __init__(self, config: Gemma3Config, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
+    def __init__(self, config: Gemma3Config, kernels: KernelOptions) -> None:
         super().__init__()
         vision = config.vision_config
         self.patch, self.side, C = vision.patch_size, config.tokens_per_side, vision.hidden_size
@@ -175,7 +173,7 @@ class Gemma3Tower(nn.Module):
             for _ in range(vision.num_hidden_layers)
         )  # fmt: skip
         self.post_layernorm = layer_norm()
-        self.soft_emb_norm = norm(C, eps=vision.layer_norm_eps)
+        self.soft_emb_norm = zero_centered_norm(config, kernels)(C, eps=vision.layer_norm_eps)
         self.projection = nn.Linear(C, config.hidden_size, bias=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -198,24 +196,21 @@ class Gemma3Tower(nn.Module):
 class Gemma3Block(nn.Module):
     """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
 
-    def __init__(self, config: Gemma3Config, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
+    def __init__(self, config: Gemma3Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
+        norm = zero_centered_norm(config, kernels)
         layer_type = config.layer_type(layer)
         self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
+        self.self_attn = LigerQKNormAttention.from_config(
+            config,
+            layer,
+            kernels,
             norm=norm,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
             scale=config.query_pre_attn_scalar**-0.5,
             window=config.sliding_window if layer_type == "sliding_attention" else None,
-            dropout=config.attention_dropout,
             rotary=layer_type,
-            rope_kernel=kernels.rope,
         )
         self.post_attention_layernorm = norm(config.hidden_size)
         self.pre_feedforward_layernorm = norm(config.hidden_size)
@@ -231,34 +226,28 @@ class Gemma3Block(nn.Module):
 
 
 class LigerGemma3(VisionLanguageModel):
-    """Gemma 3 with images and its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Gemma 3 with images and its language-model head."""
 
     config_class = Gemma3Config
+    block_class = Gemma3Block
+    tower_class = Gemma3Tower
     processor_class = Gemma3Processor
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "token_type_ids")
 
-    def __init__(self, config: Gemma3Config, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        norm = partial(
-            LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
-            kernel=self.kernels.rms_norm,
-        )  # fmt: skip
-        self.visual = Gemma3Tower(config, norm, self.kernels)
-        self.embed_tokens = LigerEmbedding(
+    def build_embedding(self, config: Gemma3Config) -> LigerEmbedding:
+        """An embedding multiplied by sqrt(hidden_size)."""
+        return LigerEmbedding(
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
         )
-        self.layers = nn.ModuleList(Gemma3Block(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
-        self.norm = norm(config.hidden_size)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        full = RotaryEmbedding(config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+
+    def build_norm(self, config: Gemma3Config) -> LigerRMSNorm:
+        """A norm that scales by 1 + weight."""
+        return zero_centered_norm(config, self.kernels)(config.hidden_size)
+
+    def build_rotary(self, config: Gemma3Config) -> dict[str, nn.Module]:
+        """A rotary embedding for each type of layers; those with a window have a base of their own."""
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
-        self.rotary = nn.ModuleDict({"full_attention": full, "sliding_attention": sliding})
-        self.post_init()
+        return {"full_attention": super().build_rotary(config)["default"], "sliding_attention": sliding}
 
     def forward(
         self,

@@ -27,12 +27,7 @@ class Gemma4Config(Placeholders, Gemma4TextConfig):
 
 
 class LigerGemma4(Gemma4WithImages):
-    """Gemma 4 with images and its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Gemma 4 with images and its language-model head."""
 
     config_class = Gemma4Config
     tower_class = Gemma4Tower

@@ -55,11 +55,9 @@ from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local, replicated
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.masks import parts_mask
 from liger_models.layers.mlp import ACTIVATIONS, LigerMLP, LigerSwiGLUMLP
 from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
-from liger_models.layers.rope import RotaryEmbedding
 from liger_models.layers.vision import VisionBlock
 
 PATCHES_MULTIPLE = 8
@@ -297,10 +295,7 @@ class MllamaBlock(nn.Module):
         super().__init__()
         norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
         self.input_layernorm = norm()
-        self.self_attn = LigerAttention(
-            config.hidden_size, config.num_attention_heads, config.kv_heads, config.head_size,
-            layer=layer, dropout=config.attention_dropout, rope_kernel=kernels.rope,
-        )  # fmt: skip
+        self.self_attn = LigerAttention.from_config(config, layer, kernels)
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
@@ -357,14 +352,11 @@ class MllamaCrossBlock(Layer):
 
 
 class LigerMllama(VisionLanguageModel):
-    """Llama 3.2 Vision with its language-model head.
-
-    Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
-    """
+    """Llama 3.2 Vision with its language-model head."""
 
     config_class = MllamaConfig
+    block_class = MllamaBlock
+    tower_class = MllamaTower
     layout_class = CrossLayout
     processor_class = MllamaProcessor
     prompt_inputs: ClassVar[tuple[str, ...]] = (
@@ -374,23 +366,15 @@ class LigerMllama(VisionLanguageModel):
         "cross_attention_mask",
     )
 
-    def __init__(self, config: MllamaConfig, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.visual = MllamaTower(config, self.kernels)
-        self.embed_tokens = LigerEmbedding(
-            config.vocab_size + PLACEHOLDERS, config.hidden_size, padding_idx=config.pad_token_id
-        )
-        self.layers = nn.ModuleList(
-            (MllamaCrossBlock if i in config.cross_attention_layers else MllamaBlock)(config, i, self.kernels)
-            for i in range(config.num_hidden_layers)
-        )
-        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
-        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        rotary = RotaryEmbedding(
-            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
-        self.rotary = nn.ModuleDict({"default": rotary})
-        self.post_init()
+    def build_embedding(self, config: MllamaConfig) -> LigerEmbedding:
+        """An embedding with rows for the placeholders of images."""
+        rows = config.vocab_size + PLACEHOLDERS
+        return LigerEmbedding(rows, config.hidden_size, padding_idx=config.pad_token_id)
+
+    def build_block(self, config: MllamaConfig, layer: int) -> nn.Module:
+        """A block of the text, or one with cross-attention to the images."""
+        block_class = MllamaCrossBlock if layer in config.cross_attention_layers else MllamaBlock
+        return block_class(config, layer, self.kernels)
 
     def forward(
         self,
