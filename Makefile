@@ -64,8 +64,8 @@ format: $(DEV) ## format the code, fix what the linter can fix
 bench: $(BENCH) ## run the benchmarks (ARGS="train --model llama-3-8b")
 	$(PY) -m benchmarks $(or $(ARGS),--help)
 
-recipes: $(DEV) ## write recipes/ and the table in docs/recipes.md again, in minutes
-	$(PY) recipes/generate.py
+recipes: $(DEV) ## write liger_models/recipes and the table in docs/recipes.md again, in minutes
+	$(PY) -m benchmarks.recipes
 
 docs: $(DOCS) ## build the documentation into build/docs
 	@# No --quiet: --strict would then not see the warnings.

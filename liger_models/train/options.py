@@ -121,8 +121,15 @@ def _scalar(value: Any, kind: type) -> Any:
     return kind(value)  # YAML 1.1 reads 2e-5 as a string
 
 
+RECIPES = Path(__file__).parents[1] / "recipes"
+"""The package's own option files, a folder for each model."""
+
+
 def _read(file: Path) -> dict[str, Any]:
     import yaml  # a dependency of huggingface_hub
+
+    if file.parts[:1] == ("recipes",) and not file.exists():
+        file = RECIPES.joinpath(*file.parts[1:])
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """Refuses a key that occurs twice, of which YAML takes the last."""

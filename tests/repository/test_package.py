@@ -26,6 +26,7 @@ else:
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "liger_models"
 FILES = sorted(PACKAGE.rglob("*.py"))
+RECIPES = sorted(PACKAGE.glob("recipes/*/*.yaml"))
 HEAVY = {"torch", "triton", "transformers", "huggingface_hub", "tokenizers", "safetensors", "numpy", "einops"}
 FLOORS = (
     ("common",),
@@ -280,7 +281,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     info = f"liger_models-{liger_models.__version__}.dist-info"
     about = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt")
     with zipfile.ZipFile(path) as wheel:
-        package = {str(file.relative_to(ROOT)) for file in FILES} | {"liger_models/py.typed"}
+        package = {str(file.relative_to(ROOT)) for file in [*FILES, *RECIPES]} | {"liger_models/py.typed"}
         assert set(wheel.namelist()) == package | {f"{info}/{name}" for name in about}
         assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
         assert b"liger-models = liger_models.cli:main" in wheel.read(f"{info}/entry_points.txt")
@@ -303,6 +304,6 @@ def test_the_sdist_holds_what_the_wheel_is_made_of(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as sdist:
         names = {Path(*Path(file.name).parts[1:]) for file in sdist.getmembers() if file.isfile()}
-    package = {file.relative_to(ROOT) for file in FILES} | {Path("liger_models/py.typed")}
+    package = {file.relative_to(ROOT) for file in [*FILES, *RECIPES]} | {Path("liger_models/py.typed")}
     about = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
     assert {name for name in names if ".egg-info" not in str(name)} == package | {Path(name) for name in about}

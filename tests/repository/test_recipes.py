@@ -1,4 +1,4 @@
-"""Recipes: the command finds options that fit, and the files in recipes/ fit the memory in their names."""
+"""Recipes: the command finds options that fit, and the package's recipes fit the memory in their names."""
 
 import json
 import re
@@ -9,18 +9,17 @@ import pytest
 import torch
 import yaml
 
+from benchmarks import recipes as generate
 from liger_models.arch import get_arch
 from liger_models.convert.config_map import read_config
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.memory.plan import SHARE, SHARE_WITH_IMAGES, parse_memory
 from liger_models.train.loop import TrainOptions
-from liger_models.train.options import read_options
+from liger_models.train.options import RECIPES, read_options
 from liger_models.train.recipe import STEP_TOKENS, Planner, Recipe
-from recipes import generate
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "fixtures"
-RECIPES = ROOT / "recipes"
 
 
 def small(arch: str, **changes) -> Planner:
@@ -146,7 +145,7 @@ def test_the_command(llama, tmp_path):
 
 def test_every_model_has_files_and_every_file_a_model():
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    linked = re.findall(r"\(\.\./recipes/([^)]+)\)", page)
+    linked = re.findall(r"\(\.\./liger_models/recipes/([^)]+)\)", page)
     assert sorted(linked) == sorted(file.relative_to(RECIPES).as_posix() for file in RECIPES.rglob("*.yaml"))
     for model in generate.MODELS:
         files = [*(RECIPES / model.folder).iterdir()]
@@ -178,3 +177,16 @@ def test_the_files_are_what_the_command_writes():
     model = next(each for each in generate.MODELS if each.folder == "qwen3-0.6b")
     written = generate.files(model, list(generate.plans(generate.planner(model))))
     assert written == {f"{model.folder}/{file.name}": file.read_text() for file in (RECIPES / model.folder).iterdir()}
+
+
+def test_a_recipe_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = read_options(TrainOptions, ["recipes/llama-3.1-8b/24gb-4bit.yaml", "--output", "run"])
+    assert (options.model, options.lora_4bit, options.output) == ("meta-llama/Llama-3.1-8B-Instruct", True, "run")
+
+
+def test_an_own_file_comes_before_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text("model: mine\ndata: [a.jsonl]\noutput: run\n")
+    assert read_options(TrainOptions, ["recipes/mine.yaml"]).model == "mine"

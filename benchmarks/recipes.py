@@ -1,4 +1,4 @@
-"""Write the files in this folder and the table in docs/recipes.md again: ``make recipes``. Needs no GPU, no network."""
+"""Write the package's recipes and the table in docs/recipes.md: ``make recipes``. Needs no GPU and no network."""
 
 import argparse
 import json
@@ -151,7 +151,7 @@ def cells(model: Model, found: Planner, fits: Sequence[tuple[str, GPU, Recipe]])
             half = " bf16" if method == "full" and recipe.options["dtype"] == "bfloat16" else ""
             text = f"{recipe.peak / 2**30:.1f} GiB{half}, {speed}"
             path = f"{model.folder}/{gpu.memory}gb-{method}.yaml"
-            texts.append(f"[{text}](../recipes/{path})" if path in written else text)
+            texts.append(f"[{text}](../liger_models/recipes/{path})" if path in written else text)
         lines.append(f"| {model.folder if method == 'full' else ''} | {method} | {' | '.join(texts)} |")
     return lines
 
@@ -165,11 +165,11 @@ def main() -> None:
     for model in MODELS:
         found = planner(model)
         fits = list(plans(found))
-        folder = ROOT / "recipes" / model.folder
+        folder = ROOT / "liger_models" / "recipes" / model.folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         for path, text in files(model, fits).items():
-            (ROOT / "recipes" / path).write_text(text, encoding="utf-8")
+            (ROOT / "liger_models" / "recipes" / path).write_text(text, encoding="utf-8")
         table += cells(model, found, fits)
         print(model.folder, *(f"{gpu.memory}gb-{method}" for method, gpu, _ in fits), flush=True)
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
