@@ -500,10 +500,11 @@ def new_arch_command(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Write the files of a new architecture, from a config.json: a module wired like Llama, and its test data.
+    """Write the files of a new architecture, from a config.json: a copy of the nearest module, and its test data.
 
-    Run it in the root of a checkout. Where transformers is installed, the defaults, shapes and rotary frequencies are
-    transformers'. Nothing is overwritten.
+    Run it in the root of a checkout, with transformers installed. It compares a tiny model of transformers with every
+    architecture, copies the one that has least to change, and prints what: tensors, settings, and parts of a block.
+    Nothing is overwritten.
     """
     from liger_models.cli.new_arch import PUBLIC, new_arch
 
@@ -516,7 +517,8 @@ def new_arch_command(
         messages.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     module = made.files[0]
     steps = [
-        f"Write what differs from Llama into {module}: docstring, config, block, model, weight map.",
+        f"{module} is a copy of {made.nearest}, the nearest architecture. Change it until nothing differs:",
+        *(f"    {line}" for line in made.differences or ["its tensors and its parts equal transformers'"]),
         f"Give tests/fixtures/{name}/tiny.json a variant for each setting of config.json.",
         f"Rename {name}.json, {name}.shapes.json and the key in rope_oracle.json to MODEL, the released model's name.",
         f"Compare with transformers: make test ARGS=\"-k '{name} or MODEL'\". Then run make check.",

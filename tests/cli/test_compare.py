@@ -5,7 +5,7 @@ import torch
 
 from liger_models.cli.compare import PART_LIMIT, tensor_differences, where_it_differs
 
-from .arch.families import hf_model, load, make_folder, tokens
+from ..arch.families import hf_model, load, make_folder, tokens
 
 
 @pytest.fixture(scope="module")
