@@ -37,9 +37,10 @@ CONFIG = {
     "rope_scaling": LLAMA3, "sliding_window": 8192, "layer_types": ["full_attention", *["sliding_attention"] * 3],
     "mlp_bias": False, "head_gain": None, "torch_dtype": "bfloat16", "tie_word_embeddings": False, "quirk": "none",
 }  # fmt: skip
-ARCEE = {"model_type": "arcee", "architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"} | {
-    key: ... for key in ("layer_types", "sliding_window")
-}
+ARCEE = {
+    "model_type": "arcee", "architectures": ["ArceeForCausalLM"], "hidden_act": "relu2", "layer_types": ...,
+    "sliding_window": ...,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -204,7 +205,9 @@ def test_the_source_passes_the_linter(checkout, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("there", [f"liger_models/arch/{NAME}.py", f"liger_models/arch/{NAME}", f"tests/fixtures/{NAME}"])
+@pytest.mark.parametrize(
+    "there", [f"liger_models/arch/{NAME}.py", f"liger_models/arch/{NAME}", f"tests/fixtures/{NAME}"]
+)
 def test_nothing_is_overwritten(checkout, there):
     path = checkout / there
     path.touch() if path.suffix else path.mkdir()
