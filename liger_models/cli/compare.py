@@ -34,7 +34,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """The norm of the difference over the norm of ``theirs``."""
     theirs = theirs.detach().double().cpu()
     difference = ours.detach().double().cpu() - theirs
-    return (difference.norm() / theirs.norm().clamp_min(1e-30)).item()
+    return float(difference.norm() / theirs.norm().clamp_min(1e-30))
 
 
 KINDS = ("missing", "extra", "shapes")
@@ -210,8 +210,9 @@ def _corrected_block(
                 continue
             if hasattr(child, "add_norm"):
                 # The branches run by this method; as an attribute of the instance it hides that of the class.
-                child.add_norm = _corrected_branch(child.add_norm, place, name, names, theirs[name], parts)
-                changes.callback(delattr, child, "add_norm")
+                branch: Any = child
+                branch.add_norm = _corrected_branch(branch.add_norm, place, name, names, theirs[name], parts)
+                changes.callback(delattr, branch, "add_norm")
             else:
                 changes.callback(child.register_forward_hook(partial(replace_norm, name)).remove)
         yield

@@ -195,7 +195,7 @@ def _with_defaults(source: str, class_name: str, ours: Any, theirs: Any) -> str:
         if default == field.default or not isinstance(default, bool | int | float | str | None):
             continue
         hint = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-        default = float(default) if hint == "float" else default
+        default = float(default) if hint == "float" and isinstance(default, int) else default
         line = f"    {name}: {hint} = {json.dumps(default) if isinstance(default, str) else default!r}"
         if name in stated:
             lines[stated[name].lineno - 1 : stated[name].end_lineno] = [line]

@@ -79,15 +79,15 @@ def new_arch(name: str, config_file: Path) -> NewArch:
     # The nearest architecture, by a tiny model of transformers with random weights.
     tiny = _tiny({**hf, **_added(config, hf)}, config_class)
     first = next(iter(tiny["variants"].values()))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as scratch:
         torch.manual_seed(0)
         small = transformers.AutoConfig.for_model(name, **copy.deepcopy({**tiny["base"], **first}))
         theirs = transformers.AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in theirs.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-        theirs.save_pretrained(folder)
-        found = nearest(theirs, Path(folder))
+        theirs.save_pretrained(scratch)
+        found = nearest(theirs, Path(scratch))
     unknown = sorted(own_keys({**small.to_dict(), **hf}, found.model_class.config_class))
     source = copied_source(found.model_class, name, prefix, hf_class, config_class, unknown)
 
