@@ -1,10 +1,8 @@
 """The commands of ``liger-models``, one function each; their docstrings are the manual."""
 
 import dataclasses
-import importlib
 import io
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -20,9 +18,6 @@ if TYPE_CHECKING:
     from liger_models.base.causal_lm import CausalLM
 
 # The commands import torch and the package themselves, so that --help and completion answer at once.
-
-LIMIT = 1e-4
-"""Largest accepted relative difference of logits in fp32; equal models differ by rounding, about 1e-6."""
 
 FAILED, DIFFERS = 1, 3
 """Exit codes. 0 is success, 2 a wrong command line."""
@@ -197,62 +192,24 @@ def verify(
     The logits are those of random tokens, in float32. If transformers is not installed or does not know the model, only
     the tensors are checked. The exit code is 3 if anything differs.
     """
-    import torch
+    from liger_models.cli.compare import LIMIT, verify_checkpoint
 
-    from liger_models.arch.auto import AutoLigerModel
-    from liger_models.convert.files import read_headers, read_json_config, read_model_type
-    from liger_models.convert.format import format_of
-    from liger_models.convert.load import pick_map
-
-    kind = read_model_type(read_json_config(folder))
-    empty, stored = _empty_model(str(folder), None), read_headers(folder)
-    parameters = dict(empty.named_parameters())
-    weights = pick_map(format_of(type(empty)).file_maps(empty.config), stored, parameters)
-    expected = weights.shapes(parameters)
-    result: dict[str, Any] = {
-        "tensors": len(stored),
-        "missing": [name for name in expected if name not in stored],
-        "extra": sorted(name for name in stored.keys() - expected.keys() if not weights.passes_over(name)),
-        "shapes": [name for name, want in expected.items() if name in stored and stored[name].shape != want.shape],
-        "logits_error": None,
-    }
-    error: float | None = None
-    same = not (result["missing"] or result["extra"] or result["shapes"])
-    try:
-        transformers: Any = importlib.import_module("transformers")  # the oracle; only new-arch imports it, too
-        why_not = "" if kind in transformers.CONFIG_MAPPING else f"transformers does not know {kind}"
-    except ImportError:
-        why_not = "transformers is not installed"
-    if same and not why_not:
-        place = _device(device)
-        ids = _random_text(empty.config, 2, length).to(place)
-        settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-        with torch.no_grad():
-            ours = AutoLigerModel.from_pretrained(folder, dtype=torch.float32, device=place, progress=not as_json)
-            logits = ours.eval()(ids).logits
-            del ours
-            task = "ImageTextToText" if empty.visual is not None else "CausalLM"
-            auto = getattr(transformers, f"AutoModelFor{task}")
-            theirs = auto.from_pretrained(folder, **settings).to(place).eval()
-            want = theirs(ids).logits
-        assert logits is not None
-        error = ((logits - want).norm() / want.norm()).item()
-        result["logits_error"] = error if math.isfinite(error) else str(error)  # JSON has no NaN
-        same = error <= LIMIT
-    result["same"] = same
+    found = verify_checkpoint(folder, length=length, device=_device(device), progress=not as_json)
     if as_json:
-        _print_json(result)
+        _print_json(found.as_json())
     else:
-        screen.print(f"{len(stored)} tensors", highlight=False)
-        for fault in ("missing", "extra", "shapes"):
-            for name in result[fault]:
-                screen.print({"shapes": "wrong shape"}.get(fault, fault), name, highlight=False)
-        if error is not None:
-            screen.print(f"logits differ from transformers' by {error:.1e} of their norm (limit {LIMIT:.0e})")
-        elif why_not:
-            screen.print(f"logits not compared: {why_not}")
-        screen.print("[green]same[/]" if same else "[red]differs[/]")
-    if not same:
+        screen.print(f"{found.tensors} tensors", highlight=False)
+        for difference in found.differences:
+            screen.print(str(difference), markup=False, highlight=False)
+        if found.logits_error is not None:
+            error = f"{found.logits_error:.1e} of their norm (limit {LIMIT:.0e})"
+            screen.print(f"logits differ from transformers' by {error}")
+        elif found.not_compared:
+            screen.print(f"logits not compared: {found.not_compared}")
+        if found.place:
+            screen.print(f"first difference at {found.place}", highlight=False)
+        screen.print("[green]same[/]" if found.same else "[red]differs[/]")
+    if not found.same:
         raise typer.Exit(DIFFERS)
 
 
@@ -490,6 +447,7 @@ def bench(
     """Time training steps with LigerAdamW on random tokens and random weights. Reads config.json only."""
     import torch
 
+    from liger_models.cli.compare import random_text
     from liger_models.train.metrics import PEAK_FLOPS, flops
     from liger_models.train.optimizer import LigerAdamW
 
@@ -498,7 +456,7 @@ def bench(
     made = type(config).from_config(config.config, dtype=_dtype(dtype), device=place)
     made.set_checkpointing(checkpointing)
     optimizer = LigerAdamW(made.parameters(), lr=1e-5)
-    ids = _random_text(made.config, rows, length).to(place)
+    ids = random_text(made.config, rows, length).to(place)
     bounds = torch.arange(0, rows * length + 1, length)
     accelerated = place != "cpu"
 
@@ -542,10 +500,11 @@ def new_arch_command(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Write the files of a new architecture, from a config.json: a module wired like Llama, and its test data.
+    """Write the files of a new architecture, from a config.json: a copy of the nearest module, and its test data.
 
-    Run it in the root of a checkout. Where transformers is installed, the defaults, shapes and rotary frequencies are
-    transformers'. Nothing is overwritten.
+    Run it in the root of a checkout, with transformers installed. It compares a tiny model of transformers with every
+    architecture, copies the one that has least to change, and prints what: tensors, settings, and parts of a block.
+    Nothing is overwritten.
     """
     from liger_models.cli.new_arch import PUBLIC, new_arch
 
@@ -558,7 +517,8 @@ def new_arch_command(
         messages.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     module = made.files[0]
     steps = [
-        f"Write what differs from Llama into {module}: docstring, config, block, model, weight map.",
+        f"{module} is a copy of {made.nearest}, the nearest architecture. Change it until nothing differs:",
+        *(f"    {line}" for line in made.differences or ["its tensors and its parts equal transformers'"]),
         f"Give tests/fixtures/{name}/tiny.json a variant for each setting of config.json.",
         f"Rename {name}.json, {name}.shapes.json and the key in rope_oracle.json to MODEL, the released model's name.",
         f"Compare with transformers: make test ARGS=\"-k '{name} or MODEL'\". Then run make check.",
@@ -583,16 +543,6 @@ def _open_medium(kind: str, source: str) -> dict[str, Any]:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
-
-
-def _random_text(config: Any, rows: int, length: int) -> Any:
-    """Random token ids [rows, length], the same in every run, without placeholders of images, videos and audio."""
-    import torch
-
-    names = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
-    media = {getattr(config, name, None) for name in names}
-    words = torch.tensor([token for token in range(config.vocab_size) if token not in media])
-    return words[torch.randint(len(words), (rows, length), generator=torch.Generator().manual_seed(0))]
 
 
 def _dtype(name: str) -> Any:
@@ -637,19 +587,13 @@ def _load(
 def _empty_model(model: str, revision: str | None) -> "CausalLM":
     """The model on the meta device, without weights."""
     import huggingface_hub
-    import torch
 
-    from liger_models.arch.auto import get_arch
-    from liger_models.convert.config_map import blaming, read_config
-    from liger_models.convert.files import CONFIG, read_json_config, read_model_type
+    from liger_models.cli.compare import empty_model
+    from liger_models.convert.files import CONFIG
     from liger_models.convert.hub import naming
 
     folder = Path(model)
     if not folder.exists():
         with naming(model):
             folder = Path(huggingface_hub.hf_hub_download(model, CONFIG, revision=revision)).parent
-    hf_config = read_json_config(folder)
-    model_class = get_arch(read_model_type(hf_config))
-    config = read_config(model_class.config_class, hf_config)
-    with blaming(folder / CONFIG), torch.device("meta"):
-        return model_class(config)
+    return empty_model(folder)

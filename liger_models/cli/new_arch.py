@@ -1,12 +1,11 @@
-"""The files of a new architecture, from a config.json: a module wired like Llama, and its test data.
+"""The files of a new architecture, from a config.json: a copy of the nearest module, and its test data.
 
-The module is complete: it loads, trains and saves. Where the architecture differs from Llama its tests fail, and the
-author changes the module until they pass. The test data is transformers' where transformers is installed.
+The nearest architecture is measured: each is compared with a tiny model of transformers. Where the copy differs from
+it, the tests fail, and the author changes the module until they pass.
 """
 
 import copy
 import importlib
-import inspect
 import json
 import shutil
 import tempfile
@@ -17,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_models.arch.registry import built_in
-from liger_models.cli.arch_source import arguments, module_source, own_keys
+from liger_models.cli.nearest_arch import arguments, copied_source, nearest, own_keys
 from liger_models.common.json_files import parse_json
 from liger_models.convert.files import SHARDS, WEIGHTS, read_headers
+from liger_models.layers.config import RMSNormDecoderConfig
 
 ARCH, DATA, PUBLIC = Path("liger_models/arch"), Path("tests/fixtures"), Path("liger_models/__init__.py")
 
@@ -29,7 +29,10 @@ TINY = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "sliding_window": 7, "sliding_window_pattern": 2,
 }  # fmt: skip
-"""Sizes of the tiny configuration, for the keys that config.json has. Windows are shorter than the tests' sequences."""
+"""Sizes of the tiny configuration. Windows are shorter than the tests' sequences."""
+
+LARGEST = 8
+"""Largest size of the tiny configuration for keys that `TINY` does not have."""
 
 
 class NewArch(NamedTuple):
@@ -37,11 +40,15 @@ class NewArch(NamedTuple):
 
     Attributes:
         files: the new files, relative to the root of the checkout.
-        notes: what could not be written or is a guess.
+        nearest: ``model_type`` of the architecture that was copied.
+        differences: what the copy has to change to equal transformers' tiny model, one line each.
+        notes: what is a guess.
         public: the lines for the public name in ``liger_models/__init__.py``.
     """
 
     files: list[str]
+    nearest: str
+    differences: list[str]
     notes: list[str]
     public: list[str]
 
@@ -57,39 +64,63 @@ def new_arch(name: str, config_file: Path) -> NewArch:
     Raises:
         FileExistsError: one of the files exists.
         FileNotFoundError: the working directory is not the root of a checkout.
+        ImportError: transformers is not installed, or does not know the architecture.
         ValueError: a name that no module can have or that is taken, or a config.json that is not a text decoder's.
     """
     hf = parse_json(config_file.read_bytes(), config_file)
     _check(name, hf)
-    config_class, oracle, notes = _transformers(name, hf)
-    keys = {**hf, **_added(oracle, hf)}
-    prefix = (hf.get("architectures") or [f"{name.title().replace('_', '')}ForCausalLM"])[0].partition("For")[0]
-    weights = [file for pattern in (WEIGHTS, SHARDS) for file in config_file.parent.glob(pattern)]
+    transformers = _transformers(name)
+    config = transformers.AutoConfig.for_model(**copy.deepcopy({**hf, "model_type": name}))  # it writes into dicts
+    with torch.device("meta"):
+        oracle = transformers.AutoModelForCausalLM.from_config(config)
+    config_class, hf_class = type(config), type(oracle).__name__
+    prefix = hf_class.partition("For")[0]
 
-    folder = DATA / name
+    # The nearest architecture, by a tiny model of transformers with random weights.
+    tiny = _tiny({**hf, **_added(config, hf)}, config_class)
+    first = next(iter(tiny["variants"].values()))
+    with tempfile.TemporaryDirectory() as scratch:
+        torch.manual_seed(0)
+        small = transformers.AutoConfig.for_model(name, **copy.deepcopy({**tiny["base"], **first}))
+        theirs = transformers.AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        theirs.save_pretrained(scratch)
+        found = nearest(theirs, Path(scratch))
+    unknown = sorted(own_keys({**small.to_dict(), **hf}, found.model_class.config_class))
+    source = copied_source(found.model_class, name, prefix, hf_class, config_class, unknown)
+
     shapes, ropes = _oracle(oracle)
-    classes = [] if oracle is None else [config_class, type(oracle)]
-    code = "".join(inspect.getsource(importlib.import_module(each.__module__)) for each in classes)
-    source, guesses = module_source(name, prefix, keys, config_class, code, "model.norm.bias" in shapes)
-    notes += guesses
-    files = {ARCH / f"{name}.py": source, folder / "tiny.json": _json(_tiny(keys, config_class))}
+    weights = [file for pattern in (WEIGHTS, SHARDS) for file in config_file.parent.glob(pattern)]
+    notes = [f"IGNORED_KEYS has {', '.join(unknown)}: make fields of those that change the model."] if unknown else []
     if weights:
-        shapes = {each: list(stored.shape) for each, stored in read_headers(config_file.parent).items()}
-    elif shapes:
+        shapes = {tensor: list(header.shape) for tensor, header in read_headers(config_file.parent).items()}
+    else:
         notes.append(
             f"{name}.shapes.json has the names and shapes of transformers' model. Compare them with the headers of the "
             "released safetensors."
         )
-    if shapes:
-        files[folder / f"{name}.json"] = _json(hf)
-        files[folder / f"{name}.shapes.json"] = json.dumps(shapes, sort_keys=True, separators=(",", ":")) + "\n"
+    folder = DATA / name
+    files = {
+        ARCH / f"{name}.py": source,
+        folder / "tiny.json": _json(tiny),
+        folder / f"{name}.json": _json(hf),
+        folder / f"{name}.shapes.json": json.dumps(shapes, sort_keys=True, separators=(",", ":")) + "\n",
+    }
     if ropes:
         files[folder / "rope_oracle.json"] = json.dumps({name: ropes}) + "\n"
     _write(files)
 
     public = sorted([f"Liger{prefix}", f"{prefix}Config"])
-    imports = [f"from liger_models.arch.{name} import {each} as {each}" for each in public]
-    return NewArch([*map(str, files)], notes, [*imports, f'"arch.{name}": {json.dumps(public)},'])
+    imports = [f"from liger_models.arch.{name} import {public_name} as {public_name}" for public_name in public]
+    return NewArch(
+        [*map(str, files)],
+        found.model_class.__module__.rpartition(".")[2],
+        found.changes,
+        notes,
+        [*imports, f'"arch.{name}": {json.dumps(public)},'],
+    )
 
 
 def _check(name: str, hf: Mapping[str, Any]) -> None:
@@ -112,34 +143,31 @@ def _check(name: str, hf: Mapping[str, Any]) -> None:
         )
 
 
-def _transformers(name: str, hf: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
-    """transformers' config class, its model on the meta device, and what to say where they are not to be had."""
-    missing = "No rope_oracle.json, no shapes but those of safetensors, and no defaults but config.json's values"
+def _transformers(name: str) -> Any:
+    """The package, which is the oracle of the tests."""
     try:
-        transformers: Any = importlib.import_module("transformers")  # the tests' oracle
-    except ImportError:
-        return None, None, [f"{missing}: transformers is not installed. Install it and run the command again."]
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(
+            "new-arch: transformers must be installed, got none. The tests compare with it: install the extra dev."
+        ) from error
     if name not in transformers.CONFIG_MAPPING:
-        reason = f"transformers {transformers.__version__} does not know {name}"
-        return None, None, [f"{missing}: {reason}. Install a version that does: the tests compare with it."]
-    config = transformers.AutoConfig.for_model(**copy.deepcopy({**hf, "model_type": name}))  # it writes into dicts
-    with torch.device("meta"):
-        return type(config), transformers.AutoModelForCausalLM.from_config(config), []
+        raise ImportError(
+            f"new-arch: transformers must know {name}, got version {transformers.__version__}, which does not. Install "
+            "one that does: the tests compare with it."
+        )
+    return transformers
 
 
-def _added(model: Any, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of an architecture that transformers' model has in its configuration and a config.json leaves out."""
-    if model is None:
-        return {}
+def _added(config: Any, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of an architecture that transformers' config has and a config.json leaves out."""
     every = importlib.import_module("transformers").PretrainedConfig().to_dict()
-    return {key: value for key, value in model.config.to_dict().items() if key not in hf and key not in every}
+    return {key: value for key, value in config.to_dict().items() if key not in hf and key not in every}
 
 
 def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
     """Parameter name -> shape, and name of a rotary embedding -> its frequencies, of transformers' model."""
-    if model is None:
-        return {}, {}
-    shapes = {each: list(parameter.shape) for each, parameter in model.named_parameters()}
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     ropes = {}
     for place, meta in model.named_modules():
         if hasattr(meta, "inv_freq") and hasattr(meta, "attention_scaling"):
@@ -158,11 +186,18 @@ def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
 
 def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
     """The tiny configuration, and a variant for each setting that can be switched."""
-    theirs, own = arguments(config_class), own_keys(hf)
+    theirs, own = arguments(config_class), own_keys(hf, RMSNormDecoderConfig)
     base: dict[str, Any] = {key: size for key, size in TINY.items() if hf.get(key) is not None}
-    base |= {key: value for key, value in hf.items() if key.endswith(("norm_eps", "norm_epsilon"))}
+    base["pad_token_id"] = TINY["pad_token_id"]
+    base |= {key: 0.0 for key, value in theirs.items() if "drop" in key and isinstance(value, float)}
     for key, value in own.items():
-        if key not in base and (key in theirs or not theirs) and not isinstance(value, (Mapping, list)):
+        if key in base or key not in theirs:
+            continue
+        if isinstance(value, bool | str):
+            base[key] = value
+        elif isinstance(value, int):
+            base[key] = min(value, LARGEST)
+        elif isinstance(value, float):
             base[key] = value
     types: Any = hf.get("layer_types")
     released = {}
@@ -173,8 +208,7 @@ def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
             released = {"sliding_window": hf.get("sliding_window"), "layer_types": 2 * types[:1]}
             base["sliding_window"] = TINY["sliding_window"]
         base["num_hidden_layers"] = len(base["layer_types"])
-    their_tie = theirs["tie_word_embeddings"].default if "tie_word_embeddings" in theirs else False
-    tied = base["tie_word_embeddings"] = hf.get("tie_word_embeddings", their_tie)
+    tied = base["tie_word_embeddings"] = hf.get("tie_word_embeddings", theirs.get("tie_word_embeddings", False))
     switches = {key: value for key, value in base.items() if isinstance(value, bool) and key != "tie_word_embeddings"}
     rotated = {"layer_types": ["sliding_attention"] * base["num_hidden_layers"]} if types else {}
     variants: dict[str, dict[str, Any]] = {

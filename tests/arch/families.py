@@ -16,6 +16,8 @@ from torch import Tensor
 
 from liger_models.arch import built_in, get_arch
 from liger_models.base.causal_lm import CausalLM
+from liger_models.cli.compare import relative_error as error
+from liger_models.cli.compare import tensor_differences
 from liger_models.convert import format_of
 from liger_models.convert.load import pick_map
 from liger_models.kernels.dispatch import reference_backend
@@ -191,12 +193,6 @@ def assert_bounds_under_other_names(ours: CausalLM, bounds: Tensor, logits: Tens
             ours(**inputs, **names, cu_seqlens=bounds)
 
 
-def error(ours: Tensor, theirs: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
-    theirs = theirs.detach().double().cpu()
-    return ((ours.detach().double().cpu() - theirs).norm() / theirs.norm().clamp_min(1e-30)).item()
-
-
 def tokens(arch: str, variant: str, B: int, T: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     # The last words of a vision-language model stand for images.
@@ -225,7 +221,7 @@ def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT, twin: Ca
     theirs = hf_gradients(theirs)
     weights = taken_apart(ours, theirs, lambda parameter: parameter.data)
     ours = our_gradients(ours, theirs)
-    assert ours.keys() == theirs.keys()
+    assert [*map(str, tensor_differences(ours, theirs))] == []
     for name, gradient in theirs.items():
         gate = next((gate for gate in GATED if name.endswith(gate)), None)
         if "vision_tower" in name and name.endswith("k_proj.bias"):

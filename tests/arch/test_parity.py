@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from liger_models.arch import get_arch
+from liger_models.cli.compare import first_difference, part_errors, tensor_differences, trace, where_it_differs
 from liger_models.convert.config_map import read_config, write_config
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.kv_cache import DecodeCache
@@ -52,12 +53,27 @@ def test_logits_loss_and_gradients(pair):
     labels[0, :7] = -100
     want = theirs(ids, labels=labels)
     want.loss.backward()
-    assert error(ours(ids).logits, want.logits) <= LIMIT
+    assert error(ours(ids).logits, want.logits) <= LIMIT, where_it_differs(ours, theirs, input_ids=ids)
     got = ours(ids, labels=labels)
     assert got.logits is None
     assert error(got.loss, want.loss) <= LIMIT
     got.loss.backward()
     assert_same_gradients(ours, theirs)
+
+
+@one_case_each
+def test_every_part_of_each_block_is_compared_by_itself(pair):
+    """What names the part that differs finds none in an equal model, and leaves out none that transformers runs."""
+    arch, variant, theirs, ours = pair
+    ids = tokens(arch, variant, 2, 12)
+    recorded = trace(theirs, input_ids=ids)
+    errors = part_errors(ours, recorded, input_ids=ids)
+    assert first_difference(errors) == ""
+    for index, block in enumerate(recorded.blocks):
+        branches = {name for name, child in ours.layers[index].named_children() if hasattr(child, "add_norm")}
+        assert not block or branches | {"output"} <= errors[f"layers.{index}"].keys()
+    assert errors.keys() >= {"embed_tokens", "norm", "lm_head"}
+    assert not any("add_norm" in vars(module) or module._forward_hooks for module in ours.modules())
 
 
 @one_case_each
@@ -218,7 +234,7 @@ def test_inputs_embeds(pair):
 def test_one_token_and_an_empty_batch(pair):
     arch, variant, theirs, ours = pair
     one = tokens(arch, variant, 1, 1)
-    assert error(ours(one).logits, theirs(one).logits) <= LIMIT
+    assert error(ours(one).logits, theirs(one).logits) <= LIMIT, where_it_differs(ours, theirs, input_ids=one)
     for ids in (one, one[:0]):
         out = ours(ids, labels=ids)
         assert out.loss == (out.aux_loss or 0)  # nothing to predict
@@ -271,7 +287,7 @@ def test_export_reloads_in_transformers_bit_for_bit(pair, tmp_path):
     again = hf_model(tmp_path / "export")
     want = theirs.state_dict()
     got = again.state_dict()
-    assert got.keys() == want.keys()
+    assert [*map(str, tensor_differences(want, got))] == []
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
     ids = tokens(arch, variant, 1, T)
     assert torch.equal(again(ids).logits, theirs(ids).logits)
@@ -285,10 +301,10 @@ def test_what_transformers_holds_in_memory_is_read(pair, tmp_path):
     assert load_file(tmp_path / "memory" / "model.safetensors").keys() <= theirs.state_dict().keys()
     again = load(arch, tmp_path / "memory")
     want = dict(ours.named_parameters())
-    assert {name for name, _ in again.named_parameters()} == want.keys()
+    assert [*map(str, tensor_differences(want, dict(again.named_parameters())))] == []
     assert all(torch.equal(parameter, want[name]) for name, parameter in again.named_parameters())
     ids = tokens(arch, variant, 1, T)
-    assert error(again(ids).logits, theirs(ids).logits) <= LIMIT
+    assert error(again(ids).logits, theirs(ids).logits) <= LIMIT, where_it_differs(again, theirs, input_ids=ids)
     ours.save_pretrained(tmp_path / "a")
     again.save_pretrained(tmp_path / "b")
     for name in ("model.safetensors", "config.json"):
@@ -381,7 +397,7 @@ def test_a_mixture_without_experts_is_dense(arch, tmp_path):
     auto_class(arch).from_config(config).save_pretrained(tmp_path)
     theirs, ours = hf_model(tmp_path), load(arch, tmp_path)
     ids = tokens(arch, "plain", 1, 9)
-    assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT
+    assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT, where_it_differs(ours, theirs, input_ids=ids)
     ours.save_pretrained(tmp_path / "export")
     assert torch.equal(hf_model(tmp_path / "export")(ids).logits, theirs(ids).logits)
 
@@ -394,6 +410,6 @@ def test_mistral_with_layer_types_has_the_window_in_some_layers(tmp_path):
     theirs, ours = hf_model(tmp_path), load("mistral", tmp_path)
     assert theirs.config.model_type == "ministral"
     ids = tokens("mistral", "window", 1, 20)
-    assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT
+    assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT, where_it_differs(ours, theirs, input_ids=ids)
     ours.save_pretrained(tmp_path / "export")
     assert torch.equal(hf_model(tmp_path / "export")(ids).logits, theirs(ids).logits)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from liger_models import KernelOptions, LigerLlama, LlamaConfig
 from liger_models.arch import get_arch
+from liger_models.cli.compare import where_it_differs
 from liger_models.convert.config_map import read_config, write_config
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
@@ -112,7 +113,9 @@ def test_logits_loss_and_gradients(pair, rows):
     want = batch.theirs(theirs, labels=batch.labels, **mask)
     want.loss.backward()
     kept = batch.mask.bool()
-    assert error(ours(batch.ids, **batch.inputs, **mask).logits[kept], want.logits[kept]) <= LIMIT
+    inputs = {"input_ids": batch.ids, **batch.inputs, **mask}
+    difference = error(ours(**inputs).logits[kept], want.logits[kept])
+    assert difference <= LIMIT, where_it_differs(ours, theirs, {"mm_token_type_ids": batch.kinds}, **inputs)
     got = ours(batch.ids, labels=batch.labels, **batch.inputs, **mask)
     assert got.logits is None
     assert error(got.loss, want.loss) <= LIMIT

@@ -124,7 +124,9 @@ def test_verify(folder):
     save_file(tensors | {"other": torch.zeros(1)}, folder / "model.safetensors")
     found = read("verify", "model", code=3)
     assert (found["missing"], found["extra"], found["same"]) == (["model.norm.weight"], ["other"], False)
-    assert "missing model.norm.weight" in run("verify", "model", code=3)
+    printed = run("verify", "model", code=3)
+    assert f"missing model.norm.weight {[*tensors['model.embed_tokens.weight'].shape[1:]]}" in printed
+    assert "extra other [1]" in printed
 
 
 @pytest.mark.parametrize("arch", ["qwen2_vl", "gemma3", "gemma4", "mllama"])
@@ -166,6 +168,8 @@ def test_verify_says_where_logits_differ(folder, monkeypatch):
     monkeypatch.setattr(LigerRMSNorm, "add", lambda self, x, residual: forward(self, x, residual * 1.01))
     found = read("verify", "model", code=3)
     assert found["logits_error"] > 1e-4
+    assert found["place"].startswith("layers.0: ")
+    assert f"first difference at {found['place']}" in run("verify", "model", code=3)
 
 
 def test_verify_of_weights_that_are_no_numbers_prints_json(folder):

@@ -1,4 +1,4 @@
-"""`liger-models new-arch`: its module equals transformers' model of a Llama, and its data is what the tests read."""
+"""`liger-models new-arch`: its module is a copy of the nearest one, and its data is what the tests read."""
 
 import importlib.util
 import json
@@ -15,6 +15,7 @@ pytest.importorskip("typer", reason="the command line needs typer and rich: pip 
 from typer.testing import CliRunner
 
 from liger_models.cli import commands, new_arch
+from liger_models.cli.compare import tensor_differences, where_it_differs
 from liger_models.convert import format_of
 from liger_models.convert.config_map import read_config
 
@@ -22,19 +23,23 @@ from ..arch.families import LIMIT, error, merged
 from ..late import transformers
 
 ROOT = Path(__file__).parents[2]
-NAME = "seed_oss"
-"""A Llama by another name, which this package does not have."""
+NAME = "cwm"
+"""A Llama with windows by another name, which this package does not have."""
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 CONFIG = {
-    "architectures": ["SeedOssForCausalLM"], "model_type": NAME, "vocab_size": 128256, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "architectures": ["CwmForCausalLM"], "model_type": NAME, "vocab_size": 128256, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-    "rope_scaling": LLAMA3, "attention_bias": False, "mlp_bias": False, "residual_dropout": 0.0, "head_gain": None,
-    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "layers_of_note": [1, 2], "quirk": "none",
+    "rope_scaling": LLAMA3, "sliding_window": 8192, "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    "mlp_bias": False, "head_gain": None, "torch_dtype": "bfloat16", "tie_word_embeddings": False, "quirk": "none",
+}  # fmt: skip
+ARCEE = {
+    "model_type": "arcee", "architectures": ["ArceeForCausalLM"], "hidden_act": "relu2", "layer_types": ...,
+    "sliding_window": ...,
 }  # fmt: skip
 
 
@@ -69,7 +74,7 @@ def written(checkout: Path) -> list[str]:
 
 
 def load_module(checkout: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("seed_oss_of_a_test", checkout / "liger_models/arch/seed_oss.py")
+    spec = importlib.util.spec_from_file_location(f"{NAME}_of_a_test", checkout / f"liger_models/arch/{NAME}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -79,53 +84,75 @@ def load_module(checkout: Path) -> ModuleType:
 def test_what_is_written_and_what_to_do_next(checkout):
     output = run(NAME, "--from", "../config.json")
     data = [f"tests/fixtures/{NAME}/{file}" for file in (
-        "rope_oracle.json", f"{NAME}.json", f"{NAME}.shapes.json", "tiny.json"
+        f"{NAME}.json", f"{NAME}.shapes.json", "rope_oracle.json", "tiny.json"
     )]  # fmt: skip
-    assert written(checkout) == ["liger_models/arch/registry.py", f"liger_models/arch/{NAME}.py", *data]
+    assert written(checkout) == [f"liger_models/arch/{NAME}.py", "liger_models/arch/registry.py", *data]
     for line in (
         *data,
-        "Rename seed_oss.json, seed_oss.shapes.json",
+        "its tensors and its parts equal transformers'",
+        "Rename cwm.json, cwm.shapes.json",
         f"make test ARGS=\"-k '{NAME} or MODEL'\"",
-        "from liger_models.arch.seed_oss import LigerSeedOss as LigerSeedOss",
-        '"arch.seed_oss": ["LigerSeedOss", "SeedOssConfig"],',
+        "from liger_models.arch.cwm import LigerCwm as LigerCwm",
+        '"arch.cwm": ["CwmConfig", "LigerCwm"],',
         "docs/adding-an-architecture.md",
     ):
         assert line in output
 
 
-def test_the_config_class_has_what_not_every_decoder_has(checkout, own_registry):
-    make()
-    source = (checkout / f"liger_models/arch/{NAME}.py").read_text()
-    config_class = load_module(checkout).SeedOssConfig
-    theirs = transformers.SeedOssConfig()
+def test_the_defaults_are_transformers(checkout, own_registry):
+    made = make()
+    config_class = load_module(checkout).CwmConfig
+    theirs = transformers.CwmConfig()
     config = config_class()
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "attention_bias", "residual_dropout"):
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "rms_norm_eps", "sliding_window", "head_dim"):
         assert getattr(config, name) == getattr(theirs, name), name
-    assert "attention_bias: bool = True" in source
-    assert "attention_out_bias: bool = False" in source  # transformers has it, config.json does not
-    assert 'IGNORED_KEYS = ("head_gain", "layers_of_note", "quirk")' in source
+    assert "IGNORED_KEYS has head_gain, quirk: make fields of those that change the model." in made["notes"]
     read = read_config(config_class, CONFIG, strict=True)
-    assert (read.rope_scaling.factor, read.rope_theta, read.residual_dropout) == (8.0, 1e6, 0.0)
+    assert (read.rope_scaling.factor, read.rope_theta, read.sliding_window) == (8.0, 1e6, 8192)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_module_is_a_llama(checkout, own_registry, tmp_path, bias):
-    make()
+def test_a_copy_with_nothing_to_change_equals_transformers(checkout, own_registry, tmp_path, bias):
+    assert make()["differences"] == []
     module = load_module(checkout)
     tiny = json.loads((checkout / f"tests/fixtures/{NAME}/tiny.json").read_text())
-    variant = "attention_bias" if bias else "released"
-    sizes = merged(tiny["base"], tiny["variants"][variant])
-    config = transformers.AutoConfig.for_model(NAME, **sizes | {"attention_out_bias": bias})
+    sizes = merged(tiny["base"], tiny["variants"]["mlp_bias" if bias else next(iter(tiny["variants"]))])
+    config = transformers.AutoConfig.for_model(NAME, **sizes)
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     theirs.save_pretrained(tmp_path / "model")
-    ours = module.LigerSeedOss.from_pretrained(tmp_path / "model", progress=False, strict=True).eval()
+    ours = module.LigerCwm.from_pretrained(tmp_path / "model", progress=False, strict=True).eval()
     ids = torch.randint(3, 100, (2, 20))
-    assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT
+    assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT, where_it_differs(ours, theirs, input_ids=ids)
     ours(ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in ours.parameters())
+
+
+def test_what_the_copy_has_to_change_is_named(checkout, tmp_path):
+    """Arcee is a Llama whose MLP has no gate."""
+    write_config(tmp_path, **ARCEE)
+    made = run("arcee", "--from", "../config.json", "--json")
+    assert made["nearest"] == "llama"
+    assert made["differences"] == [
+        "missing model.layers.0.mlp.gate_proj.weight [88, 64]",
+        "unknown hidden_act 'relu2'",
+    ]
+    source = (checkout / "liger_models/arch/arcee.py").read_text()
+    assert "Differs from Llama (``arch/llama.py``): TODO" in source
+    assert "Llama" not in source.partition('"""\n\n')[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [({"model_type": "helium", "architectures": ["HeliumForCausalLM"], "layer_types": ...}, "layers.0 self_attn")],
+)
+def test_the_part_that_computes_something_else_is_named(checkout, tmp_path, changes, part):
+    """Helium rotates pairs of neighbors."""
+    write_config(tmp_path, **changes)
+    made = run(changes["model_type"], "--from", "../config.json", "--json")
+    assert [line.partition(" differs")[0] for line in made["differences"]] == [part]
 
 
 def test_the_data_is_transformers(checkout, own_registry):
@@ -133,18 +160,17 @@ def test_the_data_is_transformers(checkout, own_registry):
     module, data = load_module(checkout), checkout / "tests/fixtures" / NAME
     hf = json.loads((data / f"{NAME}.json").read_text())
     assert hf == CONFIG
-    config = read_config(module.SeedOssConfig, hf)
+    config = read_config(module.CwmConfig, hf)
     with torch.device("meta"):
-        model = module.LigerSeedOss(config)
-    shapes = format_of(module.LigerSeedOss).weight_map(config).shapes(dict(model.named_parameters()))
+        model = module.LigerCwm(config)
+    shapes = format_of(module.LigerCwm).weight_map(config).shapes(dict(model.named_parameters()))
     stored = json.loads((data / f"{NAME}.shapes.json").read_text())
-    assert {name: list(tensor.shape) for name, tensor in shapes.items()} == stored
+    assert [*map(str, tensor_differences(shapes, stored))] == []
     oracle = json.loads((data / "rope_oracle.json").read_text())[NAME]["model.rotary_emb"]
     torch.testing.assert_close(model.rotary["default"].inv_freq, torch.tensor(oracle["inv_freq"]), rtol=2e-7, atol=0)
     tiny = json.loads((data / "tiny.json").read_text())
-    assert tiny["base"]["hidden_size"] == 64
-    variants = ["attention_out_bias", "llama3"]
-    assert [*tiny["variants"]] == ["released", "tied", "one-kv-head", "attention_bias", "mlp_bias", *variants]
+    assert (tiny["base"]["hidden_size"], tiny["base"]["attention_dropout"], tiny["base"]["pad_token_id"]) == (64, 0, 0)
+    assert [*tiny["variants"]] == ["released", "tied", "one-kv-head", "mlp_bias", "llama3"]
     assert tiny["variants"]["llama3"]["rope_parameters"]["original_max_position_embeddings"] == 8
 
 
@@ -152,49 +178,29 @@ def test_shapes_of_safetensors_beside_config_json(checkout, tmp_path):
     sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
     config = transformers.LlamaConfig(**sizes, intermediate_size=48, num_key_value_heads=2)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    write_config(tmp_path, **sizes)
+    write_config(tmp_path, **sizes, layer_types=...)
     made = make()
     assert not any("Compare them with the headers" in note for note in made["notes"])
     shapes = json.loads((checkout / f"tests/fixtures/{NAME}/{NAME}.shapes.json").read_text())
     assert shapes["model.layers.0.mlp.up_proj.weight"] == [48, 32]
 
 
-def test_without_transformers_it_says_what_is_missing(checkout, monkeypatch, own_registry):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    made = make()
-    assert made["files"] == [f"liger_models/arch/{NAME}.py", f"tests/fixtures/{NAME}/tiny.json"]
-    assert "No rope_oracle.json" in made["notes"][0]
-    assert "transformers is not installed" in made["notes"][0]
-    config = load_module(checkout).SeedOssConfig()
-    assert (config.residual_dropout, config.layers_of_note) == (0.0, [1, 2])  # config.json's values
-
-
-def test_an_architecture_that_transformers_does_not_know(checkout, tmp_path):
+def test_it_needs_the_oracle(checkout, tmp_path, monkeypatch):
     write_config(tmp_path, model_type="unheard_of", architectures=...)
-    made = run("unheard_of", "--from", "../config.json", "--json")
-    assert "does not know unheard_of" in made["notes"][0]
-    assert "class LigerUnheardOf(CausalLM)" in (checkout / "liger_models/arch/unheard_of.py").read_text()
+    told = run("unheard_of", "--from", "../config.json", code=1)
+    assert "transformers must know unheard_of" in " ".join(told.split())
+    write_config(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "transformers must be installed" in " ".join(run(NAME, "--from", "../config.json", code=1).split())
 
 
-@pytest.mark.parametrize(
-    ("changes", "source"),
-    [
-        ({}, "config.rms_norm_eps"),
-        ({"rms_norm_eps": ..., "layer_norm_eps": 1e-6}, "class SeedOssConfig(DecoderConfig)"),
-        ({"rms_norm_eps": ..., "layer_norm_eps": 1e-6}, "use_bias=False, kernel=kernels.layer_norm"),
-        ({"hidden_act": "gelu_new"}, "GatedMLP("),
-        ({"architectures": ["QuiteALongNameOfOneForCausalLM"]}, "LigerQuiteALongNameOfOne"),
-    ],
-    ids=str,
-)
-def test_the_source_passes_the_linter(checkout, tmp_path, changes, source):
+def test_the_source_passes_the_linter(checkout, tmp_path):
     pytest.importorskip("ruff")
-    write_config(tmp_path, **changes)
     make()
     file = f"liger_models/arch/{NAME}.py"
-    assert source in (checkout / file).read_text()
-    config = ["--config", str(ROOT / "pyproject.toml"), "--config", 'lint.isort.known-first-party=["liger_models"]']
-    for command in (["check", *config], ["format", "--check", *config[:2]]):
+    config = ["--config", str(ROOT / "pyproject.toml")]
+    first_party = ["--config", 'lint.isort.known-first-party=["liger_models"]']
+    for command in (["format", *config], ["check", *config, *first_party]):
         done = subprocess.run([sys.executable, "-m", "ruff", *command, file], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -228,9 +234,9 @@ def test_a_failure_leaves_nothing_behind(checkout, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("Seed-OSS", {}, "NAME must be model_type, a Python name in lower case, got 'Seed-OSS'"),
+        ("C-WM", {}, "NAME must be model_type, a Python name in lower case, got 'C-WM'"),
         ("llama", {}, "NAME must be new, got 'llama'"),
-        ("seed", {}, "NAME must be config.json's model_type, 'seed_oss', got 'seed'"),
+        ("cw", {}, "NAME must be config.json's model_type, 'cwm', got 'cw'"),
         (NAME, {"hidden_size": ..., "vocab_size": ...}, "got none of the keys vocab_size, hidden_size"),
     ],
 )

@@ -1,0 +1,209 @@
+"""The architecture of this package that is nearest to one of transformers, and a copy of its module by another name."""
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_models.arch.auto import get_arch
+from liger_models.arch.registry import built_in
+from liger_models.base.causal_lm import CausalLM
+from liger_models.cli.compare import (
+    PART_LIMIT,
+    TensorDifference,
+    Trace,
+    part_errors,
+    random_text,
+    tensor_differences,
+    trace,
+)
+from liger_models.convert.config_map import IGNORED_KEYS, read_config
+from liger_models.convert.files import CONFIG, read_headers
+from liger_models.convert.format import format_of
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+LATER_LAYER = re.compile(r"\.layers\.[1-9]")
+
+
+class Nearest(NamedTuple):
+    """An architecture, and what its module must change to equal transformers' model of the new one.
+
+    Attributes:
+        model_class: its class.
+        unknown: keys of the new architecture that its config does not have.
+        tensors: the tensors outside of the blocks and in the first one that differ.
+        parts: the parts outside of the blocks and in the first one that compute something else, each with its error;
+            only compared where no tensor differs.
+        act: the new architecture's ``hidden_act`` where this one does not compute it, else "".
+    """
+
+    model_class: type[CausalLM]
+    unknown: list[str]
+    tensors: list[TensorDifference]
+    parts: dict[str, float]
+    act: str
+
+    @property
+    def changes(self) -> list[str]:
+        """What differs, one line each, besides the unknown keys."""
+        wrong = [f"{part} differs by {error:.1e}" for part, error in self.parts.items()]
+        return [*map(str, self.tensors), *wrong, *([f"unknown hidden_act {self.act!r}"] if self.act else [])]
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Number of things to change, and lines of the module."""
+        lines = inspect.getsource(module_of(self.model_class)).count("\n")
+        return len(self.unknown) + len(self.changes), lines
+
+
+def module_of(model_class: type) -> Any:
+    """The module that defines a class."""
+    return sys.modules[model_class.__module__]
+
+
+def arguments(config_class: Any) -> dict[str, Any]:
+    """Name -> default of the arguments of transformers' config class that have a default."""
+    parameters = inspect.signature(config_class).parameters
+    return {name: arg.default for name, arg in parameters.items() if arg.default is not inspect.Parameter.empty}
+
+
+def own_keys(hf: Mapping[str, Any], config_class: type) -> dict[str, Any]:
+    """The keys of config.json that describe the architecture and are no fields of ``config_class``."""
+    rope = hf.get("rope_parameters") or {}
+    keys = {**hf, **{key: value for key, value in rope.items() if key == "partial_rotary_factor"}}
+    known = {field.name for field in dataclasses.fields(config_class)} | {*ROPE_KEYS} | IGNORED_KEYS
+    return {key: value for key, value in keys.items() if key not in known and not key.startswith("_")}
+
+
+def nearest(theirs: Any, folder: Path) -> Nearest:
+    """The architecture in a module of its own that has to change least to equal a tiny model of transformers.
+
+    Args:
+        theirs: transformers' model, in fp32.
+        folder: where it is saved; its config.json is rewritten.
+    """
+    hf = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    recorded = trace(theirs, input_ids=random_text(theirs.config, 2, 20))
+    found: list[Nearest] = []
+    for name in built_in():
+        model_class = get_arch(name)
+        if Path(module_of(model_class).__file__).stem != name:  # it is spread over a folder
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found += _compared(name, model_class, hf, folder, recorded)
+        except ValueError:  # it cannot have these settings
+            continue
+    return min(found, key=lambda candidate: candidate.rank)
+
+
+def _compared(
+    name: str, model_class: type[CausalLM], hf: Mapping[str, Any], folder: Path, recorded: Trace
+) -> list[Nearest]:
+    """How an architecture differs from the model in a folder; empty for one with images."""
+    config_class: Any = model_class.config_class
+    act = hf.get("hidden_act", "silu")
+    known = act in config_class.activations
+    keys = {**hf, "model_type": name, "hidden_act": act if known else config_class.activations[0]}
+    config = read_config(config_class, keys)
+    with torch.device("meta"):
+        model = model_class(config)
+    if model.visual is not None:
+        return []
+
+    shapes = format_of(model_class).weight_map(config).shapes(dict(model.named_parameters()))
+    differences = tensor_differences(shapes, read_headers(folder))
+    parts: dict[str, float] = {}
+    if not differences:
+        (folder / CONFIG).write_text(json.dumps(keys), encoding="utf-8")
+        ours = model_class.from_pretrained(folder, progress=False).eval()
+        errors = part_errors(ours, recorded, input_ids=random_text(config, 2, 20))
+        parts = {
+            f"{place} {part}": error
+            for place, of_parts in errors.items()
+            for part, error in of_parts.items()
+            if not error <= PART_LIMIT and not LATER_LAYER.search(f".{place}")
+        }
+    tensors = [difference for difference in differences if not LATER_LAYER.search(difference.name)]
+    return [Nearest(model_class, sorted(own_keys(hf, config_class)), tensors, parts, "" if known else act)]
+
+
+def copied_source(
+    model_class: type[CausalLM], name: str, prefix: str, hf_class: str, config_class: Any, ignored: list[str]
+) -> str:
+    """The source of an architecture's module for a new one: its names and the defaults of its config are exchanged.
+
+    Args:
+        model_class: the class of the architecture that is copied.
+        name: ``model_type`` of the new one.
+        prefix: what the names of its classes begin with.
+        hf_class: its class in transformers.
+        config_class: transformers' config class, whose defaults the fields take.
+        ignored: keys that the copied config class does not have.
+    """
+    source = inspect.getsource(module_of(model_class))
+    old, old_prefix = format_of(model_class).model_type, model_class.__name__.removeprefix("Liger")
+
+    # The docstring is the author's; the new one says where to look.
+    docstring = ast.get_docstring(ast.parse(source), clean=False)
+    begun = f"""{prefix}: model_type ``{name}``.
+
+Differs from {old_prefix} (``arch/{old}.py``): TODO. Name the released models in the first line.
+
+Source: TODO the paper, transformers ``models/{name}``.
+"""
+    source = source.replace(f'"""{docstring}"""', f'"""{begun}"""', 1)
+    head, body = source.split("\n\n\n", 1)
+    body = re.sub(rf"\b(Liger|_)?{old_prefix}(?=[A-Z]\w|\b(?!\.\d))", rf"\g<1>{prefix}", body)
+    body = re.sub(r'model_type="\w+"', f'model_type="{name}"', body)
+    body = re.sub(r'hf_class="\w+"', f'hf_class="{hf_class}"', body)
+    keys = "".join(f"    {json.dumps(key)},\n" for key in ignored)
+    if ignored and "ignored_keys=" in body:
+        body = body.replace("IGNORED_KEYS = (", f"IGNORED_KEYS = (\n{keys}", 1)
+    elif ignored:
+        body = body.replace("CheckpointFormat(", "CheckpointFormat(ignored_keys=IGNORED_KEYS, ", 1)
+        constant = f"IGNORED_KEYS = (\n{keys})  # TODO: fields of the config, unless they change nothing\n\n\n"
+        body = body.replace("def weight_map(", f"{constant}def weight_map(", 1)
+    source = f"{head}\n\n\n{body}"
+    return _with_defaults(source, f"{prefix}Config", model_class.config_class, config_class)
+
+
+def _with_defaults(source: str, class_name: str, ours: Any, theirs: Any) -> str:
+    """The source with transformers' defaults in the fields of the config class."""
+    defaults = arguments(theirs)
+    if hasattr(theirs, "default_theta"):
+        defaults["rope_theta"] = theirs.default_theta
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    body = next(node for node in classes if node.name == class_name).body
+    stated = {getattr(node.target, "id", ""): node for node in body if isinstance(node, ast.AnnAssign)}
+    lines = source.splitlines()
+    added: list[str] = []
+
+    # From the last field to the first, so that the line numbers stay right.
+    fields = {field.name: field for field in dataclasses.fields(ours) if field.name in defaults}
+    for name, field in sorted(fields.items(), key=lambda pair: getattr(stated.get(pair[0]), "lineno", 0), reverse=True):
+        default = defaults[name]
+        if default == field.default or not isinstance(default, bool | int | float | str | None):
+            continue
+        hint = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+        default = float(default) if hint == "float" and isinstance(default, int) else default
+        line = f"    {name}: {hint} = {json.dumps(default) if isinstance(default, str) else default!r}"
+        if name in stated:
+            lines[stated[name].lineno - 1 : stated[name].end_lineno] = [line]
+        else:
+            added.insert(0, line)
+    # After the docstring, and after the blank line in front of the fields.
+    end = body[0].end_lineno or 0
+    if added:
+        lines[end:end] = ["", *added]
+        del lines[end + len(added) + 1 : end + len(added) + 1 + (len(body) > 1)]
+    return "\n".join(lines) + "\n"
