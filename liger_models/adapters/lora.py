@@ -59,15 +59,11 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         raise ValueError(
             f"apply_lora: {name} must not be sharded yet, got sharded parameters. Add the adapters, then shard."
         )
-    others = {
-        type(each).__name__
-        for each in model.modules()
-        if isinstance(each, nn.Linear) and each._parameters and type(each) not in ADAPTED
-    }
-    if others:
+    unsupported = unsupported_linears(model)
+    if unsupported:
         raise ValueError(
-            f"apply_lora: linear layers must be nn.Linear, got {', '.join(sorted(others))}. Add the adapters before "
-            "you replace layers."
+            f"apply_lora: linear layers must be nn.Linear, got {', '.join(unsupported)}. Add the adapters before you "
+            "replace layers."
         )
     if not isinstance(model.lm_head, LigerLMHead):
         raise ValueError(
@@ -211,6 +207,12 @@ def unmerge_lora(model: Model) -> Model:
         model.set_submodule(path, layer)
     model.tie_weights()
     return model
+
+
+def unsupported_linears(model: nn.Module) -> list[str]:
+    """The classes of linear layers that can't have adapters, because something has wrapped or replaced them."""
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return sorted({type(linear).__name__ for linear in linears if linear._parameters and type(linear) not in ADAPTED})
 
 
 def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:

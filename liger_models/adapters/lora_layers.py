@@ -578,6 +578,14 @@ def adapter_config(model: nn.Module) -> LoRAConfig | None:
     return next((layer.config for layer in adapted_layers(model).values()), None)
 
 
+def with_class(module: nn.Module, cls: type[nn.Module]) -> Any:
+    """A module of another class with the same parameters, submodules and attributes, which are shared, not copied."""
+    converted = cls.__new__(cls)
+    members = {"_parameters": dict(module._parameters), "_modules": dict(module._modules)}
+    converted.__dict__ = {**module.__dict__, **members}
+    return converted
+
+
 def short_name(name: str) -> str:
     """``q_proj`` for ``model.layers.0.self_attn.q_proj.weight``."""
     return name.removesuffix(".weight").rpartition(".")[2]

@@ -1,7 +1,16 @@
 """A model as a tree of modules with transformers' names, each projection a linear layer of its own: what PEFT adapts.
 
 PEFT finds modules by their names and replaces them. Packed projections have other names and hold several matrices, so
-they are taken apart first. The blocks, attention and the loss remain those of the model.
+they are taken apart first. The blocks, attention and the loss remain those of the model:
+
+    UnpackedModel                the tree: names of transformers, modules of the model as its leaves
+      model.layers.0.self_attn     Node
+        q_proj, k_proj, v_proj       nn.Linear, parts of UnpackedLinear in the model
+        o_proj                       nn.Linear, the model's own
+      model.layers.0.mlp.experts   Node with the parameters that PEFT cannot adapt
+
+PEFT changes the tree only. `UnpackedModel.sync` puts its modules into the model: when PEFT announces its adapters or
+removes them, and before every forward.
 """
 
 import dataclasses
@@ -9,7 +18,7 @@ import functools
 import os
 import posixpath
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +28,8 @@ import torch
 from huggingface_hub import hf_hub_download
 from torch import Tensor, nn
 
-from liger_models.adapters.lora import adaptable_layers, matches
-from liger_models.adapters.lora_layers import ADAPTED, short_name
+from liger_models.adapters.lora import adaptable_layers, matches, unsupported_linears
+from liger_models.adapters.lora_layers import short_name, with_class
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import CONFIG, read_json
 from liger_models.convert.format import format_of
@@ -46,23 +55,23 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
     Raises:
         ValueError: the model is sharded, has adapters, or has linear layers of another class.
     """
-    models = [each for each in model.modules() if isinstance(each, CausalLM)]
     where = f"unpack_projections: {type(model).__name__}"
-    if len(models) != 1:
-        raise ValueError(f"{where} must be or hold one CausalLM, got {len(models)}. Load a model of this package.")
+    causal_lms = [module for module in model.modules() if isinstance(module, CausalLM)]
+    if len(causal_lms) != 1:
+        raise ValueError(f"{where} must be or hold one CausalLM, got {len(causal_lms)}. Load a model of this package.")
     if any(map(is_sharded, model.parameters())):
         raise ValueError(
             f"{where} must not be sharded, got sharded parameters. For several GPUs use apply_lora and apply_fsdp."
         )
-    others = {type(each).__name__ for each in model.modules() if isinstance(each, nn.Linear) and each._parameters}
-    others -= {kind.__name__ for kind in ADAPTED}
-    if others or any(isinstance(each, UnpackedLinear) for each in model.modules()):
+
+    unsupported = unsupported_linears(model)
+    if unsupported or any(isinstance(module, UnpackedLinear) for module in model.modules()):
         raise ValueError(
             f"{where} must have packed projections and no other linear layers than nn.Linear, got "
-            f"{', '.join(sorted(others)) or 'a model that is unpacked already'}. Unpack it before anything replaces "
+            f"{', '.join(unsupported) or 'a model that is unpacked already'}. Unpack it before anything replaces "
             "layers, and once: use what the first call returned."
         )
-    return UnpackedModel(model, models[0])
+    return UnpackedModel(model, causal_lms[0])
 
 
 class UnpackedLinear(Layer):
@@ -80,16 +89,17 @@ class UnpackedLinear(Layer):
         biases = {} if bias is None else bias.unpack(packed.bias)
         for name, matrix in weight.unpack(packed.weight).items():
             part = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
-            part.weight = _like(packed.weight, matrix)
+            part.weight = _new_parameter(matrix, like=packed.weight)
             if biases:
-                part.bias = _like(packed.bias, biases[name.removesuffix("weight") + "bias"])
+                part.bias = _new_parameter(biases[name.removesuffix("weight") + "bias"], like=packed.bias)
             self.add_module(short_name(name), part)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., O], in the order of the packed rows."""
+        # The expression that packs the rows of the weight also packs the outputs of one token.
         names = self.weight_expression.names()
-        rows = {name: part(x).flatten(0, -2) for name, part in zip(names, self.children(), strict=True)}
-        packed = torch.vmap(self.weight_expression.pack)(rows)
+        outputs = {name: part(x).flatten(0, -2) for name, part in zip(names, self.children(), strict=True)}
+        packed = torch.vmap(self.weight_expression.pack)(outputs)
         y: Tensor = packed.unflatten(0, x.shape[:-1])
         return y
 
@@ -99,11 +109,11 @@ class UnpackedLinear(Layer):
         names = self.weight_expression.names()
         weight = self.weight_expression.pack({name: part.weight for name, part in zip(names, parts, strict=True)})
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta").train(self.training)
-        linear.weight = _like(parts[0].weight, weight)
+        linear.weight = _new_parameter(weight, like=parts[0].weight)
         if self.bias_expression is not None:
             names = self.bias_expression.names()
-            biases = {name: part.bias for name, part in zip(names, parts, strict=True)}
-            linear.bias = _like(parts[0].bias, self.bias_expression.pack(biases))
+            bias = self.bias_expression.pack({name: part.bias for name, part in zip(names, parts, strict=True)})
+            linear.bias = _new_parameter(bias, like=parts[0].bias)
         return linear
 
 
@@ -118,196 +128,281 @@ class UnpackedLMHead(Layer):
         return "has the loss inside: train it with modules_to_save, or adapt it with liger_models.adapters.apply_lora"
 
 
-class HFModules(nn.Module):
-    """A node of the tree. A module that replaces another one here also replaces it in the model."""
+class Node(nn.Module):
+    """A module of the tree. Its leaves are modules of the model under other names; PEFT may replace them."""
 
-    owners: dict[str, tuple[nn.Module, str]]
-    """Name of a submodule -> the module of the model that has it, and its name there."""
+    leaves: dict[str, tuple[nn.Module, str]]
+    """Name of a leaf -> the module of the model that owns it, and its name in that module."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.owners = {}
+        self.leaves = {}
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_modules", {}):
-            if name not in self.owners:
+    def add_leaf(self, name: str, owner: nn.Module, owner_name: str) -> None:
+        """Let the submodule ``owner_name`` of ``owner`` be in the tree as well, as ``name``."""
+        self.leaves[name] = owner, owner_name
+        setattr(self, name, getattr(owner, owner_name))
+
+    def node(self, path: str) -> "Node":
+        """The node at a path below this one, made if there is none."""
+        node = self
+        for name in path.split(".") if path else []:
+            if name not in dict(node.named_children()):
+                setattr(node, name, Node())
+            node = cast(Node, node.get_submodule(name))
+        return node
+
+    def sync_leaves(self) -> None:
+        """Put the leaves into the model, which then computes with what PEFT has replaced them by."""
+        for name, module in self.named_children():
+            if isinstance(module, Node):
+                module.sync_leaves()
+            elif name in self.leaves:
+                owner, owner_name = self.leaves[name]
+                if getattr(owner, owner_name) is not module:
+                    setattr(owner, owner_name, module)
+            else:
                 raise ValueError(
                     f"{name}: PEFT must replace linear layers, norms, the embedding or the head, got another module. "
                     "Experts, routers and patch embeddings have no adapters: list other names in target_modules or "
                     "modules_to_save."
                 )
-            setattr(*self.owners[name], value)
-        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         """For PEFT's error."""
-        return f"{', '.join(self._parameters)}, which cannot have adapters" if self._parameters else ""
+        names = [name for name, _ in self.named_parameters(recurse=False)]
+        return f"{', '.join(names)}, which cannot have adapters" if names else ""
 
 
-class UnpackedModel(HFModules):
+@dataclasses.dataclass
+class WrappedModel:
+    """The model whose modules are in the tree. It is no submodule, so each parameter has one name."""
+
+    inner: nn.Module
+    causal_lm: CausalLM
+
+
+class UnpackedModel(Node):
     """A model with the names of transformers' modules; see `unpack_projections`.
 
     Attributes that it lacks are the model's: ``generate``, ``set_checkpointing``, ``tokenizer``.
+
+    Args:
+        inner: the model that was given to `unpack_projections`.
+        causal_lm: the same, or the model in it.
     """
 
     is_gradient_checkpointing = False
     """Otherwise PEFT lets the embedding's output require a gradient, which no policy of this package needs."""
-    inner: nn.Module
-    """The model that was given to `unpack_projections`."""
-    causal_lm: CausalLM
-    """The same, or the model in it."""
-    names: set[str]
-    """The names of the parameters without adapters."""
     fixed: list[str]
     """The checkpoint's names of what cannot be adapted: experts, routers, patch embeddings, parameters of their own."""
     skipped: set[str]
     """Ends of those names that are linear layers in transformers, or hold experts."""
+    plain_names: set[str]
+    """The names of the parameters without adapters."""
+    adapter_configs: dict[str, Any] | None
+    """PEFT's configurations of the adapters by name; None before the first one and after all are unloaded."""
     checked: set[str]
     """Adapters whose configurations are supported."""
 
     def __init__(self, inner: nn.Module, causal_lm: CausalLM) -> None:
         super().__init__()
-        self.__dict__.update(inner=inner, causal_lm=causal_lm, fixed=[], skipped=set(), checked=set())
-        self.generation_config = getattr(inner, "generation_config", None)  # PEFT reads both here
+        self.fixed, self.skipped = [], set()
+        self.adapter_configs, self.checked = None, set()
+
+        self._add_causal_lm(causal_lm)
+        self._add_modules_beside(inner, causal_lm)
+        self.plain_names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+
+        # PEFT reads these from the module that it adapts.
+        self.generation_config = getattr(inner, "generation_config", None)
         self.name_or_path = getattr(inner, "name_or_path", None)
-        entries = format_of(type(causal_lm)).module_map(causal_lm.config).entries
-        linears = adaptable_layers(causal_lm)
-        for path, module in [*causal_lm.named_modules()]:
-            full = {name: f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)}
-            own = {name: entries.get(each, Name(each)) for name, each in full.items()}  # a tied head has no entry
-            homes = {each.rpartition(".")[0] for expression in own.values() for each in expression.names()}
-            same = len(homes) == 1 and all(
-                isinstance(expression, Name) and expression.name.endswith(f".{name}")
-                for name, expression in own.items()
-            )
-            leaf = not any(module.children()) and (path in linears or not isinstance(module, nn.Linear))
-            parent, _, last = path.rpartition(".")
-            owner = causal_lm.get_submodule(parent)
-            if same and leaf:
-                if isinstance(module, LigerLMHead):
-                    setattr(owner, last, _converted(module, UnpackedLMHead))
-                self._place(homes.pop(), owner, last)
-            elif path in linears:
-                unpacked = UnpackedLinear(linears[path][0], own["weight"], own.get("bias")).train(module.training)
-                setattr(owner, last, unpacked)
-                module._parameters = dict.fromkeys(module._parameters)  # frees the memory
-                for name in own["weight"].names():
-                    self._place(name.removesuffix(".weight"), unpacked, short_name(name))
-            else:
-                for name, expression in own.items():
-                    self._hold(module, name, expression)
-        self._place_others()
-        scale = causal_lm.embed_tokens.scale
-        if scale is not None:  # PEFT scales what an adapter adds to the embedding by this attribute
-            vars(causal_lm.embed_tokens)["embed_scale"] = scale
-        self.__dict__["names"] = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        embedding = causal_lm.embed_tokens
+        if embedding.scale is not None:
+            setattr(embedding, "embed_scale", embedding.scale)  # noqa: B010  # PEFT's factor of an adapter's output
 
-    def _place(self, path: str, owner: nn.Module, name: str) -> None:
-        """Let the submodule ``name`` of ``owner`` be at ``path`` in the tree."""
-        parent, _, last = path.rpartition(".")
-        node = self._node(parent)
-        node._modules[last] = getattr(owner, name)
-        node.owners[last] = owner, name
+        self.wrapped = WrappedModel(inner, causal_lm)  # last: now attributes that the tree lacks are the model's
+        self.hooks = [module.register_forward_pre_hook(self._before_forward) for module in {inner, causal_lm}]
 
-    def _place_others(self) -> None:
-        """Let what the model has beside its `CausalLM`, such as a head for classes, be in the tree by its own names."""
-        for path, holder in self.inner.named_modules():
-            if holder is self.causal_lm or self.causal_lm not in holder.modules():
-                continue
-            for name, module in holder.named_children():
-                full = f"{path}.{name}".lstrip(".")
-                if self.causal_lm in module.modules():
-                    continue
-                if name in self._node(path)._modules:
-                    raise ValueError(
-                        f"unpack_projections: {type(self.inner).__name__} must have modules of other names beside its "
-                        f"{type(self.causal_lm).__name__}, got {full}, which transformers' model has as well. Rename "
-                        "it."
-                    )
-                self._place(full, holder, name)
-            self._node(path)._parameters.update(holder._parameters)
+    @property
+    def inner(self) -> Any:
+        """The model that was given to `unpack_projections`."""
+        return self.wrapped.inner
 
-    def _hold(self, module: nn.Module, name: str, expression: Expression) -> None:
-        """Let a parameter that PEFT cannot adapt be in the tree, which then has all parameters."""
-        parameter: Any = module._parameters[name]
-        theirs = expression.names()
-        self.fixed.extend(each.removesuffix(".weight") for each in theirs)
-        shapes = expression.unpack(torch.empty_like(parameter, device="meta"))
-        if parameter.dim() == 3 or (isinstance(module, nn.Linear) and shapes[theirs[0]].dim() == 2):
-            self.skipped.update(short_name(each) for each in theirs if each.endswith(("weight", "_proj")))
-        home, _, last = theirs[0].rpartition(".")
-        if len(theirs) > 1:  # experts
-            home, last = posixpath.commonpath([each.replace(".", "/") for each in theirs]).replace("/", "."), name
-        self._node(home)._parameters[last] = parameter
-
-    def _node(self, path: str) -> HFModules:
-        node: Any = self
-        for name in path.split(".") if path else []:
-            if name not in node._modules:
-                node._modules[name] = HFModules()
-            node = node._modules[name]
-        return node  # type: ignore[no-any-return]
+    @property
+    def causal_lm(self) -> CausalLM:
+        """`inner`, or the model in it."""
+        return self.wrapped.causal_lm
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["inner"], name)
+            if "wrapped" not in vars(self):
+                raise
+            return getattr(self.inner, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "peft_config":  # PEFT sets it when it has replaced the modules for the first adapter
-            self.checked = set()
-            self._check_configs(value)
-        if name == "prepare_inputs_for_generation" and hasattr(self.inner, name):
-            setattr(self.inner, name, value)  # PEFT sets it while it generates, to add prompt tokens that were learnt
-        else:
-            super().__setattr__(name, value)
+    # Building the tree
 
-    def _check_configs(self, configs: dict[str, Any]) -> None:
-        """Check the configurations of new adapters."""
-        for name in sorted(configs.keys() - self.checked):
-            self._check_config(configs[name])
-            self.checked.add(name)
+    def _add_causal_lm(self, causal_lm: CausalLM) -> None:
+        """Put the modules of a model into the tree by the checkpoint's names of their parameters."""
+        entries = format_of(type(causal_lm)).module_map(causal_lm.config).entries
+        linears = adaptable_layers(causal_lm)
+        for path, module in [*causal_lm.named_modules()]:
+            owner_path, _, owner_name = path.rpartition(".")
+            owner = causal_lm.get_submodule(owner_path)
+            expressions = {}
+            for name, _ in module.named_parameters(recurse=False):
+                full_name = f"{path}.{name}".lstrip(".")
+                expressions[name] = entries.get(full_name, Name(full_name))  # a tied head has no entry
+
+            if _is_same_module(module, expressions) and (path in linears or not isinstance(module, nn.Linear)):
+                # Transformers has the same module: norms, the embedding, output projections.
+                if isinstance(module, LigerLMHead):
+                    setattr(owner, owner_name, with_class(module, UnpackedLMHead))
+                (theirs,) = {name.rpartition(".")[0] for each in expressions.values() for name in each.names()}
+                self._add_leaf_at(theirs, owner, owner_name)
+            elif path in linears:
+                unpacked = UnpackedLinear(linears[path][0], expressions["weight"], expressions.get("bias"))
+                setattr(owner, owner_name, unpacked.train(module.training))
+                for name in expressions:
+                    setattr(module, name, None)  # frees the memory
+                for name in expressions["weight"].names():
+                    self._add_leaf_at(name.removesuffix(".weight"), unpacked, short_name(name))
+            else:
+                for name, expression in expressions.items():
+                    self._add_fixed(module, name, expression)
+
+    def _add_leaf_at(self, path: str, owner: nn.Module, owner_name: str) -> None:
+        parent, _, name = path.rpartition(".")
+        self.node(parent).add_leaf(name, owner, owner_name)
+
+    def _add_fixed(self, module: nn.Module, name: str, expression: Expression) -> None:
+        """Add a parameter that PEFT cannot adapt to the tree, which then has all parameters."""
+        parameter: Any = module.get_parameter(name)
+        theirs = expression.names()
+        self.fixed.extend(tensor.removesuffix(".weight") for tensor in theirs)
+        shapes = expression.unpack(torch.empty_like(parameter, device="meta"))
+        if parameter.dim() == 3 or (isinstance(module, nn.Linear) and shapes[theirs[0]].dim() == 2):
+            self.skipped.update(short_name(tensor) for tensor in theirs if tensor.endswith(("weight", "_proj")))
+
+        path, _, last = theirs[0].rpartition(".")
+        if len(theirs) > 1:  # experts, under the path that their names have in common
+            path, last = posixpath.commonpath([tensor.replace(".", "/") for tensor in theirs]).replace("/", "."), name
+        self.node(path).register_parameter(last, parameter)
+
+    def _add_modules_beside(self, inner: nn.Module, causal_lm: CausalLM) -> None:
+        """Add what a model has beside its `CausalLM`, such as a head for classes, to the tree by its own names."""
+        for path, holder in inner.named_modules():
+            if holder is causal_lm or causal_lm not in holder.modules():
+                continue
+            node = self.node(path)
+            for name, module in holder.named_children():
+                if causal_lm in module.modules():
+                    continue
+                if name in dict(node.named_children()):
+                    full_name = f"{path}.{name}".lstrip(".")
+                    raise ValueError(
+                        f"unpack_projections: {type(inner).__name__} must have modules of other names beside its "
+                        f"{type(causal_lm).__name__}, got {full_name}, which transformers' model has as well. Rename "
+                        "it."
+                    )
+                node.add_leaf(name, holder, name)
+            for name, parameter in holder.named_parameters(recurse=False):
+                node.register_parameter(name, parameter)
+
+    # Adapters
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """PEFT's configurations of the adapters by name.
+
+        PEFT sets them when it has replaced modules for the first adapter, and deletes them when it has removed all
+        adapters. Either puts the modules of the tree into the model.
+        """
+        if self.adapter_configs is None:
+            raise AttributeError(f"{type(self).__name__} has no adapters.")
+        return self.adapter_configs
+
+    @peft_config.setter
+    def peft_config(self, configs: dict[str, Any]) -> None:
+        self.adapter_configs, self.checked = configs, set()
+        self.sync()
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        self.adapter_configs = None
+        self.sync()
+
+    def sync(self) -> None:
+        """Put the modules of the tree into the model, and check the configurations of new adapters.
+
+        Raises:
+            ValueError: PEFT has adapted something that this model cannot adapt, or would pass over something in
+                silence.
+        """
+        self.sync_leaves()
+        for name, config in (self.adapter_configs or {}).items():
+            if name not in self.checked:
+                self._check_config(config)
+                self.checked.add(name)
+
+    def _before_forward(self, *_: Any) -> None:
+        self.sync()
 
     def _check_config(self, config: Any) -> None:
         """Raise ValueError for what PEFT would pass over in silence."""
         targets = getattr(config, "target_modules", None) or []
-        for target in [] if isinstance(targets, str) or config.inference_mode else sorted(targets):
-            found = next((name for name in self.fixed if matches(name, target)), None)
-            if found is not None:
+        if isinstance(targets, str) or config.inference_mode:
+            targets = []
+        for target in sorted(targets):
+            fixed = next((name for name in self.fixed if matches(name, target)), None)
+            if fixed is not None:
                 raise ValueError(
-                    f"target_modules must name linear layers, got {target!r}, which means {found} as well. Experts, "
+                    f"target_modules must name linear layers, got {target!r}, which means {fixed} as well. Experts, "
                     "routers and patch embeddings have no adapters. Leave it out, or give longer names."
                 )
+
         parameters = getattr(config, "target_parameters", None)
         if parameters:
             raise ValueError(
-                f"target_parameters must be empty, got {parameters}. Experts have no adapters here: use apply_lora. If "
-                "you have given none, PEFT has made them of names in target_modules that mean experts: leave these out."
+                f"target_parameters must be empty, got {parameters}. Experts have no adapters in PEFT: use "
+                "apply_lora. If you have given none, PEFT has made them of names in target_modules that mean experts: "
+                "leave these out."
             )
-        for name in ("trainable_token_indices", "token_indices", "ensure_weight_tying"):
-            given = getattr(config, name, None)
-            if given and self.causal_lm.config.tie_word_embeddings:
+
+        for option in ("trainable_token_indices", "token_indices", "ensure_weight_tying"):
+            value = getattr(config, option, None)
+            if value and self.causal_lm.config.tie_word_embeddings:
                 raise ValueError(
-                    f"{name} must be empty in a model that ties the head to the embedding, got {given}. Leave it out; "
-                    "modules_to_save trains copies of either."
+                    f"{option} must be empty in a model that ties the head to the embedding, got {value}. Leave it "
+                    "out; modules_to_save trains copies of either."
                 )
-        leaves = [node._modules[name] for node in self.modules() if isinstance(node, HFModules) for name in node.owners]
-        if self.skipped and not config.inference_mode and not any(type(leaf) is nn.Linear for leaf in leaves):
+
+        if self.skipped and not config.inference_mode and not any(type(leaf) is nn.Linear for leaf in self._leaves()):
             names = ", ".join(sorted(self.skipped))
             warnings.warn(
                 f"{type(self.causal_lm).__name__}: all linear layers have adapters except {names}.", stacklevel=2
             )
 
+    def _leaves(self) -> Iterator[nn.Module]:
+        """The modules of the model that are in the tree, or what has replaced them."""
+        for node in self.modules():
+            if isinstance(node, Node):
+                yield from (node.get_submodule(name) for name in node.leaves)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        known = {prefix + name for name in self.state_dict(keep_vars=True)}
-        odd = [name for name in state_dict if name.startswith(prefix) and name not in known]
-        if odd:
+        expected = {prefix + name for name in self.state_dict(keep_vars=True)}
+        unexpected = [name for name in state_dict if name.startswith(prefix) and name not in expected]
+        if unexpected:
             raise ValueError(
                 f"load_state_dict: tensors must belong to adapted modules of {type(self.causal_lm).__name__}, got "
-                f"{len(odd)} others: {', '.join(odd[:3])}. Experts, routers and the head have no adapters."
+                f"{len(unexpected)} others: {', '.join(unexpected[:3])}. Experts, routers and the head have no "
+                "adapters."
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # What PEFT, TRL and loops call
 
     @property
     def config(self) -> Any:
@@ -315,9 +410,8 @@ class UnpackedModel(HFModules):
         config = self.inner.config
         if hasattr(config, "from_pretrained"):
             return config
-        copied: Any = object.__new__(_peft_config_class(type(config), format_of(type(self.causal_lm)).model_type))
-        copied.__dict__.update(vars(config))
-        return copied
+        peft_class = _peft_config_class(type(config), format_of(type(self.causal_lm)).model_type)
+        return peft_class(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
     def forward(
         self,
@@ -328,7 +422,6 @@ class UnpackedModel(HFModules):
         **inputs: Any,
     ) -> Any:
         """The model's forward. Arguments that are None, of which PEFT passes many, are left out."""
-        self._check_configs(vars(self).get("peft_config", {}))
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
         inputs |= {"labels": labels, "position_ids": position_ids}
         return self.inner(**{name: value for name, value in inputs.items() if value is not None})
@@ -336,15 +429,29 @@ class UnpackedModel(HFModules):
     def enable_input_require_grads(self) -> None:
         """Nothing: see ``is_gradient_checkpointing``. TRL calls it."""
 
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding, or what PEFT has replaced it by."""
+        self.sync_leaves()
+        return self.causal_lm.embed_tokens
+
     def get_output_embeddings(self) -> nn.Module:
         """The head, which PEFT saves with the embedding where the vocabulary has changed."""
+        self.sync_leaves()
         return self.causal_lm.lm_head
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **inputs: Any) -> dict[str, Any]:
-        """The arguments of the forward for the next tokens; this package's own ``generate`` does not call it."""
-        prepare = getattr(type(self.inner), "prepare_inputs_for_generation", None)
-        made: dict[str, Any] = {"input_ids": input_ids, **inputs}
-        return made if prepare is None else prepare(self.inner, **made)  # that of the object may be PEFT's
+    @property
+    def prepare_inputs_for_generation(self) -> Callable[..., dict[str, Any]]:
+        """The method of the model, which PEFT replaces while it generates, to add the prompt tokens that it learnt.
+
+        This package's own ``generate`` calls none.
+        """
+        method = getattr(self.inner, "prepare_inputs_for_generation", None)
+        return method or (lambda input_ids, **inputs: {"input_ids": input_ids, **inputs})
+
+    @prepare_inputs_for_generation.setter
+    def prepare_inputs_for_generation(self, method: Callable[..., dict[str, Any]]) -> None:
+        if hasattr(self.inner, "prepare_inputs_for_generation"):
+            self.inner.prepare_inputs_for_generation = method
 
     def train(self, mode: bool = True) -> "UnpackedModel":
         """Set the mode of all modules of the model."""
@@ -352,14 +459,16 @@ class UnpackedModel(HFModules):
         super().train(mode)
         return self
 
+    # Packing
+
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
         """Write a Hugging Face checkpoint by the model's own ``save_pretrained``.
 
         Raises:
             ValueError: there are adapters.
         """
-        with self._packed() as model:
-            model.save_pretrained(folder, **options)
+        with self._packed_in_host_memory():
+            self.inner.save_pretrained(folder, **options)
 
     def pack(self) -> Any:
         """Pack the projections again and return the model that was unpacked, with all its fused ops.
@@ -369,58 +478,82 @@ class UnpackedModel(HFModules):
         Raises:
             ValueError: there are adapters.
         """
-        with self._packed(keep=True) as model:
-            return model
+        self._check_plain()
+        self.sync()
+        for hook in self.hooks:
+            hook.remove()
+
+        # Without the tree, each part is freed as soon as it is packed.
+        for name in [name for name, _ in (*self.named_children(), *self.named_parameters(recurse=False))]:
+            delattr(self, name)
+        model = self.causal_lm
+        _untie_if_different(model)
+        for path in self._unpacked_paths():
+            model.set_submodule(path, cast(UnpackedLinear, model.get_submodule(path)).packed())
+        if isinstance(model.lm_head, UnpackedLMHead):
+            model.lm_head = with_class(model.lm_head, LigerLMHead)
+        return self.inner
 
     @contextmanager
-    def _packed(self, *, keep: bool = False) -> Iterator[Any]:
-        """The model with projections packed in host memory, inside; with ``keep`` on its device and for good."""
+    def _packed_in_host_memory(self) -> Iterator[None]:
+        """Within it, the model has its projections packed, in host memory."""
+        self._check_plain()
+        self.sync()
         model = self.causal_lm
-        odd = sorted({name for name, _ in self.named_parameters(remove_duplicate=False)} ^ self.names)
-        if odd:
-            raise ValueError(
-                f"{type(model).__name__}: must have no adapters to be packed or saved, got {', '.join(odd[:3])}. Merge "
-                "them, or remove them: model = model.merge_and_unload(), or model.unload()."
-            )
-        if keep:
-            self._parameters.clear()
-            self._modules.clear()  # each part is freed as soon as it is packed
-        config, head, parts = model.config, cast(Any, model.lm_head), {}
-        if config.tie_word_embeddings and head.weight is not model.embed_tokens.weight:  # by modules_to_save
-            model.config = dataclasses.replace(config, tie_word_embeddings=False)
+        config, head = model.config, model.lm_head
+        unpacked: dict[str, Any] = {path: model.get_submodule(path) for path in self._unpacked_paths()}
+        _untie_if_different(model)
         try:
-            for path in [path for path, each in model.named_modules() if isinstance(each, UnpackedLinear)]:
-                part: Any = model.get_submodule(path)
-                packed = part.packed()
-                if not keep:
-                    parts[path], packed = part, packed.cpu()
-                model.set_submodule(path, packed)
+            for path, layer in unpacked.items():
+                model.set_submodule(path, layer.packed().cpu())
             if isinstance(head, UnpackedLMHead):
-                model.lm_head = _converted(head, LigerLMHead)
-            yield self.inner
+                model.lm_head = with_class(head, LigerLMHead)
+            yield
         finally:
-            if not keep:
-                model.config, model.lm_head = config, head
-                for path, part in parts.items():
-                    model.set_submodule(path, part)
+            model.config, model.lm_head = config, head
+            for path, layer in unpacked.items():
+                model.set_submodule(path, layer)
+
+    def _check_plain(self) -> None:
+        """Raise ValueError if there are adapters."""
+        names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        if names != self.plain_names:
+            raise ValueError(
+                f"{type(self.causal_lm).__name__}: must have no adapters to be packed or saved, got "
+                f"{', '.join(sorted(names ^ self.plain_names)[:3])}. Merge them, or remove them: "
+                "model = model.merge_and_unload(), or model.unload()."
+            )
+
+    def _unpacked_paths(self) -> list[str]:
+        return [path for path, layer in self.causal_lm.named_modules() if isinstance(layer, UnpackedLinear)]
 
 
-def _like(parameter: Tensor, values: Tensor) -> nn.Parameter:
-    """A new parameter that is trained if ``parameter`` is."""
-    return nn.Parameter(values.detach().clone(memory_format=torch.contiguous_format), parameter.requires_grad)
+def _is_same_module(module: nn.Module, expressions: dict[str, Expression]) -> bool:
+    """Whether transformers has a module with the parameters of ``module``, each unchanged, under the same names."""
+    modules = {name.rpartition(".")[0] for expression in expressions.values() for name in expression.names()}
+    unchanged = all(
+        isinstance(expression, Name) and expression.name.endswith(f".{name}")
+        for name, expression in expressions.items()
+    )
+    return len(modules) == 1 and unchanged and not any(module.children())
 
 
-def _converted(module: nn.Module, kind: type[nn.Module]) -> Any:
-    """A module of another class with the same attributes and parameters."""
-    converted = kind.__new__(kind)
-    converted.__dict__ = {**module.__dict__, "_parameters": dict(module._parameters)}
-    return converted
+def _untie_if_different(model: CausalLM) -> None:
+    """Let a head that ``modules_to_save`` has trained apart from the embedding be saved too."""
+    head = cast(Any, model.lm_head)
+    if model.config.tie_word_embeddings and head.weight is not model.embed_tokens.weight:
+        model.config = dataclasses.replace(model.config, tie_word_embeddings=False)
+
+
+def _new_parameter(values: Tensor, like: Tensor) -> nn.Parameter:
+    """A copy of ``values`` that is trained if ``like`` is."""
+    return nn.Parameter(values.detach().clone(memory_format=torch.contiguous_format), like.requires_grad)
 
 
 @functools.cache
 def _peft_config_class(config_class: type, model_type: str) -> type:
-    names = {"model_type": model_type, "from_pretrained": staticmethod(_stored_vocabulary)}
-    return type(config_class.__name__, (config_class,), names)
+    attributes = {"model_type": model_type, "from_pretrained": staticmethod(_stored_vocabulary)}
+    return type(config_class.__name__, (config_class,), attributes)
 
 
 def _stored_vocabulary(base: str) -> SimpleNamespace:
