@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from liger_models.adapters.lora_layers import with_class
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.float8.float8 import MULTIPLE, RECIPES, Float8
 from liger_models.kernels.float8.float8_linear import float8_linear
@@ -45,8 +46,7 @@ class Float8Linear(nn.Linear):
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str) -> "Self":
         """Convert a linear layer, reusing its parameters."""
-        layer = cls.__new__(cls)
-        layer.__dict__ = dict(linear.__dict__)
+        layer: Self = with_class(linear, cls)
         layer.float8_recipe = recipe
         return layer
 
@@ -91,35 +91,38 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
         )
     _check_model(model, not isinstance(recipe, str) and recipe.emulate)
 
-    found = {
-        f"layers.{at}.{name}": (layer, name, linear)
-        for at, layer in named_layers(model.layers)
+    linears = {
+        f"layers.{path}.{name}": (layer, name, linear)
+        for path, layer in named_layers(model.layers)
         for name in layer.linears
         if type(linear := getattr(layer, name)) is nn.Linear
     }
-    odd = [name for name, (_, _, linear) in found.items() if any(size % MULTIPLE for size in linear.weight.shape)]
-    if len(odd) >= len(found):
+    unsupported = {
+        path: linear for path, (_, _, linear) in linears.items() if any(size % MULTIPLE for size in linear.weight.shape)
+    }
+    if len(unsupported) >= len(linears):
         raise ValueError(
             f"convert_to_float8: model must have linear layers with sizes that are multiples of {MULTIPLE} in its "
-            f"blocks, got {', '.join(odd[:4]) or 'none'}. Don't convert it (again)."
+            f"blocks, got {', '.join([*unsupported][:4]) or 'none'}. Don't convert it (again)."
         )
-    if odd:
-        shown = ", ".join(f"{name} {list(found[name][2].weight.shape)}" for name in odd[:4])
-        more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
+    if unsupported:
+        shown = ", ".join(f"{path} {list(linear.weight.shape)}" for path, linear in [*unsupported.items()][:4])
+        more = f" and {len(unsupported) - 4} more" if len(unsupported) > 4 else ""
         warnings.warn(
             f"convert_to_float8: sizes must be multiples of {MULTIPLE}, got {shown}{more}. They stay in "
             f"{str(model.dtype).removeprefix('torch.')}.",
             stacklevel=2,
         )
-    if isinstance(recipe, str):
-        for name in found.keys() - set(odd):
-            layer, attribute, linear = found[name]
-            setattr(layer, attribute, Float8Linear.of(linear, recipe))
-        return model
-    from torchao.float8 import convert_to_float8_training
 
-    converted = found.keys() - set(odd)
-    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in converted, config=recipe)
+    supported = linears.keys() - unsupported.keys()
+    if isinstance(recipe, str):
+        for path in supported:
+            layer, name, linear = linears[path]
+            setattr(layer, name, Float8Linear.of(linear, recipe))
+    else:
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(model, module_filter_fn=lambda _, path: path in supported, config=recipe)
     return model
 
 

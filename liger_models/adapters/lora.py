@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from liger_models.adapters.lora_layers import (
     LoRALinear,
     adapted_layers,
     adapter_config,
+    adapters_of,
     short_name,
 )
 from liger_models.base.causal_lm import CausalLM
@@ -70,29 +71,42 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
             f"apply_lora: {name} must have packed projections and its own head, got {type(model.lm_head).__name__}. "
             "Call pack() on what unpack_projections returned."
         )
-    layers, experts = adaptable_layers(model), adaptable_experts(model)
-    chosen = _choose([name for _, expression in layers.values() for name in expression.names()], model, config)
-    if config.use_dora and any(name in chosen for parts in experts.values() for name, _ in parts.values()):
+    linears, experts = adaptable_layers(model), adaptable_experts(model)
+    chosen = _choose([name for _, expression in linears.values() for name in expression.names()], model, config)
+    if config.use_dora and any(name in chosen for weights in experts.values() for name, _ in weights.values()):
         raise ValueError(
             "apply_lora: routed experts must have adapters without DoRA, got use_dora=True. Leave it or the experts "
             "out."
         )
+
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    for path, (linear, expression) in layers.items():
+
+    for path, (linear, expression) in linears.items():
         names = [name for name in expression.names() if name in chosen]
         if names:
             model.set_submodule(path, ADAPTED[type(linear)].around(linear, expression, names, config))
-    for path, parts in experts.items():
+
+    for path, weights in experts.items():
         moe: Any = model.get_submodule(path)
         adapters = {
-            parameter: ExpertAdapter(getattr(moe, parameter), name, expression, config)
-            for parameter, (name, expression) in parts.items()
+            weight: ExpertAdapter(getattr(moe, weight), name, expression, config)
+            for weight, (name, expression) in weights.items()
             if name in chosen
         }
         if adapters:
             moe.lora = LoRAExperts(adapters, moe.active_share, config)
     return model
+
+
+def remove_adapters(model: CausalLM) -> None:
+    """Undo `apply_lora`, in place. The parameters stay frozen."""
+    for path, layer in adapted_layers(model).items():
+        if isinstance(layer, LoRALinear):
+            model.set_submodule(path, layer.without_adapters())
+        else:
+            moe: Any = model.get_submodule(path.rpartition(".")[0])
+            moe.lora = None
 
 
 def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear") -> list[str]:
@@ -124,16 +138,16 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the model has no adapters.
     """
-    layers = adapted_layers(model).values()
     _check_adapted("without_adapters", model)
-    before = [layer.active for layer in layers]
-    for layer in layers:
-        layer.active = False
+    adapters = [adapters_of(layer) for layer in adapted_layers(model).values()]
+    before = [adapter.active for adapter in adapters]
+    for adapter in adapters:
+        adapter.active = False
     try:
         yield
     finally:
-        for layer, active in zip(layers, before, strict=True):
-            layer.active = active
+        for adapter, active in zip(adapters, before, strict=True):
+            adapter.active = active
 
 
 def merge_lora(model: Model, *, reversible: bool = False) -> Model:
@@ -154,8 +168,9 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
             "merge_lora: the model must not be sharded. Save the adapters, and merge them in a process without "
             "sharding."
         )
-    kept: dict[str, tuple[LoRALinear | LoRAExperts | None, dict[str, Tensor]]] = {}
     config = model.config
+    originals: dict[str, Original] = {}
+
     for path, moe in _experts(model).items():
         adapters, names = moe.lora, {*moe.adapted, *moe.quantized_weights}
         weights = {name: getattr(moe, name).detach() for name in names}
@@ -164,20 +179,18 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
             setattr(moe, name, nn.Parameter(merged, requires_grad=False))
         moe.lora = None
         if reversible and names:
-            kept[path] = adapters, {name: weight.cpu() for name, weight in weights.items()}
+            originals[path] = Original(adapters, {name: weight.cpu() for name, weight in weights.items()})
+
     for path, layer in adapted_layers(model).items():
         assert isinstance(layer, LoRALinear)
-        merged = layer.merged()
-        plain = layer.plain
-        plain.weight = nn.Parameter(merged, requires_grad=False)
-        plain.bias = layer.bias
         if path == "lm_head" and config.tie_word_embeddings:
             model.config = dataclasses.replace(config, tie_word_embeddings=False)
-        model.set_submodule(path, plain)
+        model.set_submodule(path, layer.without_adapters(layer.merged()))
         if reversible:
-            kept[path] = layer, {"weight": layer.weight.detach().cpu()}
-            layer._parameters["weight"] = None
-    model.__dict__["_unmerged"] = (config, kept)
+            originals[path] = Original(layer, {"weight": layer.weight.detach().cpu()})
+            layer.register_parameter("weight", None)  # frees the memory
+
+    vars(model)["_unmerged"] = config, originals  # no attribute of a module: the layers are not in the model now
     return model
 
 
@@ -187,26 +200,32 @@ def unmerge_lora(model: Model) -> Model:
     Raises:
         ValueError: the model was not merged with ``reversible=True``.
     """
-    config, kept = model.__dict__.pop("_unmerged", (None, {}))
-    if not kept:
+    config, originals = vars(model).pop("_unmerged", (None, {}))
+    if not originals:
         raise ValueError("unmerge_lora: the model must come from merge_lora(model, reversible=True), got another.")
     model.config = config
-    for path, (layer, weights) in kept.items():
-        plain = model.get_submodule(path)
-        if isinstance(plain, LigerMoE):
-            device = plain.down_weight.device
-            for name, weight in weights.items():
-                setattr(plain, name, nn.Parameter(weight.to(device), requires_grad=False))
-            plain.lora = layer and layer.to(device)
-            continue
-        assert isinstance(layer, LoRALinear)
-        assert isinstance(plain, nn.Linear)
-        layer.to(plain.weight.device)
-        layer.weight = nn.Parameter(weights["weight"].to(plain.weight.device), requires_grad=False)
-        plain._parameters = dict.fromkeys(plain._parameters)
-        model.set_submodule(path, layer)
+    for path, (layer, weights) in originals.items():
+        merged: Any = model.get_submodule(path)
+        device = next(merged.parameters()).device
+        restored = {name: nn.Parameter(weight.to(device), requires_grad=False) for name, weight in weights.items()}
+        if isinstance(merged, LigerMoE):
+            for name, weight in restored.items():
+                setattr(merged, name, weight)
+            merged.lora = layer and layer.to(device)
+        else:
+            assert isinstance(layer, LoRALinear)
+            layer.to(device)
+            layer.weight = restored["weight"]
+            model.set_submodule(path, layer)
     model.tie_weights()
     return model
+
+
+class Original(NamedTuple):
+    """What `unmerge_lora` restores: the layer with adapters, or those of experts, and frozen weights on the CPU."""
+
+    layer: LoRALinear | LoRAExperts | None
+    weights: dict[str, Tensor]
 
 
 def unsupported_linears(model: nn.Module) -> list[str]:
@@ -218,25 +237,31 @@ def unsupported_linears(model: nn.Module) -> list[str]:
 def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
     """The linear layers that can have adapters, by their path, each with its weight's entry in the weight map."""
     entries = _entries(model)
-    routers = {id(each) for layer in layers_of(model) if layer.router is not None for each in layer.router.modules()}
-    found = {
-        path: (layer, entries.get(f"{path}.weight", Name(f"{path}.weight")))  # a tied head has no entry
-        for path, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and type(layer) in ADAPTED and id(layer) not in routers
-    }
-    return {path: pair for path, pair in found.items() if moves_rows(pair[1], pair[0].weight)}
+    routers = [layer.router for layer in layers_of(model) if layer.router is not None]
+    of_routers = {id(module) for router in routers for module in router.modules()}
+    layers = {}
+    for path, linear in model.named_modules():
+        if isinstance(linear, nn.Linear) and type(linear) in ADAPTED and id(linear) not in of_routers:
+            expression = entries.get(f"{path}.weight", Name(f"{path}.weight"))  # a tied head has no entry
+            if moves_rows(expression, linear.weight):
+                layers[path] = linear, expression
+    return layers
 
 
 def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
     """The layers with routed experts, by their path: name of each parameter with matrices of the experts -> the name of
     that parameter in transformers, and its entry in the weight map."""
     entries = format_of(type(model)).expert_map(model.config).entries
-    found: dict[str, dict[str, tuple[str, Expression]]] = {}
+    experts: dict[str, dict[str, tuple[str, Expression]]] = {}
     for path in _experts(model):
-        both = {name: entries.get(f"{path}.{name}") for name in MATRICES}
+        expressions = {name: entries.get(f"{path}.{name}") for name in MATRICES}
         # A map of a user's own may know the experts only one by one; PEFT has no names for their adapters.
-        found[path] = {name: (each.names()[0], each) for name, each in both.items() if each and len(each.names()) == 1}
-    return found
+        experts[path] = {
+            name: (expression.names()[0], expression)
+            for name, expression in expressions.items()
+            if expression is not None and len(expression.names()) == 1
+        }
+    return experts
 
 
 def _experts(model: CausalLM) -> dict[str, LigerMoE]:
@@ -266,65 +291,85 @@ def expert_names(model: CausalLM) -> dict[str, str]:
     ``experts.up_proj`` and ``experts.gate_up_proj`` are the same parameter.
     """
     maps = format_of(type(model)).weight_maps(model.config)
-    found = {}
-    for path, parts in adaptable_experts(model).items():
-        for parameter, (name, _) in parts.items():
-            for other in (each.entries[f"{path}.{parameter}"] for each in maps):
-                called = (re.sub(r"\.experts\.\d+\.", ".experts.", each) for each in other.names())
-                found.update(dict.fromkeys((each.removesuffix(".weight") for each in called), name))
-            found[name] = name
-    return found
+    names: dict[str, str] = {}
+    for path, weights in adaptable_experts(model).items():
+        for parameter, (name, _) in weights.items():
+            for weight_map in maps:
+                for tensor in weight_map.entries[f"{path}.{parameter}"].names():
+                    alias = re.sub(r"\.experts\.\d+\.", ".experts.", tensor)
+                    names[alias.removesuffix(".weight")] = name
+            names[name] = name
+    return names
 
 
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
-    """Those of the checkpoint's names, and of the experts' in transformers, that ``config`` means."""
-    modules, experts = {name.removesuffix(".weight"): name for name in names}, expert_names(model)
+    """The checkpoint's names of linear layers, and transformers' names of experts, that ``config`` means.
+
+    Args:
+        names: the checkpoint's names of the weights of all linear layers.
+        model: the model.
+        config: of the adapters.
+    """
+    modules = {name.removesuffix(".weight"): name for name in names}
+    experts = expert_names(model)
     targets = config.target_modules
+
     chosen: set[str] = set()
     for target in config.target_parameters:
-        found = {name for name in experts.values() if matches(name, target)}
-        if not found:
+        parameters = {name for name in experts.values() if matches(name, target)}
+        if not parameters:
             raise ValueError(
                 f"apply_lora: target_parameters must name parameters of routed experts ({_some_experts(experts)}), got "
                 f"{target!r}. Name linear layers in target_modules."
             )
-        chosen |= found
+        chosen |= parameters
+
     if targets == "all-linear":
         return chosen | {name for module, name in modules.items() if module != "lm_head"}
-    short = sorted(set(map(short_name, names)))
-    entries = _entries(model)
-    others = {short_name(name) for expression in entries.values() for name in expression.names()} - set(short)
+
     if len(targets) == 0 and not chosen:
-        raise ValueError(f"apply_lora: target_modules must name linear layers ({', '.join(short)}), got none.")
+        endings = ", ".join(sorted(set(map(short_name, names))))
+        raise ValueError(f"apply_lora: target_modules must name linear layers ({endings}), got none.")
+
     for target in [targets] if isinstance(targets, str) else targets:
         if isinstance(targets, str):
-            try:
-                found = {name for module, name in modules.items() if re.fullmatch(target, module)}
-            except re.error as error:
-                message = (
-                    f"apply_lora: target_modules must be a regular expression, got {target!r}: {error}. Correct it."
-                )
-                raise ValueError(message) from error
+            matched = {name for module, name in modules.items() if _compiled(target).fullmatch(module)}
         else:
-            found = {name for module, name in modules.items() if matches(module, target)}
+            matched = {name for module, name in modules.items() if matches(module, target)}
             if "experts." in target:
-                found |= {name for called, name in experts.items() if matches(called, target)}
-        near = difflib.get_close_matches(target, short, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        if isinstance(targets, str):
-            hint = f" A string is a regular expression for whole names. To give endings, pass a list: [{target!r}]."
-        last = target.rpartition(".")[2]
-        if last in others:
-            hint = " Routers, norms and the embedding have no adapters."
-        if last in map(short_name, experts):
-            hint = f" Routed experts are named {_some_experts(experts)}, also in target_parameters."
-        if not found:
+                matched |= {name for alias, name in experts.items() if matches(alias, target)}
+        if not matched:
+            endings = ", ".join(sorted(set(map(short_name, names))))
             raise ValueError(
-                f"apply_lora: target_modules must name linear layers of {type(model).__name__} ({', '.join(short)}), "
-                f"got {target!r}.{hint}"
+                f"apply_lora: target_modules must name linear layers of {type(model).__name__} ({endings}), "
+                f"got {target!r}.{_hint(target, names, experts, model, isinstance(targets, str))}"
             )
-        chosen |= found
+        chosen |= matched
     return chosen
+
+
+def _compiled(target: str) -> re.Pattern[str]:
+    try:
+        return re.compile(target)
+    except re.error as error:
+        raise ValueError(
+            f"apply_lora: target_modules must be a regular expression, got {target!r}: {error}. Correct it."
+        ) from error
+
+
+def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalLM, is_pattern: bool) -> str:
+    """What to do about a target that means nothing."""
+    endings = sorted(set(map(short_name, names)))
+    others = {short_name(name) for expression in _entries(model).values() for name in expression.names()}
+    last = target.rpartition(".")[2]
+    if last in map(short_name, experts):
+        return f" Routed experts are named {_some_experts(experts)}, also in target_parameters."
+    if last in others - set(endings):
+        return " Routers, norms and the embedding have no adapters."
+    if is_pattern:
+        return f" A string is a regular expression for whole names. To give endings, pass a list: [{target!r}]."
+    similar = difflib.get_close_matches(target, endings, 1)
+    return f" Did you mean {similar[0]}?" if similar else ""
 
 
 def _some_experts(experts: Mapping[str, str]) -> str:

@@ -17,9 +17,9 @@ B A x. Each rank then computes a part of the gradients of whatever is replicated
 Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, https://arxiv.org/abs/2402.09353.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -127,47 +127,174 @@ class Dropout(nn.Dropout):
         return torch.native_dropout(x, self.p, True)[0] if self.training and self.p > 0 else x
 
 
-class LoRALinear(nn.Linear, Layer):
-    """A linear layer with a frozen weight [O, C] and adapters for some of the checkpoint's matrices that it holds."""
+class LinearAdapters(nn.ModuleDict):
+    """The adapters of a linear layer with a weight [O, C], by the last part of their matrices' names in the checkpoint.
 
-    config: LoRAConfig
-    expression: Expression
-    """The weight in terms of the checkpoint's matrices."""
-    sizes: dict[str, int]
-    """Name of each of the checkpoint's matrices in the weight -> its number of rows."""
-    lora: nn.ModuleDict
-    dropout: Dropout
-    adapted = ("weight",)
+    Args:
+        linear: the layer.
+        expression: its weight in terms of the checkpoint's matrices.
+        names: the checkpoint's names of the matrices that have an adapter.
+        config: of the adapters.
+    """
+
     active: bool = True
     """False computes with the frozen weight alone; see `without_adapters`."""
-    plain: nn.Linear
-    """The layer without adapters. It holds no parameters and is not a submodule."""
-    parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
-    """Kind of parallel layer -> the class that `PartialLinear.of` converts the layer into."""
-    ranks: Group | None = None
+    group: Group | None = None
     """The ranks over which gradients of replicated adapters are summed; None if each computes them in full."""
     sharded_dim: int | None = None
     """The dimension along which `apply_tp` has sharded the weight; None for a weight that every rank has."""
 
+    def __init__(self, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> None:
+        rows = expression.unpack(torch.empty(linear.out_features, device="meta"))
+        sizes = {name: len(part) for name, part in rows.items()}
+        super().__init__(
+            {short_name(name): Adapter(sizes[name], linear.in_features, config, linear.weight) for name in names}
+        )
+        self.config, self.expression = config, expression
+        self.sizes = sizes
+        """Name of each of the checkpoint's matrices in the weight -> its number of rows."""
+
+    def by_name(self) -> dict[str, Adapter]:
+        """The checkpoint's names of the matrices -> their adapters, in the order that `factors` concatenates them."""
+        return {name: cast(Adapter, self[short_name(name)]) for name in self.sizes if short_name(name) in self}
+
+    def shard_rows(self, group: Group) -> dict[str, int]:
+        """Follow a weight whose rows are sharded: shard B and m by rows."""
+        self.group, self.sharded_dim = group, 0
+        return {f"lora.{name}": 0 for name, _ in self.named_parameters() if not name.endswith("lora_A")}
+
+    def shard_columns(self, group: Group) -> dict[str, int]:
+        """Follow a weight whose columns are sharded: shard A by columns."""
+        self.group, self.sharded_dim = group, 1
+        return {f"lora.{name}": 1 for name, _ in self.named_parameters() if name.endswith("lora_A")}
+
+    @torch.no_grad()
+    def reset(self, row_norms: Mapping[str, Tensor]) -> None:
+        """Draw A, and set B to 0 and m to the norms of the weight's rows.
+
+        Args:
+            row_norms: name of each of the checkpoint's matrices -> the norms of its rows, for DoRA.
+        """
+        for name, adapter in self.by_name().items():
+            drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
+            _copy_into(adapter.lora_A, nn.init.kaiming_uniform_(drawn, a=5**0.5))
+            nn.init.zeros_(adapter.lora_B)
+            if adapter.lora_magnitude_vector is not None:
+                _copy_into(adapter.lora_magnitude_vector, row_norms[name])
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A [R, C] and s · B [O, R] of all adapters, concatenated: R is r times the number of adapters.
+
+        B is zero outside an adapter's own rows, and its rows have the packed order of the weight. So one small product
+        computes all adapters.
+        """
+        adapters = self.by_name()
+        r, R = self.config.r, self.config.r * len(adapters)
+        A = torch.cat([local(adapter.lora_A) for adapter in adapters.values()])  # [R, C]
+
+        # The rows of each matrix, [rows, R]: its own B in its own r columns.
+        blocks, column = {}, 0
+        for name, size in self.sizes.items():
+            if name in adapters:
+                B = local(adapters[name].lora_B) * self.config.scaling
+                blocks[name] = F.pad(B, (column, R - column - r))
+                column += r
+            else:
+                blocks[name] = A.new_zeros(size, R)
+
+        group = self._active_group()
+        if group is not None and self.sharded_dim != 1:
+            A = sum_gradient(A, group)  # each rank's rows of B, or tokens, give a part of the gradient
+        return A.to(dtype), self._pack(blocks).to(dtype)
+
+    def scale(self, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
+        """DoRA's factor of each row [O], in fp32; 1 for rows without an adapter.
+
+        Args:
+            W: this rank's frozen weight [O, C], dense.
+            A, B: as of `factors`.
+        """
+        with torch.no_grad():
+            W, A, B = (factor.to(torch.promote_types(factor.dtype, torch.float32)) for factor in (W, A, B))
+            # ‖W + B A‖² row by row, without W + B A in memory.
+            cross = ((W @ A.T) * B).sum(1) * 2
+            squares = row_norms(W).square() + cross + ((B @ (A @ A.T)) * B).sum(1)
+            group = self._active_group()
+            if group is not None and self.sharded_dim == 1:
+                squares = all_reduce(squares, group)
+            norms = squares.clamp_min(0).sqrt()
+
+        adapters, magnitudes = self.by_name(), {}
+        for name, size in self.sizes.items():
+            magnitude = adapters[name].lora_magnitude_vector if name in adapters else None
+            magnitudes[name] = norms.new_zeros(size) if magnitude is None else local(magnitude).to(norms.dtype)
+        scale = self._pack(magnitudes) / norms
+        if len(adapters) == len(self.sizes):
+            return scale
+
+        has_adapter = {name: norms.new_full((size,), float(name in adapters)) for name, size in self.sizes.items()}
+        return torch.where(self._pack(has_adapter) > 0, scale, 1.0)
+
+    def _active_group(self) -> Group | None:
+        """`group`, unless whole tensors have taken the place of the shards."""
+        return self.group if is_sharded(next(self.parameters())) else None
+
+    def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Rows in the order of the weight; where its rows are sharded, those of this rank.
+
+        Args:
+            rows: name of each of the checkpoint's matrices -> all of its rows, or this rank's.
+        """
+        group = self._active_group()
+        missing = {name: self.sizes[name] - len(part) for name, part in rows.items()}
+        sharded = any(missing.values())
+        if group is None or (sharded and isinstance(self.expression, Name)):
+            return self.expression.pack(rows)
+
+        # Pack whole matrices, with zeros for the rows of other ranks, and keep this rank's rows of the result.
+        whole = {}
+        for name, part in rows.items():
+            before = group.rank * len(part) if missing[name] else 0
+            whole[name] = F.pad(part, (*(0, 0) * (part.dim() - 1), before, missing[name] - before))
+        packed = self.expression.pack(whole)
+        packed = packed if sharded else sum_gradient(packed, group)
+        return packed.chunk(group.size)[group.rank] if self.sharded_dim == 0 else packed
+
+
+class LoRALinear(nn.Linear, Layer):
+    """A linear layer with a frozen weight [O, C] and adapters for some of the checkpoint's matrices that it holds."""
+
+    lora: LinearAdapters
+    dropout: Dropout
+    adapted = ("weight",)
+    plain_class: ClassVar[type[nn.Linear]] = nn.Linear
+    """The class of the layer when its adapters are merged."""
+    parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
+    """Kind of parallel layer -> the class that `PartialLinear.of` converts the layer into."""
+
     @classmethod
     def around(cls, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> "Self":
         """A layer with the parameters of ``linear`` and new adapters for the checkpoint's matrices ``names``."""
-        layer = cls.__new__(cls)
-        own = {"_parameters": dict(linear._parameters), "_modules": dict(linear._modules)}
-        layer.__dict__ = {**linear.__dict__, **own}
-        kind = nn.Linear if isinstance(linear, StoredLinear) else type(linear)
-        plain = kind.__new__(kind)
-        plain.__dict__ = {**linear.__dict__, "_parameters": dict.fromkeys(linear._parameters), "_modules": {}}
-        layer.__dict__["plain"] = plain
-        layer.config, layer.expression = config, expression
-        rows = expression.unpack(torch.empty(linear.out_features, device="meta"))
-        layer.sizes = {name: len(part) for name, part in rows.items()}
+        layer: Self = with_class(linear, cls)
         layer.dropout = Dropout(config.lora_dropout)
-        layer.lora = nn.ModuleDict(
-            {short_name(name): Adapter(layer.sizes[name], linear.in_features, config, linear.weight) for name in names}
-        )
+        layer.lora = LinearAdapters(linear, expression, names, config)
         layer.reset_adapters()
         return layer
+
+    def without_adapters(self, weight: Tensor | None = None) -> nn.Linear:
+        """The layer without its adapters.
+
+        Args:
+            weight: its weight, dense. Default: the frozen weight as it is.
+        """
+        stored = stored_weight(self) is not None
+        linear: nn.Linear = with_class(self, StoredLinear if stored and weight is None else self.plain_class)
+        del linear.lora, linear.dropout
+        if weight is not None:
+            if stored:
+                del linear.stored
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+        return linear
 
     @torch.no_grad()
     def reset_adapters(self) -> None:
@@ -175,25 +302,13 @@ class LoRALinear(nn.Linear, Layer):
 
         Sharded adapters take the numbers that the first rank draws.
         """
-        row_norms: dict[str, Tensor] = {}
-        if self.config.use_dora:
+        norms: dict[str, Tensor] = {}
+        if self.lora.config.use_dora:
             stored = stored_weight(self)
             weight = self.dense_weight() if stored is None else stored.whole(self.weight).dense()
-            norms: Any = _row_norms(weight.to(torch.promote_types(weight.dtype, torch.float32)))
-            row_norms = self.expression.unpack(norms.full_tensor() if is_sharded(norms) else norms)
-        for name, adapter in self.adapters():
-            drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
-            _copy_into(adapter.lora_A, nn.init.kaiming_uniform_(drawn, a=5**0.5))
-            nn.init.zeros_(adapter.lora_B)
-            if adapter.lora_magnitude_vector is not None:
-                _copy_into(adapter.lora_magnitude_vector, row_norms[name])
-
-    def adapters(self) -> Iterator[tuple[str, Adapter]]:
-        """The adapters with the checkpoint's names of their matrices, in the order that `factors` concatenates them."""
-        for name in self.sizes:
-            if short_name(name) in self.lora:
-                adapter: Any = self.lora[short_name(name)]
-                yield name, adapter
+            packed: Any = row_norms(weight.to(torch.promote_types(weight.dtype, torch.float32)))
+            norms = self.lora.expression.unpack(packed.full_tensor() if is_sharded(packed) else packed)
+        self.lora.reset(norms)
 
     @property
     def is_nf4(self) -> bool:
@@ -212,81 +327,13 @@ class LoRALinear(nn.Linear, Layer):
         quantized = self.quantized_weight
         return self.weight if quantized is None else quantized.dense()
 
-    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [R, C] and s · B [O, R] of all adapters, concatenated: R is r times the number of adapters.
-
-        B is zero outside an adapter's own rows, and its rows have the packed order of the weight. So one small product
-        computes all adapters.
-        """
-        adapters = dict(self.adapters())
-        r, R = self.config.r, self.config.r * len(adapters)
-        A = torch.cat([local(adapter.lora_A) for adapter in adapters.values()])
-        columns = {}
-        for name, size in self.sizes.items():
-            if name in adapters:
-                k = list(adapters).index(name)
-                columns[name] = F.pad(local(adapters[name].lora_B) * self.config.scaling, (k * r, R - (k + 1) * r))
-            else:
-                columns[name] = A.new_zeros(size, R)
-        ranks = self._ranks() if self.sharded_dim != 1 else None
-        A = A if ranks is None else sum_gradient(A, ranks)
-        return A.to(dtype), self._pack(columns).to(dtype)
-
-    def _ranks(self) -> Group | None:
-        """`ranks`, unless whole tensors have taken the place of the shards."""
-        return self.ranks if is_sharded(self.weight) else None
-
-    def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Rows in the order of the weight; where its rows are sharded, those of this rank.
-
-        Args:
-            rows: name of each of the checkpoint's matrices -> all of its rows, or this rank's.
-        """
-        ranks = self._ranks()
-        missing = {name: self.sizes[name] - len(part) for name, part in rows.items()}
-        sharded = any(missing.values())
-        if ranks is None or (sharded and isinstance(self.expression, Name)):
-            return self.expression.pack(rows)
-        whole = {}
-        for name, part in rows.items():  # with zeros for the rows of other ranks
-            before = ranks.rank * len(part) if missing[name] else 0
-            whole[name] = F.pad(part, (*(0, 0) * (part.dim() - 1), before, missing[name] - before))
-        packed = self.expression.pack(whole)
-        packed = packed if sharded else sum_gradient(packed, ranks)
-        return packed.chunk(ranks.size)[ranks.rank] if self.sharded_dim == 0 else packed
-
-    def scale(self, A: Tensor, B: Tensor) -> Tensor | None:
-        """DoRA's factor of each row [O], in fp32; 1 for rows without an adapter. None without DoRA."""
-        if not self.config.use_dora:
-            return None
-        with torch.no_grad():
-            factors = local(self.dense_weight()), A, B
-            W, A, B = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in factors)
-            # ‖W + B A‖² row by row, without W + B A in memory.
-            cross = ((W @ A.T) * B).sum(1) * 2
-            squares = _row_norms(W).square() + cross + ((B @ (A @ A.T)) * B).sum(1)
-            ranks = self._ranks()
-            if ranks is not None and self.sharded_dim == 1:
-                squares = all_reduce(squares, ranks)
-            norms = squares.clamp_min(0).sqrt()
-        adapters, magnitudes = dict(self.adapters()), {}
-        for name, size in self.sizes.items():
-            magnitude = adapters[name].lora_magnitude_vector if name in adapters else None
-            magnitudes[name] = norms.new_zeros(size) if magnitude is None else local(magnitude).to(norms.dtype)
-        scale = self._pack(magnitudes) / norms
-        if len(adapters) == len(self.sizes):
-            return scale
-        has_adapter = {name: norms.new_full((size,), float(name in adapters)) for name, size in self.sizes.items()}
-        return torch.where(self._pack(has_adapter) > 0, scale, 1.0)
-
     def derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`factors` and `scale`, which decoding computes once and not for every token."""
+        """A, s · B, and DoRA's factor of each row or None. Decoding computes them once, not for every token."""
+        return derive(self, dtype, lambda: self._derived(dtype))
 
-        def compute() -> tuple[Tensor, Tensor, Tensor | None]:
-            A, B = self.factors(dtype)
-            return A, B, self.scale(A, B)
-
-        return derive(self, dtype, compute)
+    def _derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        A, B = self.lora.factors(dtype)
+        return A, B, self.lora.scale(local(self.dense_weight()), A, B) if self.lora.config.use_dora else None
 
     @property
     def is_low_rank(self) -> bool:
@@ -294,7 +341,7 @@ class LoRALinear(nn.Linear, Layer):
 
         DoRA, dropout and weights that are sharded by others than `apply_tp` need more than that.
         """
-        if self.config.use_dora or (self.training and self.config.lora_dropout > 0):
+        if self.lora.config.use_dora or (self.training and self.dropout.p > 0):
             return False
         if type(self) in (LoRAColumnParallelLinear, LoRARowParallelLinear):
             return True
@@ -323,7 +370,7 @@ class LoRALinear(nn.Linear, Layer):
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """A [R, C] and s · B [O, R] in ``dtype``, for a layer that `is_low_rank`; None while they are switched off."""
-        return self.derived(dtype)[:2] if self.active else None
+        return self.derived(dtype)[:2] if self.lora.active else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., O]."""
@@ -331,8 +378,9 @@ class LoRALinear(nn.Linear, Layer):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The forward with this rank's shard of the weight, and of the bias if it is to be added."""
-        if not self.active:
+        if not self.lora.active:
             return self.base_product(x, bias)
+
         A, B, scale = self.derived(x.dtype)
         if self._fuses(x):
             quantized = self.quantized_weight
@@ -374,8 +422,8 @@ class LoRALinear(nn.Linear, Layer):
         """The weight [O, C] of a plain linear layer that computes the same, in the frozen weight's dtype."""
         weight = self.dense_weight()
         wide = torch.promote_types(weight.dtype, torch.float32)
-        A, B = self.factors(wide)
-        scale, total = self.scale(A, B), torch.addmm(weight.to(wide), B, A)
+        A, B, scale = self._derived(wide)
+        total = torch.addmm(weight.to(wide), B, A)
         return (total if scale is None else total * scale[:, None]).to(weight.dtype)
 
 
@@ -384,11 +432,12 @@ class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
 
     def shard(self, group: Group) -> dict[str, int]:
         """Shard B and m by rows, if a shard of the weight is made of successive rows of each of its matrices."""
-        self.ranks, self.sharded_dim = group, 0
+        dims = self.lora.shard_rows(group)
         ranks = torch.arange(group.size, device="cpu")
-        owners = self.expression.unpack(ranks.repeat_interleave(self.out_features // group.size)).values()
-        successive = all(each.equal(ranks.repeat_interleave(len(each) // group.size)) for each in owners)
-        return _sharded_rows(self) if successive else {}
+        rank_of_row = ranks.repeat_interleave(self.out_features // group.size)
+        rank_of_rows = self.lora.expression.unpack(rank_of_row).values()
+        successive = all(rows.equal(ranks.repeat_interleave(len(rows) // group.size)) for rows in rank_of_rows)
+        return dims if successive else {}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
@@ -400,8 +449,7 @@ class LoRARowParallelLinear(LoRALinear, RowParallelLinear):
 
     def shard(self, group: Group) -> dict[str, int]:
         """Shard A by columns."""
-        self.ranks, self.sharded_dim = group, 1
-        return {f"lora.{name}": 1 for name, _ in self.lora.named_parameters() if name.endswith("lora_A")}
+        return self.lora.shard_columns(group)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., I / R] of all tokens; the result has only this rank's tokens under sequence parallelism."""
@@ -413,7 +461,7 @@ class LoRAReplicatedLinear(LoRALinear, ReplicatedLinear):
 
     def shard(self, group: Group) -> dict[str, int]:
         """Shard nothing, and sum the gradients if each rank has tokens of its own."""
-        self.ranks = self.group if self.group is not None and self.group.sequence_parallel else None
+        self.lora.group = self.group if self.group is not None and self.group.sequence_parallel else None
         return {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -432,16 +480,17 @@ class LoRALMHead(LoRALinear, LigerLMHead):
     """`LigerLMHead` with an adapter that its fused loss includes: input and weight gain r columns, A x and s · B."""
 
     forward = LigerLMHead.forward
+    plain_class = LigerLMHead
 
     def shard(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the vocabulary, and of the rows of B and m."""
-        self.ranks, self.sharded_dim = group, 0
-        return LigerLMHead.shard(self, group) | _sharded_rows(self)
+        return LigerLMHead.shard(self, group) | self.lora.shard_rows(group)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., C + r] and the weight [V, C + r], whose product is the logits."""
-        if not self.active:
+        if not self.lora.active:
             return super().operands(x)
+
         A, B, scale = self.derived(x.dtype)
         weight = torch.cat([local(self.weight).to(x.dtype), B], 1)
         if scale is not None:
@@ -493,7 +542,7 @@ class LoRAExperts(Layer):
 
     active: bool = True
     """False computes with the frozen weights alone; see `without_adapters`."""
-    ranks: Group | None = None
+    group: Group | None = None
     """The ranks that share the width of each expert (`apply_tp`)."""
 
     def __init__(self, adapters: Mapping[str, ExpertAdapter], active_share: float, config: LoRAConfig) -> None:
@@ -505,15 +554,14 @@ class LoRAExperts(Layer):
 
     def shard(self, group: Group) -> dict[str, int]:
         """Keep the rows of gate and up, and the columns of down, that the experts' weights keep."""
-        self.ranks = group
+        self.group = group
         dims = {"gate_up_weight.lora_B": 1, "down_weight.lora_A": 2}
         return {name: dim for name, dim in dims.items() if name.partition(".")[0] in self.names}
 
-    def adapters(self) -> Iterator[tuple[str, ExpertAdapter]]:
-        """The adapters with the names of transformers' parameters."""
-        for name in self.names:
-            adapter: Any = self.get_submodule(name)
-            yield adapter.name, adapter
+    def by_name(self) -> dict[str, ExpertAdapter]:
+        """The names of transformers' parameters -> their adapters."""
+        adapters = [cast(ExpertAdapter, self.get_submodule(name)) for name in self.names]
+        return {adapter.name: adapter for adapter in adapters}
 
     @torch.no_grad()
     def reset_adapters(self) -> None:
@@ -521,7 +569,7 @@ class LoRAExperts(Layer):
 
         Sharded adapters take the numbers that the first rank draws.
         """
-        for _, adapter in self.adapters():
+        for adapter in self.by_name().values():
             drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
             bound = drawn.shape[2] ** -0.5  # as for the adapter [r, in] of a linear layer
             _copy_into(adapter.lora_A, drawn.uniform_(-bound, bound))
@@ -538,44 +586,50 @@ class LoRAExperts(Layer):
         None for what has no adapters, and while they are switched off.
         """
 
-        def compute() -> tuple[Tensor | None, ...]:
-            tensors: list[Tensor | None] = []
-            for name in MATRICES:
-                adapter: Any = self._modules.get(name)
-                if adapter is None:
-                    tensors += [None, None]
-                else:
-                    A, B = local(adapter.lora_A), local(adapter.lora_B)
-                    if self.ranks is not None and name == "gate_up_weight":
-                        A = sum_gradient(A, self.ranks)
-                    elif self.ranks is not None:
-                        B = sum_gradient(B, self.ranks)
-                    tensors += [A.to(dtype), (B * self.config.scaling).to(dtype)]
-            return tuple(tensors)
-
         if not self.active:
             return None, None
-        gate_up_A, gate_up_B, down_A, down_B = derive(self, dtype, compute)
+        gate_up_A, gate_up_B, down_A, down_B = derive(self, dtype, lambda: self._factors(dtype))
         return low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
+
+    def _factors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        factors: list[Tensor | None] = []
+        for name in MATRICES:
+            if name not in self.names:
+                factors += [None, None]
+                continue
+            adapter: Any = self.get_submodule(name)
+            A, B = local(adapter.lora_A), local(adapter.lora_B)
+            # The other of the two is sharded, so each rank computes a part of the gradient of this one.
+            if self.group is not None and name == "gate_up_weight":
+                A = sum_gradient(A, self.group)
+            elif self.group is not None:
+                B = sum_gradient(B, self.group)
+            factors += [A.to(dtype), (B * self.config.scaling).to(dtype)]
+        return tuple(factors)
 
     @torch.no_grad()
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """The parameter ``name`` of the layer, weight [X, out, in], with its adapters added, in its dtype."""
         adapter: Any = self.get_submodule(name)
         wide = torch.promote_types(weight.dtype, torch.float32)
-        B = adapter.lora_B.to(wide) * self.config.scaling
-        each = zip(weight.split(1), B, adapter.lora_A.to(wide), strict=True)
-        return torch.cat([torch.baddbmm(dense(W).to(wide), b[None], a[None]).to(weight.dtype) for W, b, a in each])
+        B = (adapter.lora_B.to(wide) * self.config.scaling).split(1)
+        experts = zip(weight.split(1), B, adapter.lora_A.to(wide).split(1), strict=True)
+        return torch.cat([torch.baddbmm(dense(W).to(wide), b, a).to(weight.dtype) for W, b, a in experts])
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:
     """The modules of a model that hold adapters, by their path."""
-    return {path: each for path, each in model.named_modules() if isinstance(each, LoRALinear | LoRAExperts)}
+    return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear | LoRAExperts)}
+
+
+def adapters_of(layer: LoRALinear | LoRAExperts) -> LinearAdapters | LoRAExperts:
+    """The adapters of a layer."""
+    return layer.lora if isinstance(layer, LoRALinear) else layer
 
 
 def adapter_config(model: nn.Module) -> LoRAConfig | None:
     """The config of a model's adapters; None if it has none, or if they are merged."""
-    return next((layer.config for layer in adapted_layers(model).values()), None)
+    return next((adapters_of(layer).config for layer in adapted_layers(model).values()), None)
 
 
 def with_class(module: nn.Module, cls: type[nn.Module]) -> Any:
@@ -591,10 +645,6 @@ def short_name(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
-def _sharded_rows(layer: LoRALinear) -> dict[str, int]:
-    return {f"lora.{name}": 0 for name, _ in layer.lora.named_parameters() if not name.endswith("lora_A")}
-
-
 def _copy_into(parameter: Tensor, values: Tensor) -> None:
     if is_sharded(parameter):
         from torch.distributed.tensor import distribute_tensor  # slow to import
@@ -604,6 +654,7 @@ def _copy_into(parameter: Tensor, values: Tensor) -> None:
     parameter.copy_(values)
 
 
-def _row_norms(weight: Tensor) -> Tensor:
+def row_norms(weight: Tensor) -> Tensor:
+    """The norm of each row of a matrix [O, C]: [O]."""
     norms: Tensor = torch.linalg.vector_norm(weight, dim=1)
     return norms

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.adapters.lora_layers import adapted_layers
+from liger_models.adapters.lora_layers import adapted_layers, adapters_of
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import CONFIG, read_json_config, write_json
 from liger_models.convert.folder import write_folder
@@ -151,13 +151,17 @@ class LigerMedusa(nn.Module):
             raise ValueError("LigerMedusa: the model must have weights, got one on meta. Load it first.")
         self.model, self.num_layers, self.share_lm_head = model, num_layers, share_lm_head
         self.freeze, self.decay, self.heads_weight = freeze, decay, heads_weight
+
+        # A model with adapters trains them alone.
         model.requires_grad_(not (freeze or adapted))
         for layer in adapted.values():
-            for _, adapter in layer.adapters():
-                adapter.requires_grad_(not freeze)
-        own: Any = model.lm_head
-        hidden_size, scaling = model.config.hidden_size, {"logit_scale": own.logit_scale, "softcap": own.softcap}
-        weight = own.weight.detach()
+            adapters_of(layer).requires_grad_(not freeze)
+
+        # Each head starts with a copy of the model's own projection, unless it uses that one.
+        lm_head: Any = model.lm_head
+        hidden_size = model.config.hidden_size
+        scaling = {"logit_scale": lm_head.logit_scale, "softcap": lm_head.softcap}
+        weight = lm_head.weight.detach()
         if is_sharded(weight) and not share_lm_head:
             weight = weight.full_tensor()
         self.heads = nn.ModuleList()
@@ -197,6 +201,7 @@ class LigerMedusa(nn.Module):
             raise ValueError(
                 "LigerMedusa: return_logits must not be given. Without labels all heads' logits are returned."
             )
+
         if labels is None:
             tokens = input_ids if input_ids is not None else inputs["inputs_embeds"]
             nothing = torch.full(tokens.shape[:2], IGNORED, device=tokens.device)
@@ -205,8 +210,9 @@ class LigerMedusa(nn.Module):
             )
             others = [self.draft_logits(out.loss, index) for index in range(len(self.heads))]
             return MedusaOutput(aux_loss=out.aux_loss, logits=torch.stack([out.logits, *others]))
-        bounds = take_cu_seqlens(inputs.get("cu_seqlens"), {**inputs})
-        ahead = self.targets(labels, inputs.get("attention_mask"), bounds)
+
+        cu_seqlens = take_cu_seqlens(inputs.get("cu_seqlens"), {**inputs})
+        ahead = self.targets(labels, inputs.get("attention_mask"), cu_seqlens)  # [K, B, T]
         check_num_items(num_items_in_batch, ahead)
 
         def loss_of_heads(hidden: Tensor, weight: Tensor, target: Tensor) -> MedusaOutput:
@@ -214,17 +220,17 @@ class LigerMedusa(nn.Module):
                 return MedusaOutput(log_probs=self._log_probs(hidden, weight, torch.cat([target[None], ahead])))
             if self.share_lm_head:
                 return self._shared_loss(hidden, weight, torch.cat([target[None], ahead]), num_items_in_batch)
-            base = (
-                None if self.freeze else self._cross_entropy(hidden, weight, target, num_items=num_items_in_batch).loss
+            head_losses = torch.stack(
+                [
+                    head(hidden, target, num_items=num_items_in_batch)[0]
+                    for head, target in zip(self.heads, ahead, strict=True)
+                ]
             )
-            losses = [
-                head(hidden, target, num_items=num_items_in_batch)[0]
-                for head, target in zip(self.heads, ahead, strict=True)
-            ]
-            each = torch.stack(losses)
-            loss = (each * self._weights(each.device)).sum()
-            loss = loss if base is None else base + loss
-            return MedusaOutput(loss, None if base is None else base.detach(), each.detach())
+            loss = (head_losses * self._weights(hidden.device)).sum()
+            if self.freeze:
+                return MedusaOutput(loss, None, head_losses.detach())
+            base = self._cross_entropy(hidden, weight, target, num_items=num_items_in_batch).loss
+            return MedusaOutput(base + loss, base.detach(), head_losses.detach())
 
         out = self.model(input_ids, labels=labels, loss_function=loss_of_heads, **inputs)
         result: MedusaOutput = out.loss._replace(aux_loss=out.aux_loss)
@@ -235,10 +241,10 @@ class LigerMedusa(nn.Module):
     def draft_logits(self, hidden: Tensor, index: int) -> Tensor:
         """Logits [..., V] of head ``index`` = 0 ... K − 1, from the model's last hidden states [..., C].
 
-        They are those of the token after next, and so on: the model's own head predicts the next one.
+        Head 0 predicts the token after the next one, which the model's own head predicts.
         """
-        found: Tensor = self.heads[index](hidden)
-        return self.model.lm_head(found) if self.share_lm_head else found
+        output: Tensor = self.heads[index](hidden)
+        return self.model.lm_head(output) if self.share_lm_head else output
 
     def generate(self, input_ids: Any, *, max_new_tokens: int, **options: Any) -> Any:
         """As `CausalLM.generate` of the model, whose tokens it returns, with the heads' drafts: fewer forwards."""
@@ -283,6 +289,7 @@ class LigerMedusa(nn.Module):
             targets = targets[1:]
         else:
             rows, factors = [hidden, *rows], torch.cat([factors.new_ones(1), factors])
+        # Each head's loss is a mean, so a token weighs its head's factor by the number of that head's targets.
         counts = (targets != IGNORED).sum((1, 2)).clamp(min=1) if num_items is None else num_items
         token_weight = (factors / counts)[:, None, None].expand(targets.shape)
         loss = self._cross_entropy(torch.stack(rows), weight, targets, token_weight=token_weight, reduction="sum").loss
@@ -292,8 +299,8 @@ class LigerMedusa(nn.Module):
         options: dict[str, Any] = {"reduction": "sum", "return_log_probs": True}
         if self.share_lm_head:
             rows = torch.stack([hidden, *(head(hidden) for head in self.heads)])
-            every: Tensor = self._cross_entropy(rows, weight, targets, **options).log_probs
-            return every
+            log_probs: Tensor = self._cross_entropy(rows, weight, targets, **options).log_probs
+            return log_probs
         base = self._cross_entropy(hidden, weight, targets[0], **options).log_probs
         others = [head(hidden, target, log_probs=True)[0] for head, target in zip(self.heads, targets[1:], strict=True)]
         return torch.stack([base, *others])
@@ -350,10 +357,10 @@ class LigerMedusa(nn.Module):
             "original_lm_head": self.share_lm_head,
         }
 
-        def write(place: Path) -> None:
-            write_json(place / CONFIG, config)
-            save_file(tensors, place / HEADS, metadata={"format": "pt"})
-            shutil.copymode(place / CONFIG, place / HEADS)  # safetensors creates files that only the owner can read
+        def write(target: Path) -> None:
+            write_json(target / CONFIG, config)
+            save_file(tensors, target / HEADS, metadata={"format": "pt"})
+            shutil.copymode(target / CONFIG, target / HEADS)  # safetensors creates files that only the owner can read
 
         with raise_on_all_ranks():
             if rank() == 0:
@@ -385,6 +392,7 @@ class LigerMedusa(nn.Module):
                 f"{folder / HEADS}: must exist, got none. Convert a medusa_lm_head.pt with torch.load and "
                 "safetensors.torch.save_file; the tensors have the same names."
             )
+
         shared = bool(config.get("original_lm_head", False))
         medusa = cls(model, heads, layers, share_lm_head=shared, **options)
         parameters = dict(medusa.heads.named_parameters())

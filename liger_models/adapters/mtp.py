@@ -83,20 +83,24 @@ class LigerMTP(nn.Module):
         if model.device.type == "meta":
             raise ValueError("LigerMTP: the model must have weights, got one on meta. Load it first.")
         self.model, self.loss_weight = model, loss_weight
+
+        # A model of one block without vocabulary: the block of the prediction is its only one.
         stored = {name: tensor for name, tensor in model.kept_tensors.items() if name.startswith(PREFIX)}
         one: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": [FULL]}
         self._sizes = replace(config, **one, vocab_size=1, pad_token_id=None, tie_word_embeddings=False)
-        part = type(model).from_config(self._sizes, dtype=model.dtype, device="meta", kernels=model.kernels)
-        part.visual = None
+        predictor = type(model).from_config(self._sizes, dtype=model.dtype, device="meta", kernels=model.kernels)
+        predictor.visual = None
         if not stored:
-            part.to_empty(device=model.device)
-            part.reset_parameters()
+            predictor.to_empty(device=model.device)
+            predictor.reset_parameters()
+
         norm, C = zero_centered_norm(config, model.kernels), config.hidden_size
-        with torch.device(part.device):
+        with torch.device(predictor.device):
             self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(C).to(model.dtype), norm(C).to(model.dtype)
             self.fc = nn.Linear(2 * C, C, bias=False, dtype=model.dtype)
-        self.layers, self.norm = part.layers, part.norm
-        self._part = [part]  # in a list: its embedding and head are no parameters of this module
+        self.layers, self.norm = predictor.layers, predictor.norm
+        self._predictor = [predictor]  # in a list: its embedding and head are no parameters of this module
+
         self._layout = self._layouts()[0]
         if stored:
             self._load(stored)
@@ -104,21 +108,24 @@ class LigerMTP(nn.Module):
             nn.init.normal_(self.fc.weight, std=config.initializer_range)
 
     def _own_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: each for name, each in self.named_parameters() if not name.startswith("model.")}
+        """The parameters of the block."""
+        return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
     def _layouts(self) -> list[dict[str, tuple[Expression, str]]]:
         """For each layout of a checkpoint: our names -> expressions over a model's names, and the prefix of those."""
-        found = []
+        layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
             prefix = weights.entries["norm.weight"].names()[0].removesuffix("norm.weight")
             names = self._own_parameters()
-            found.append({name: (weights.entries.get(name, Name(f"{prefix}{name}")), prefix) for name in names})
-        return found
+            layouts.append({name: (weights.entries.get(name, Name(f"{prefix}{name}")), prefix) for name in names})
+        return layouts
 
     def _load(self, stored: dict[str, Tensor]) -> None:
         def names(layout: dict[str, tuple[Expression, str]]) -> set[str]:
-            return {PREFIX + name.removeprefix(prefix) for each, prefix in layout.values() for name in each.names()}
+            pairs = [(name, prefix) for expression, prefix in layout.values() for name in expression.names()]
+            return {PREFIX + name.removeprefix(prefix) for name, prefix in pairs}
 
+        # The layout that fits best, so that an error names the fewest tensors.
         self._layout = min(self._layouts(), key=lambda layout: len(names(layout) ^ stored.keys()))
         wrong = sorted(names(self._layout) ^ stored.keys())
         if wrong:
@@ -128,7 +135,9 @@ class LigerMTP(nn.Module):
             )
         for name, parameter in self._own_parameters().items():
             expression, prefix = self._layout[name]
-            packed = expression.pack({each: stored[PREFIX + each.removeprefix(prefix)] for each in expression.names()})
+            packed = expression.pack(
+                {tensor: stored[PREFIX + tensor.removeprefix(prefix)] for tensor in expression.names()}
+            )
             if packed.shape != parameter.shape:
                 raise ValueError(
                     f"LigerMTP: {PREFIX}{name} must be {list(parameter.shape)} for this model, got "
@@ -167,8 +176,8 @@ class LigerMTP(nn.Module):
         def losses(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
             check_num_items(num_items_in_batch, target)
             second = self.hidden(hidden, embeds, layout)
-            pairs = (hidden, target), (second, layout.shift(target))
-            base, mtp = (linear_cross_entropy(x, weight, y, num_items=num_items_in_batch).loss for x, y in pairs)
+            base = linear_cross_entropy(hidden, weight, target, num_items=num_items_in_batch).loss
+            mtp = linear_cross_entropy(second, weight, layout.shift(target), num_items=num_items_in_batch).loss
             share = None if num_items_in_batch is None else model.groups.share_of_step(target, num_items_in_batch)
             return base, mtp, share
 
@@ -190,11 +199,12 @@ class LigerMTP(nn.Module):
         """
         ahead = self.pre_fc_norm_embedding(embeds.roll(-1, 1))
         u = self.fc(torch.cat([ahead, self.pre_fc_norm_hidden(hidden)], -1))
-        (part,), policy = self._part, self.model.checkpointing
-        policy = policy if isinstance(policy, str) else policy[-1]
-        if part.checkpointing != policy:
-            part.set_checkpointing(policy)
-        return part.run_blocks(u, layout)[0]
+        (predictor,) = self._predictor
+        policy = self.model.checkpointing
+        policy = policy if isinstance(policy, str) else policy[-1]  # of the model's last block
+        if predictor.checkpointing != policy:
+            predictor.set_checkpointing(policy)
+        return predictor.run_blocks(u, layout)[0]
 
     def tensors(self, dtype: torch.dtype | str | None = None) -> dict[str, Tensor]:
         """The block's weights as a checkpoint holds them, by name, copied to host memory.
@@ -203,12 +213,12 @@ class LigerMTP(nn.Module):
             dtype: dtype of the tensors; None for that of the weights.
         """
         chosen = self.model.dtype if dtype is None else as_dtype("tensors: dtype", dtype)
-        found = {}
+        tensors = {}
         for name, parameter in self._own_parameters().items():
             expression, prefix = self._layout[name]
-            for each, tensor in expression.unpack(parameter.detach()).items():
-                found[PREFIX + each.removeprefix(prefix)] = tensor.to("cpu", chosen, copy=True).contiguous()
-        return found
+            for theirs, tensor in expression.unpack(parameter.detach()).items():
+                tensors[PREFIX + theirs.removeprefix(prefix)] = tensor.to("cpu", chosen, copy=True).contiguous()
+        return tensors
 
     def save_pretrained(
         self, folder: str | PathLike[str], *, dtype: torch.dtype | str | None = None, **options: Any
@@ -216,7 +226,7 @@ class LigerMTP(nn.Module):
         """Write the model and its block as one Hugging Face checkpoint; see `CausalLM.save_pretrained`.
 
         Args:
-            folder, dtype, options: as there.
+            folder, dtype, options: as for `CausalLM.save_pretrained`.
         """
         self.model.kept_tensors = {**self.model.kept_tensors, **self.tensors(dtype)}
         self.model.save_pretrained(folder, dtype=dtype, **options)

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,7 +13,14 @@ from einops import rearrange
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from liger_models.adapters.lora import adaptable_experts, adaptable_layers, apply_lora, expert_names, matches
+from liger_models.adapters.lora import (
+    adaptable_experts,
+    adaptable_layers,
+    apply_lora,
+    expert_names,
+    matches,
+    remove_adapters,
+)
 from liger_models.adapters.lora_layers import (
     ExpertAdapter,
     LoRAConfig,
@@ -61,54 +68,67 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
     config = adapter_config(model)
     if config is None:
         raise ValueError(f"save_adapter: {type(model).__name__} must have adapters, got none (or merged ones).")
-    tensors, names, experts = {}, set(), set()
+    tensors: dict[str, Tensor] = {}
     for layer in adapted_layers(model).values():
-        of_layer = {name for name, _ in layer.adapters()}
-        if isinstance(layer, LoRAExperts):
-            experts |= of_layer
-        else:
-            names |= {name.removesuffix(".weight") for name in of_layer}
-        for peft_name, tensor in peft_tensors(layer).items():
+        for name, tensor in peft_tensors(layer).items():
             whole: Any = tensor.parameter.detach()
             whole = whole.full_tensor() if is_sharded(whole) else whole
-            tensors[peft_name] = tensor.write(whole.cpu()).contiguous()
-    as_parameters = set() if config.use_dora else {name for name in names if short_name(name) in _misread(model)}
-    names -= as_parameters
-    targets: Sequence[str] | str = config.target_modules
-    if targets == "all-linear" and model.visual is None:
-        targets = sorted(set(map(short_name, names)))
-    elif isinstance(targets, str) or model.visual is not None:
-        # Whole names, or PEFT would adapt more: in a tower, linear layers and other modules share endings ("proj").
-        targets = sorted(names)
-    else:
-        targets = [each for each in targets if any(matches(name, each) for name in names)]
-    endings = {".".join(name.split(".")[-2:]) for name in experts}
-    every = {name for parts in adaptable_experts(model).values() for name, _ in parts.values()}
-    if experts != {name for name in every if any(matches(name, each) for each in endings)}:
-        endings = experts
+            tensors[name] = tensor.write(whole.cpu()).contiguous()
+
+    targets, target_parameters = _targets(model, config)
     keys: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
-        "target_modules": list(targets),
-        "target_parameters": sorted({*endings, *(f"{name}.weight" for name in as_parameters)}) or None,
+        "target_modules": targets,
+        "target_parameters": target_parameters or None,
         # PEFT loads no adapters of parameters with dropout, which is for training alone.
-        "lora_dropout": 0.0 if experts or as_parameters else config.lora_dropout,
+        "lora_dropout": 0.0 if target_parameters else config.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
     }
 
-    def write(place: Path) -> None:
-        write_json(place / CONFIG, keys)
-        save_file(tensors, place / WEIGHTS, metadata={"format": "pt"})
-        shutil.copymode(place / CONFIG, place / WEIGHTS)  # safetensors creates files that only the owner can read
+    def write(target: Path) -> None:
+        write_json(target / CONFIG, keys)
+        save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+        shutil.copymode(target / CONFIG, target / WEIGHTS)  # safetensors creates files that only the owner can read
 
     with raise_on_all_ranks():
         if rank() == 0:
             write_folder(Path(folder), write, last=CONFIG)
+
+
+def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]:
+    """``target_modules`` and ``target_parameters`` by which PEFT adapts exactly what ``model`` has adapted."""
+    names: set[str] = set()
+    experts: set[str] = set()
+    for layer in adapted_layers(model).values():
+        if isinstance(layer, LoRAExperts):
+            experts |= layer.by_name().keys()
+        else:
+            names |= {name.removesuffix(".weight") for name in layer.lora.by_name()}
+
+    misread = set() if config.use_dora else {name for name in names if short_name(name) in _misread(model)}
+    names -= misread
+
+    targets = config.target_modules
+    if targets == "all-linear" and model.visual is None:
+        targets = sorted(set(map(short_name, names)))
+    elif isinstance(targets, str) or model.visual is not None:
+        # Whole names, or PEFT would adapt more: in a tower, linear layers and other modules share endings ("proj").
+        targets = sorted(names)
+    else:
+        targets = [target for target in targets if any(matches(name, target) for name in names)]
+
+    # Endings of the experts' parameters, unless they also match experts without adapters.
+    endings = {".".join(name.split(".")[-2:]) for name in experts}
+    all_experts = {name for weights in adaptable_experts(model).values() for name, _ in weights.values()}
+    if experts != {name for name in all_experts if any(matches(name, ending) for ending in endings)}:
+        endings = experts
+    return targets, sorted({*endings, *(f"{name}.weight" for name in misread)})
 
 
 def _misread(model: CausalLM) -> set[str]:
@@ -118,8 +138,8 @@ def _misread(model: CausalLM) -> set[str]:
     experts in one parameter. A shared expert or a dense layer may have the same names.
     """
     names = expert_names(model)
-    apart = any(called != parameter for called, parameter in names.items())
-    return {called.rpartition(".")[2] for called in names} if apart else set()
+    apart = any(alias != parameter for alias, parameter in names.items())
+    return {alias.rpartition(".")[2] for alias in names} if apart else set()
 
 
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
@@ -133,70 +153,70 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         FileNotFoundError: one of the two files is missing.
         ValueError: another kind of adapter, or adapters of another model. The model is then unchanged.
     """
-    place = Path(folder)
-    check_complete(place, CONFIG)
+    folder = Path(folder)
+    check_complete(folder, CONFIG)
     for name in (CONFIG, WEIGHTS):
-        if not (place / name).is_file():
-            raise FileNotFoundError(f"{place}: must hold {name}, got no such file. Give the folder of PEFT adapters.")
-    keys = read_json(place / CONFIG)
-    if keys.get("peft_type") != "LORA" or keys.get("bias", "none") != "none":
-        raise ValueError(
-            f"{place / CONFIG}: peft_type must be LORA and bias none, got {keys.get('peft_type')!r} and "
-            f"{keys.get('bias')!r}. Other adapters are not implemented."
-        )
-    for name in REFUSED:
-        if keys.get(name):
-            raise ValueError(
-                f"{place / CONFIG}: {name} must be empty, got {keys.get(name)!r}. Merge the adapter with PEFT."
-            )
-    initial, targets = keys.get("init_lora_weights"), keys.get("target_modules")
-    if initial not in INITIAL:
-        raise ValueError(
-            f"{place / CONFIG}: init_lora_weights must be one of {INITIAL}, which leave the base weights unchanged, "
-            f"got {initial!r}. Convert it with PEFT: save_pretrained(..., "
-            "path_initial_model_for_weight_conversion=...)."
-        )
-    parameters = tuple(keys.get("target_parameters") or ())
-    if targets is None and parameters:
-        targets = []
-    if not isinstance(targets, str | list):
-        raise ValueError(
-            f"{place / CONFIG}: target_modules must be a list of names or a string, got {targets!r}. Add what is "
-            "adapted."
-        )
-    weights = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]  # of linear layers
-    keys["target_parameters"] = tuple(name for name in parameters if not name.endswith(".weight"))
-    if isinstance(targets, list):
-        targets = [*targets, *weights]
-    elif weights and targets != "all-linear":
-        targets = rf"(?:{targets})|(?:.*\.)?(?:{'|'.join(map(re.escape, weights))})"
-    keys["target_modules"] = targets
-    with open_safetensors(place / WEIGHTS) as file:
-        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if isinstance(targets, list):
-        # A list may name layers that this model lacks: PEFT only requires that one of them matches.
-        linears = adaptable_layers(model).values()
-        modules = [name.removesuffix(".weight") for _, expression in linears for name in expression.names()]
-        modules += [name.partition(".lora_")[0] for name in stored]
-        keys["target_modules"] = [each for each in targets if any(matches(name, each) for name in modules)] or targets
-    known = {field.name for field in dataclasses.fields(LoRAConfig)}
-    config = LoRAConfig(**{name: value for name, value in keys.items() if name in known})
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder}: must hold {name}, got no such file. Give the folder of PEFT adapters.")
+    with open_safetensors(folder / WEIGHTS) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    config = _read_config(folder / CONFIG, model, tensors)
+
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     apply_lora(model, config)
     try:
-        _fill_adapters(model, stored, place / WEIGHTS)
+        _fill_adapters(model, tensors, folder / WEIGHTS)
     except ValueError:
-        for path, layer in adapted_layers(model).items():
-            if isinstance(layer, LoRAExperts):
-                moe: Any = model.get_submodule(path.rpartition(".")[0])
-                moe.lora = None
-            else:
-                layer.plain._parameters = layer._parameters
-                model.set_submodule(path, layer.plain)
+        remove_adapters(model)
         for parameter in trainable:
             parameter.requires_grad_(True)
         raise
     return model
+
+
+def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> LoRAConfig:
+    """The config in an adapter_config.json, without targets that a model lacks; raises ValueError as `load_adapter`."""
+    keys = read_json(file)
+    if keys.get("peft_type") != "LORA" or keys.get("bias", "none") != "none":
+        raise ValueError(
+            f"{file}: peft_type must be LORA and bias none, got {keys.get('peft_type')!r} and {keys.get('bias')!r}. "
+            "Other adapters are not implemented."
+        )
+    for name in REFUSED:
+        if keys.get(name):
+            raise ValueError(f"{file}: {name} must be empty, got {keys.get(name)!r}. Merge the adapter with PEFT.")
+    initial = keys.get("init_lora_weights")
+    if initial not in INITIAL:
+        raise ValueError(
+            f"{file}: init_lora_weights must be one of {INITIAL}, which leave the base weights unchanged, got "
+            f"{initial!r}. Convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
+
+    parameters = tuple(keys.get("target_parameters") or ())
+    targets = keys.get("target_modules")
+    if targets is None and parameters:
+        targets = []
+    if not isinstance(targets, str | list):
+        raise ValueError(
+            f"{file}: target_modules must be a list of names or a string, got {targets!r}. Add what is adapted."
+        )
+
+    # PEFT names a linear layer among the parameters if its name could also mean experts.
+    linears = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
+    keys["target_parameters"] = tuple(name for name in parameters if not name.endswith(".weight"))
+    if isinstance(targets, list):
+        targets = [*targets, *linears]
+        # A list may name layers that this model lacks: PEFT only requires that one of them matches.
+        layers = adaptable_layers(model).values()
+        modules = [name.removesuffix(".weight") for _, expression in layers for name in expression.names()]
+        modules += [name.partition(".lora_")[0] for name in tensors]
+        targets = [target for target in targets if any(matches(name, target) for name in modules)] or targets
+    elif linears and targets != "all-linear":
+        targets = rf"(?:{targets})|(?:.*\.)?(?:{'|'.join(map(re.escape, linears))})"
+    keys["target_modules"] = targets
+
+    fields = {field.name for field in dataclasses.fields(LoRAConfig)}
+    return LoRAConfig(**{name: value for name, value in keys.items() if name in fields})
 
 
 class PeftTensor(NamedTuple):
@@ -216,24 +236,25 @@ class PeftTensor(NamedTuple):
 def peft_tensors(layer: LoRALinear | LoRAExperts) -> dict[str, PeftTensor]:
     """The parameters of a layer's adapters by their names in PEFT's files."""
     if isinstance(layer, LoRAExperts):
-        adapters = [adapter for _, adapter in layer.adapters()]
         # PEFT wraps the module of the experts once for each parameter, the first inside of the second.
+        wrapped = zip(["", ".base_layer"], reversed(layer.by_name().values()), strict=False)
         return {
             name: tensor
-            for inside, adapter in zip(["", ".base_layer"], reversed(adapters), strict=False)
-            for name, tensor in _of_experts(PREFIX + adapter.name.rpartition(".")[0] + inside, adapter).items()
+            for inside, adapter in wrapped
+            for name, tensor in _expert_tensors(PREFIX + adapter.name.rpartition(".")[0] + inside, adapter).items()
         }
-    found: dict[str, PeftTensor] = {}
-    for name, adapter in layer.adapters():
+
+    tensors: dict[str, PeftTensor] = {}
+    for name, adapter in layer.lora.by_name().items():
         stem = PREFIX + name.removesuffix(".weight")
-        found[f"{stem}.lora_A.weight"] = PeftTensor(adapter.lora_A)
-        found[f"{stem}.lora_B.weight"] = PeftTensor(adapter.lora_B)
+        tensors[f"{stem}.lora_A.weight"] = PeftTensor(adapter.lora_A)
+        tensors[f"{stem}.lora_B.weight"] = PeftTensor(adapter.lora_B)
         if adapter.lora_magnitude_vector is not None:
-            found[f"{stem}.lora_magnitude_vector"] = PeftTensor(adapter.lora_magnitude_vector)
-    return found
+            tensors[f"{stem}.lora_magnitude_vector"] = PeftTensor(adapter.lora_magnitude_vector)
+    return tensors
 
 
-def _of_experts(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
+def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
     """A is [X r, in], expert by expert; B is [out, r X] with the experts innermost, and its rows are transformers'."""
     (X, out, _), expression, name = adapter.lora_B.shape, adapter.expression, adapter.name
     # The parameter is [X, out, in] or [X, in, out], and B has r for "in".
@@ -251,25 +272,30 @@ def _of_experts(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
     }
 
 
-def _fill_adapters(model: CausalLM, stored: dict[str, Tensor], file: Path) -> None:
+def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> None:
     """Copy the tensors of a file into the model's adapters; the two must match exactly."""
-    head = stored.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT saves it with the head's adapter
+    head = tensors.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT saves it with the head's adapter
     if head is not None and not torch.equal(head.to(model.lm_head.weight), model.lm_head.weight):
         raise ValueError(
             f"{file}: the head's weight must equal the model's, got another. Load the model that was adapted."
         )
-    wanted = {name: each for layer in adapted_layers(model).values() for name, each in peft_tensors(layer).items()}
-    odd = sorted(wanted.keys() ^ stored.keys())
-    if odd:
+
+    targets: dict[str, PeftTensor] = {}
+    for layer in adapted_layers(model).values():
+        targets |= peft_tensors(layer)
+    mismatched = sorted(targets.keys() ^ tensors.keys())
+    if mismatched:
         raise ValueError(
             f"{file}: must hold exactly the adapters that {CONFIG} describes for {type(model).__name__}, got "
-            f"{len(odd)} too many or too few: {', '.join(odd[:3])}. Load them into the model that they were trained on."
+            f"{len(mismatched)} too many or too few: {', '.join(mismatched[:3])}. Load them into the model that they "
+            "were trained on."
         )
-    for name, (parameter, write, read) in wanted.items():
+
+    for name, (parameter, write, read) in targets.items():
         shape = write(torch.empty_like(parameter, device="meta")).shape
-        if stored[name].shape != shape:
+        if tensors[name].shape != shape:
             raise ValueError(
-                f"{file}: {name} must be {list(shape)}, got {list(stored[name].shape)}. Load it into the model that it "
-                "was trained on."
+                f"{file}: {name} must be {list(shape)}, got {list(tensors[name].shape)}. Load it into the model that "
+                "it was trained on."
             )
-        parameter.data.copy_(read(stored[name]))
+        parameter.data.copy_(read(tensors[name]))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from liger_models.adapters import LoRAConfig, apply_lora, quantize_base, without_adapters
-from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
+from liger_models.adapters.lora_layers import LinearAdapters, adapted_layers
 from liger_models.generation import graphs
 from liger_models.generation.loop import generate, stream
 from liger_models.generation.rollouts import rollout
@@ -46,8 +46,8 @@ def compute_always(monkeypatch):
 @pytest.fixture
 def calls(monkeypatch):
     """The layers whose factors were computed."""
-    found, original = [], LoRALinear.factors
-    monkeypatch.setattr(LoRALinear, "factors", lambda self, dtype: found.append(self) or original(self, dtype))
+    found, original = [], LinearAdapters.factors
+    monkeypatch.setattr(LinearAdapters, "factors", lambda self, dtype: found.append(self) or original(self, dtype))
     return found
 
 
@@ -82,7 +82,7 @@ WAYS = [by_generate, by_generate_without_a_cache, by_stream, by_rollout, by_draf
 @pytest.mark.parametrize("way", WAYS)
 def test_factors_are_computed_once_and_no_bit_changes(way, kind, calls, monkeypatch):
     model = adapted(kind)
-    layers = list(adapted_layers(model).values())
+    layers = [layer.lora for layer in adapted_layers(model).values()]
     got = way(model)
     assert len(calls) == len(layers)
     assert set(calls) == set(layers)
@@ -124,7 +124,7 @@ def test_factors_count_as_memory_of_a_step(device, captures):  # noqa: F811
         generate(each, PROMPTS, **OPTIONS)
     (bare,), (step,) = (graphs._kept[each] for each in (plain, model))
     assert bare.num_bytes == bare.cache.num_bytes
-    sizes = [sum(each.nbytes for each in layer.factors(torch.float32)) for layer in adapted_layers(model).values()]
+    sizes = [sum(each.nbytes for each in layer.lora.factors(torch.float32)) for layer in adapted_layers(model).values()]
     assert step.num_bytes == step.cache.num_bytes + sum(sizes)
 
 
