@@ -1,4 +1,15 @@
-"""Training data: texts, chats and token ids into packed batches, tokenised once, resumable after every batch."""
+"""Training data: texts, chats and token ids into packed batches, tokenised once, resumable after every batch.
+
+An example has one name at each stage::
+
+    record      a line of a file, or a row of a table: a dict by column, or a text      sources
+    example     a record with messages, a text or token ids                             formats
+    text        an example as the chat template renders it, and the spans to learn      encoding
+    document    its token ids, ``~id`` for a token without a label, and its images      encoding, tokens
+    piece       a document, or a part of one, that fits into a row                      packing
+    row         pieces and padding: a batch of one row                                  packing, pixels, batch
+    batch       the rows of a rank in one step                                          dataset, batch
+"""
 
 from typing import TYPE_CHECKING
 

@@ -16,7 +16,7 @@ from liger_models.data.media import BrokenMediaError, Medium, keep_whole
 from liger_models.data.packing import PackedRows, seeded_generator
 from liger_models.data.pixels import RowMaker, make_pixels
 from liger_models.data.preference import ANSWERS, encode_pair
-from liger_models.data.sources import Located
+from liger_models.data.sources import Record
 from liger_models.data.tokens import TokenFile, tokenise
 
 MULTIPLE = 64
@@ -24,23 +24,23 @@ MULTIPLE = 64
 
 
 class AnswerEncoder(Encoder):
-    """Each example as two documents: the chosen and the rejected answer, or an answer and its label as a number.
+    """Each record as two documents: the chosen and the rejected answer, or an answer and its label as a number.
 
     A document is the prompt, without labels, and the answer. The first one of a pair has the images of the prompt.
     """
 
-    def encode(self, examples: Iterable[Located]) -> Iterator[Document]:
+    def encode(self, records: Iterable[Record]) -> Iterator[Document]:
         """See `Encoder.encode`."""
-        for where, example in self._limited(examples):
-            labelled = self.formats.name(where, example) == "kto"
-            label = example.get("label")
-            if labelled and label not in (0, 1):
+        for where, record in self._limited(records):
+            has_label = self.formats.name(where, record) == "kto"
+            label = record.get("label")
+            if has_label and label not in (0, 1):
                 raise ValueError(
                     f"{where}: label must be true for a good answer and false for a bad one, got {label!r}. Correct it."
                 )
             try:
-                reader = self.tokenizer if self.processor is None else self.processor
-                rows = encode_pair(where, example, reader, ("completion",) if labelled else ANSWERS)
+                names = ("completion",) if has_label else ANSWERS
+                answers = encode_pair(where, record, self.processor or self.tokenizer, names)
             except BrokenMediaError as error:
                 if self.broken_media == "error":
                     raise
@@ -48,9 +48,9 @@ class AnswerEncoder(Encoder):
                 continue
             except ValueError as error:
                 raise ValueError(f"{where}: {str(error).removeprefix(where).lstrip(',: ')}") from error
-            for number, (prompt, answer, media) in enumerate(rows):  # both answers have the same images
+            for number, (prompt, answer, media) in enumerate(answers):  # both answers have the same images
                 yield Document(array("i", [*(~token for token in prompt), *answer]), () if number else media)
-            if labelled:
+            if has_label:
                 yield Document(array("i", [int(label)]))
 
 
@@ -68,8 +68,8 @@ class AnswerRows(PackedRows):
 
     def has_targets(self) -> bool:
         """Whether an answer begins within ``length`` tokens."""
-        documents = (each for number in range(len(self)) for each in self._documents(number)[:2])
-        return any((each >= 0).any() for each in documents)
+        documents = (document for number in range(len(self)) for document in self._documents(number)[:2])
+        return any((document >= 0).any() for document in documents)
 
     def plan(self, epoch: int) -> None:
         """Make these the examples of ``epoch``."""
@@ -89,8 +89,8 @@ class AnswerRows(PackedRows):
 
     def _documents(self, number: int) -> tuple[Tensor, Tensor, list[Medium]]:
         """The documents of an example, cut at ``length`` or before an image that does not fit, and the images."""
-        middle, end = self.tokens.ends[2 * number : 2 * number + 2].tolist()
         start = int(self.tokens.ends[2 * number - 1]) if number else 0
+        middle, end = self.tokens.ends[2 * number : 2 * number + 2].tolist()
         media = self.tokens.media_in(start, middle)
         length = keep_whole([(medium.first, medium.end) for medium in media], self.length)
         first, second = self.tokens.ids[start:middle], self.tokens.ids[middle:end]
@@ -158,7 +158,7 @@ class AnswerDataset(PackedDataset):
     def describe(self) -> str:
         """See `PackedDataset.describe`; also how many sequences are cut."""
         sizes = [tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)) for tokens in self.rows.sources]
-        cut = sum(int((each > self.length).sum()) for each in sizes)
+        cut = sum(int((size > self.length).sum()) for size in sizes)
         note = f"\n{cut:,} sequences are longer than {self.length} tokens and are cut." if cut else ""
         return super().describe() + note
 
@@ -178,15 +178,17 @@ class AnswerDataset(PackedDataset):
 
     def _batch(self, rows: list[Batch]) -> Batch:
         rows = self._completed(rows) if self.complete else rows or [self._without_labels(self.rows[0])]
-        answers, others = ([row.pop(name) for row in rows] for name in ("first", "second"))
+        first, second = ([row.pop(name) for row in rows] for name in ("first", "second"))
         if self.formats != ("kto",):
-            return self._padded(answers + others, rows * 2)
-        prompts = [each[: int((each < 0).sum())] for each in answers]
-        replies = [each[int((each < 0).sum()) :] for each in answers]
-        unrelated = [torch.cat(pair) for pair in zip(prompts, replies[1:] + replies[:1], strict=True)]
+            return self._padded(first + second, rows * 2)
+
+        # Each prompt with the answer to the next one, for KTO's divergence.
+        prompts = [document[: int((document < 0).sum())] for document in first]
+        answers = [document[int((document < 0).sum()) :] for document in first]
+        unrelated = [torch.cat(pair) for pair in zip(prompts, answers[1:] + answers[:1], strict=True)]
         return {
-            **self._padded(answers, rows),
-            "preference_labels": torch.tensor([bool(label) for label in others]),
+            **self._padded(first, rows),
+            "preference_labels": torch.tensor([bool(label) for label in second]),
             **{f"kl_{name}": tensor for name, tensor in self._padded(unrelated).items()},
         }
 
@@ -204,10 +206,10 @@ def padded(documents: Sequence[Tensor], length: int, filler: int, pixels: Sequen
         documents: [n] each; ``~id`` instead of ``id`` for a token without a label, as in a `TokenFile`.
         length: the most tokens of a row.
         filler: token id of padding.
-        pixels: what each row has besides text, if any has.
+        pixels: inputs of each row besides text, if any has some.
     """
-    documents = [each[:length] for each in documents]
+    documents = [document[:length] for document in documents]
     longest = max(map(len, documents))
     rounded = max(min(-(-longest // MULTIPLE) * MULTIPLE, length), 2)
-    rows = [make_row([each.int()], rounded, filler) for each in documents]
-    return collate([row | own for row, own in zip(rows, pixels or [{}] * len(rows), strict=True)])
+    rows = [make_row([document.int()], rounded, filler) for document in documents]
+    return collate([row | images for row, images in zip(rows, pixels or [{}] * len(rows), strict=True)])

@@ -19,9 +19,9 @@ def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
         length: number of tokens in the row.
         filler: token id of padding.
     """
-    bounds = [0, *itertools.accumulate(map(len, pieces))]
+    bounds = [0, *itertools.accumulate(map(len, pieces))]  # of the documents
     padding = torch.full((length - bounds[-1],), ~filler, dtype=torch.int32)
-    tokens = torch.cat([*pieces, padding]).long()[None]
+    tokens = torch.cat([*pieces, padding]).long()[None]  # [1, length]
     if len(padding):
         bounds.append(length)
     labels = tokens.masked_fill(tokens < 0, -100)

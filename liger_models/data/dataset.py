@@ -17,7 +17,7 @@ from liger_models.data.media import keep_whole
 from liger_models.data.mixture import MixedRows
 from liger_models.data.packing import WINDOW, PackedRows, has_target, pack, seeded_generator, split_documents
 from liger_models.data.pixels import Piece, RowMaker
-from liger_models.data.sources import find_files, read_examples
+from liger_models.data.sources import find_files, read_records
 from liger_models.data.tokens import tokenise
 from liger_models.distributed import ranks as processes
 from liger_models.text.tokenizer import Tokenizer
@@ -41,8 +41,7 @@ class PackedDataset(IterableDataset[Batch]):
 
     A source with a length, such as files, is tokenised in the constructor, into a cache that later runs reuse. Every
     rank must then construct the data set; the first rank of each host does the work. An iterable without a length is a
-    stream: each rank (and each worker) reads all of it, tokenises `WINDOW` examples ahead, and shuffles among those
-    only.
+    stream: each rank (and each worker) reads all of it, tokenises `WINDOW` examples ahead, and shuffles only those.
 
     An iteration starts at the beginning of the epoch, or where `load_state_dict` says, and moves to the next epoch when
     it ends. An engine that knows the length may stop it right after the last batch; the next iteration then starts the
@@ -124,29 +123,32 @@ class PackedDataset(IterableDataset[Batch]):
             raise ValueError(f"PackedDataset: overflow must be one of {OVERFLOWS}, got {overflow!r}.")
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"PackedDataset: rank must be 0 to {self.ranks - 1} (ranks), got {self.rank}.")
-        self.length, self.batch_size, self.overflow = length, batch_size, overflow
-        self.shuffle, self.seed = shuffle, seed
         if format is not None and field is not None:
             raise ValueError(f"PackedDataset: give format or field, got {format!r} and {field!r}.")
         if shares is not None and not isinstance(source, list | tuple):
             raise ValueError(f"PackedDataset: shares need a list of sources, got {type(source).__name__}.")
         if max_samples is not None and not max_samples >= 1:
             raise ValueError(f"PackedDataset: max_samples must be at least 1, got {max_samples}.")
+
+        self.length, self.batch_size, self.overflow = length, batch_size, overflow
+        self.shuffle, self.seed = shuffle, seed
         self.encoder = self._make_encoder(tokenizer, field, Formats(formats, format), max_samples, broken_media)
         self._filler = self.encoder.tokenizer.padding_id
         self._make_row = RowMaker(length, self._filler, self.encoder.processor, broken_media)
         self.source = find_files(source)
+
         self._rows: PackedRows | None = None  # None for a stream
         if isinstance(self.source, tuple) or (hasattr(source, "__len__") and not isinstance(source, DataLoader)):
             if shares is None:
                 self._rows = self._load_rows(self.source, cache_dir, progress)
             else:
-                parts = [self._load_rows(find_files(each), cache_dir, progress) for each in source]
+                parts = [self._load_rows(find_files(part), cache_dir, progress) for part in source]
                 self._rows = MixedRows(parts, shares, shuffle, seed)
             if not self._rows.has_targets():
                 raise ValueError(f"PackedDataset: {self._named()} {_NO_TARGETS}")
         if self._rows is None and (max_samples is not None or shares is not None):
             raise ValueError("PackedDataset: max_samples and shares must be None for a stream. Prepare the stream.")
+
         self.epoch = self.passed = 0
         self._loaded = False  # whether the next iteration starts at a position that was loaded
         self._rewind()
@@ -170,11 +172,9 @@ class PackedDataset(IterableDataset[Batch]):
     @property
     def has_images(self) -> bool:
         """Whether any document has an image; of a stream, whether they may."""
-        return (
-            self.encoder.processor is not None
-            if self._rows is None
-            else any(len(each.media) for each in self._rows.sources)
-        )
+        if self._rows is None:
+            return self.encoder.processor is not None
+        return any(len(tokens.media) for tokens in self._rows.sources)
 
     def __len__(self) -> int:
         """Number of batches per rank in a whole epoch; TypeError for a stream."""
@@ -188,43 +188,49 @@ class PackedDataset(IterableDataset[Batch]):
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         stream = self._stream() if self._rows is None else None
-        step = self.ranks * self.batch_size
-        for turn in itertools.count((self._row - self._start) // step):
-            taken: Sequence[int | list[Piece]]
+        step_rows = self.ranks * self.batch_size
+        for step in itertools.count((self._row - self._start) // step_rows):
+            # The rows of all ranks: their numbers, or of a stream their pieces.
+            rows: Sequence[int | list[Piece]]
             if stream is not None:
-                taken = list(itertools.islice(stream, step))
+                rows = list(itertools.islice(stream, step_rows))
             else:
-                taken = range(self._row, min(self._start + (turn + 1) * step, len(self.rows)))
-            if not taken:
+                rows = range(self._row, min(self._start + (step + 1) * step_rows, len(self.rows)))
+            if not rows:
                 break
-            self._row += len(taken)
-            self.passed += step
-            if turn % workers == number:
-                own = taken[self.rank * self.batch_size :][: self.batch_size]
-                rows = [self.rows[row] if isinstance(row, int) else self._make_row(row) for row in own]
-                yield self._batch(rows)
+            self._row += len(rows)
+            self.passed += step_rows
+
+            # Workers take turns, and each makes the rows of this rank.
+            if step % workers == number:
+                rank_rows = rows[self.rank * self.batch_size :][: self.batch_size]
+                yield self._batch(
+                    [self.rows[row] if isinstance(row, int) else self._make_row(row) for row in rank_rows]
+                )
         self.set_epoch(self.epoch + 1)
 
     def describe(self) -> str:
-        """What the data are: files, formats and number of documents, and the first document with what is learnt marked.
+        """Files, formats and number of the documents, and the first document with its learnt parts marked.
 
         Raises:
             ValueError: the source is a stream.
         """
-        tokens, documents = self.rows.tokens, sum(each.documents for each in self.rows.sources)
-        files = [(path.name, (path,)) for path in self.source] if isinstance(self.source, tuple) else []
-        formats: dict[str, list[str]] = {}
-        for name, source in files or [(self._named(), self.source)]:
-            first = next(iter(read_examples(source, self.encoder.fields)), None)
+        tokens = self.rows.tokens
+        documents = sum(part.documents for part in self.rows.sources)
+
+        sources = [(path.name, (path,)) for path in self.source] if isinstance(self.source, tuple) else []
+        formats: dict[str, list[str]] = {}  # name of a format -> the files in it
+        for name, source in sources or [(self._named(), self.source)]:
+            first = next(iter(read_records(source, self.encoder.fields)), None)
             if first is not None:
-                known = self.encoder.field or self.encoder.formats.name(*first)
-                formats.setdefault(known, []).append(name)
-        found = "; ".join(
-            f"format {known}: {', '.join(names[:5])}" + ", ..." * (len(names) > 5) for known, names in formats.items()
+                formats.setdefault(self.encoder.field or self.encoder.formats.name(*first), []).append(name)
+        listed = "; ".join(
+            f"format {format}: {', '.join(names[:5])}" + ", ..." * (len(names) > 5) for format, names in formats.items()
         )
+
         ends = [0, *tokens.ends[: self.per_example].tolist()]
         shown = self._show([tokens.ids[start:end].tolist() for start, end in itertools.pairwise(ends)])
-        return f"{documents // self.per_example:,} examples, {found}\n{shown}"
+        return f"{documents // self.per_example:,} examples, {listed}\n{shown}"
 
     def set_epoch(self, epoch: int) -> None:
         """Start ``epoch`` with the next iteration. A position that was loaded remains if it is in this epoch."""
@@ -244,12 +250,12 @@ class PackedDataset(IterableDataset[Batch]):
         Raises:
             ValueError: the state is of other data, or of rows made with other options.
         """
-        saved, now = state["data"], self._identity()
-        differing = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+        saved, current = state["data"], self._identity()
+        differing = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
         if differing:
             raise ValueError(
                 "PackedDataset: the data must be that of the saved state, got other "
-                + "; ".join(f"{name} ({now.get(name)} instead of {saved.get(name)})" for name in differing)
+                + "; ".join(f"{name} ({current.get(name)} instead of {saved.get(name)})" for name in differing)
                 + ". Use the same source and options, or start a new run in another folder."
             )
         self.set_epoch(state["epoch"])
@@ -281,7 +287,7 @@ class PackedDataset(IterableDataset[Batch]):
         return collate(rows + [self._make_row([])] * (self.batch_size - len(rows)))
 
     def _identity(self) -> dict[str, Any]:
-        """What must be equal for a position to mean the same row."""
+        """Options and checksum of the data. Where they are equal, a position means the same row."""
         options = {"length": self.length, "overflow": self.overflow, "shuffle": self.shuffle, "seed": self.seed}
         return {**options, "documents, tokens and checksum": None if self._rows is None else self._rows.identity()}
 
@@ -305,11 +311,11 @@ class PackedDataset(IterableDataset[Batch]):
 
     def _rewind(self) -> None:
         self._start = self._row = 0  # rows of all ranks: taken before this iteration, and taken until now
-        self._read = self._first = 0  # of a stream: examples before the current window, and its first row
+        self._read = self._first = 0  # of a stream: records before the current window, and its first row
 
     def _position(self) -> dict[str, int]:
-        place = {"start": self._start, "row": self._row, "read": self._read, "first": self._first}
-        return {"passed": self.passed, **place}
+        position = {"start": self._start, "row": self._row, "read": self._read, "first": self._first}
+        return {"passed": self.passed, **position}
 
     def _follow(self, position: Mapping[str, Any]) -> None:
         """Move to a position, as `_position` returns it."""
@@ -334,30 +340,33 @@ class PackedDataset(IterableDataset[Batch]):
         """The pieces of each row of a stream from the current position on. Advances `_read` and `_first`."""
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(self.epoch)
-        examples = read_examples(self.source, self.encoder.fields)
+        records = read_records(self.source, self.encoder.fields)
         if self._read:
             skip = getattr(self.source, "skip", None)  # `datasets` has it, and need not read what it skips
             if skip is None:
-                examples = itertools.islice(examples, self._read, None)
+                records = itertools.islice(records, self._read, None)
             else:
-                examples = read_examples(skip(self._read), self.encoder.fields, self._read)
-        taken = self._row - self._first
-        while window := list(itertools.islice(examples, WINDOW)):
+                records = read_records(skip(self._read), self.encoder.fields, self._read)
+
+        begun = self._row - self._first  # rows of the first window that were taken already
+        while window := list(itertools.islice(records, WINDOW)):
             documents = [document for document in self.encoder.encode(window) if document.ids]
             skipped, self.encoder.skipped = self.encoder.skipped, Skipped()
             self._warn(skipped.count, skipped.why, 0)
             if self.shuffle:
                 order = torch.randperm(len(documents), generator=seeded_generator(self.seed, self.epoch, self._read))
                 documents = [documents[i] for i in order.tolist()]
+
             pieces = [piece for document in documents for piece in self._split(document)]
             if not self._first > 0 and pieces and not any(has_target(ids) for ids, _ in pieces):
                 raise ValueError(f"PackedDataset: the first {len(window)} examples of {self._named()} {_NO_TARGETS}")
-            packed = pack([len(ids) for ids, _ in pieces], self.length)
-            for row in packed[taken:]:
+            rows = pack([len(ids) for ids, _ in pieces], self.length)
+            for row in rows[begun:]:
                 yield [pieces[i] for i in row]
-            taken = 0
+            begun = 0
             self._read += len(window)
-            self._first += len(packed)
+            self._first += len(rows)
+
         if not self._first > 0:
             raise ValueError(
                 f"PackedDataset: the source must hold documents, got none in epoch {self.epoch}. Pass something that "
@@ -365,6 +374,7 @@ class PackedDataset(IterableDataset[Batch]):
             )
 
     def _split(self, document: Document) -> list[Piece]:
+        """The pieces of a document of a stream."""
         ids = torch.tensor(document.ids, dtype=torch.int32)
         if document.media and len(ids) > self.length:
             end = keep_whole([(medium.first, medium.end) for medium in document.media], self.length)

@@ -9,18 +9,8 @@ from typing import Any, NamedTuple
 
 from liger_models.base.processor import Processor
 from liger_models.data.formats import DOCUMENTS, Formats
-from liger_models.data.media import (
-    BrokenMediaError,
-    Found,
-    Medium,
-    columns_of,
-    fill,
-    find_tokens,
-    open_media,
-    place_media,
-    write_media,
-)
-from liger_models.data.sources import MEDIA_COLUMNS, Located, to_plain
+from liger_models.data.media import BrokenMediaError, Columns, MediaReader, MediaSource, Medium
+from liger_models.data.sources import MEDIA_COLUMNS, Record, to_plain
 from liger_models.text.chat import Span, answer_mask
 from liger_models.text.tokenizer import Tokenizer
 
@@ -50,13 +40,13 @@ class Document(NamedTuple):
     media: Sequence[Medium] = ()
 
 
-class Content(NamedTuple):
-    """An example as text.
+class Text(NamedTuple):
+    """An example as text, before it is tokenised.
 
     Attributes:
         where: where it is, for errors.
         text: with the tokens of its images.
-        spans: what of it is learnt; None for all.
+        spans: the characters that are learnt; None for all.
         special: whether the tokenizer adds its special tokens.
         media, counts: its images, and the number of tokens of each.
     """
@@ -82,18 +72,18 @@ class Skipped:
 
 
 class Encoder:
-    """Examples to token ids.
+    """Records to token ids: each becomes an example by its format, then a text, then a document.
 
     Args:
         tokenizer: the tokenizer of the model, or its processor, which also takes images.
-        field: the field of an example to read, whatever else it has; None to read it by its format.
+        field: the field of a record to read, whatever else it has; None to read it by its format.
         formats: the formats that examples may have. Default: `DOCUMENTS`.
         max_samples: the most examples to read; None for all.
         broken_media: "error", or "skip" to leave out examples with an image or a video that is missing or has no
             readable header.
 
     Attributes:
-        skipped: what was left out.
+        skipped: the examples that were left out.
     """
 
     def __init__(
@@ -104,168 +94,182 @@ class Encoder:
         max_samples: int | None = None,
         broken_media: str = "error",
     ) -> None:
-        self.processor = tokenizer if isinstance(tokenizer, Processor) else None
-        self.tokenizer = tokenizer.tokenizer if isinstance(tokenizer, Processor) else tokenizer
+        self.tokenizer, self.media = open_reader(tokenizer)
+        self.processor = self.media.processor
         self.field, self.formats = field, Formats(DOCUMENTS) if formats is None else formats
         self.fields = tuple(self.formats.columns) if field is None else (field,)
         self.max_samples, self.broken_media, self.skipped = max_samples, broken_media, Skipped()
-        # What decides how examples are read.
+
+        # What decides how records are read.
         reads = (self.fields, self.formats.allowed, self.formats.format)
         self.key: Any = [READING, type(self).__name__, *reads, max_samples]
+
         added = self.tokenizer.backend.get_added_tokens_decoder()
-        self._media = {
+        self._placeholders = {
             token.content: id
             for id, token in added.items()
             if token.special and any(name in token.content for name in MEDIA)
         }
-        self.kinds: Sequence[str] = () if self.processor is None else self.processor.kinds
-        self.takes_bounds = self.processor is not None and self.processor.takes_bounds
-        self._media_ids = set() if self.processor is None else self.processor.media_ids
 
-    def encode(self, examples: Iterable[Located]) -> Iterator[Document]:
-        """The documents of the examples, in order.
+    def encode(self, records: Iterable[Record]) -> Iterator[Document]:
+        """The documents of the records, in order.
 
         Raises:
-            ValueError: an example is malformed. The message begins with where it is.
+            ValueError: a record is malformed. The message begins with where it is.
         """
-        group: list[Content | Document] = []
+        group: list[Text | Document] = []
         characters = 0
-        for where, example in self._limited(examples):
+        for where, record in self._limited(records):
             try:
-                content = self._read(where, example)
+                text = self._read(where, record)
             except BrokenMediaError as error:
                 if self.broken_media == "error":
                     raise
                 self.skipped.add(error)
                 continue
-            if isinstance(content, Content):
-                check_characters(where, content.text)
-                characters += len(content.text)
-                characters += sum(each.memory for each in content.media)
-            group.append(content)
+            if isinstance(text, Text):
+                check_characters(where, text.text)
+                characters += len(text.text) + sum(medium.memory for medium in text.media)
+            group.append(text)
             if len(group) == GROUP or characters >= GROUP_CHARACTERS:
                 yield from self._tokenise(group)
                 group, characters = [], 0
         yield from self._tokenise(group)
 
-    def _limited(self, examples: Iterable[Located]) -> Iterator[Located]:
-        return itertools.islice(examples, self.max_samples)
+    def _limited(self, records: Iterable[Record]) -> Iterator[Record]:
+        return itertools.islice(records, self.max_samples)
 
-    def _read(self, where: str, example: Any) -> Content | Document:
-        """An example as text, with the spans of its answers if it has some; or as tokens if it has them."""
-        if isinstance(example, str):
-            return Content(where, self._check_text(where, example), None, True)
-        if self.field is None:
-            example = self.formats.convert(where, example, self.tokenizer)
-        known = sorted(example) if isinstance(example, Mapping) else type(example).__name__
-        field = next((name for name in FIELDS if name in known), "completion") if self.field is None else self.field
+    # A record to a text
+
+    def _read(self, where: str, record: Any) -> Text | Document:
+        """A record as text, with the spans of its answers if it has some; or as tokens if it has them."""
+        if isinstance(record, str):
+            return Text(where, self._check_text(where, record), None, True)
+
+        example = self.formats.convert(where, record, self.tokenizer) if self.field is None else record
+        names = sorted(example) if isinstance(example, Mapping) else type(example).__name__
+        field = next((name for name in FIELDS if name in names), "completion") if self.field is None else self.field
         if not isinstance(example, Mapping) or field not in example:
-            raise ValueError(f"{where}: an example must have {field}, got {known}. Name another column by field=.")
-        unread = [name for name in MEDIA_COLUMNS if name.rstrip("s") not in self.kinds]
-        media = [name for name in unread if not is_empty(example.get(name))]
-        taken = " and ".join(("text", *self.kinds))
-        if media:
-            raise ValueError(f"{where}: an example must be {taken}, got a field {', '.join(media)}. {self._advice}")
-        columns = columns_of(example, self.kinds)
-        value, prompt = example[field], example.get("prompt") if self.field is None else None
+            raise ValueError(f"{where}: an example must have {field}, got {names}. Name another column by field=.")
+        check_media_columns(where, example, self.media, "an example must be", f"a field {{}}. {self._advice}")
+
+        columns = self.media.columns(example)
+        value = example[field]
+        prompt = example.get("prompt") if self.field is None else None
         if isinstance(value, str):
-            if prompt is not None and not isinstance(prompt, str):
-                raise ValueError(f"{where}: prompt must be a text as {field} is, got messages. Convert one.")
-            if self.field is None and field == "messages":
-                raise ValueError(
-                    f"{where}: messages must be a list of messages, got the text {value[:60]!r}. If it is JSON, parse "
-                    "it."
-                )
-            whole = (prompt or "") + value
-            places = () if self.processor is None else self.processor.placeholder.finditer(whole)
-            kinds = [str(place.lastgroup) for place in places]
-            found: list[Found] = [
-                (kind, source, {}) for kind, source in zip(kinds, fill(where, kinds, columns), strict=True)
-            ]
-            return self._write(where, whole, None if prompt is None else [(len(prompt), len(whole))], True, found)
+            return self._read_text(where, field, prompt, value, columns)
         value = value if isinstance(value, list) else to_plain(value)
         if is_messages(value) and (value or field == "messages" or prompt):
-            if prompt is not None and not is_messages(prompt):
-                raise ValueError(
-                    f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one."
-                )
-            messages, found = place_media(where, [*(prompt or ()), *value], columns, self.takes_bounds)
-            messages = read_messages(where, messages, self.kinds)
-            first = len(prompt or ())
-            answers = [number >= first and each["role"] == "assistant" for number, each in enumerate(messages)]
-            if not any(answers):
-                raise ValueError(f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
-            learnt = [answer and each.get("weight", 1) == 1 for answer, each in zip(answers, messages, strict=True)]
-            try:
-                text, spans = self.tokenizer.render_answers(messages, learnt=learnt, **read_variables(example))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{where}: {error}") from error
-            if not spans and any(learnt):
-                raise ValueError(
-                    f"{where}: the chat template must mark answers by {{% generation %}}, got none marked. Mark them, "
-                    "or leave all marks out."
-                )
-            return self._write(where, text, spans, False, found)
-        if not isinstance(value, Sequence) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+            return self._read_chat(where, field, prompt, value, example, columns)
+        return self._read_ids(where, field, value, example, columns)
+
+    def _read_text(self, where: str, field: str, prompt: Any, answer: str, columns: Columns) -> Text:
+        """A text, or a prompt and the text that is its answer."""
+        if prompt is not None and not isinstance(prompt, str):
+            raise ValueError(f"{where}: prompt must be a text as {field} is, got messages. Convert one.")
+        if self.field is None and field == "messages":
             raise ValueError(
-                f"{where}: {field} must be a text, messages, or token ids, got {str(value)[:60]!r}. Correct it."
+                f"{where}: messages must be a list of messages, got the text {answer[:60]!r}. If it is JSON, parse it."
             )
-        placeholders = [token for token, id in self._media.items() if id in value]
-        given = placeholders or [kind for kind, column in columns.items() if column]
-        if given:
-            raise ValueError(f"{where}: token ids must be of text, got {', '.join(given)}. {_NO_MEDIA}")
-        labels = example.get("labels", value)
+        text = (prompt or "") + answer
+        spans = None if prompt is None else [(len(prompt), len(text))]
+        return self._write(where, text, spans, True, self.media.sources_in_text(where, text, columns))
+
+    def _read_chat(
+        self, where: str, field: str, prompt: Any, answer: Any, example: Mapping[str, Any], columns: Columns
+    ) -> Text:
+        """A conversation, rendered by the chat template."""
+        if prompt is not None and not is_messages(prompt):
+            raise ValueError(f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one.")
+        prompt = prompt or ()
+        messages, sources = self.media.place(where, [*prompt, *answer], columns)
+        messages = read_messages(where, messages, self.media.kinds)
+        answers = [number >= len(prompt) and message["role"] == "assistant" for number, message in enumerate(messages)]
+        if not any(answers):
+            raise ValueError(f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
+        learnt = [
+            is_answer and message.get("weight", 1) == 1 for is_answer, message in zip(answers, messages, strict=True)
+        ]
+        text, spans = render_answers(where, self.tokenizer, messages, learnt, example)
+        if not spans and any(learnt):
+            raise ValueError(
+                f"{where}: the chat template must mark answers by {{% generation %}}, got none marked. Mark them, or "
+                "leave all marks out."
+            )
+        return self._write(where, text, spans, False, sources)
+
+    def _read_ids(self, where: str, field: str, ids: Any, example: Mapping[str, Any], columns: Columns) -> Document:
+        """Token ids as they are, with their labels."""
+        if not isinstance(ids, Sequence) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+            raise ValueError(
+                f"{where}: {field} must be a text, messages, or token ids, got {str(ids)[:60]!r}. Correct it."
+            )
+        media = [name for name, token in self._placeholders.items() if token in ids]
+        media = media or [kind for kind, column in columns.items() if column]
+        if media:
+            raise ValueError(f"{where}: token ids must be of text, got {', '.join(media)}. {_NO_MEDIA}")
+
+        labels = example.get("labels", ids)
         labels = labels if isinstance(labels, list) else to_plain(labels)
-        if len(labels) != len(value) or not all(
-            label in (token, -100) for token, label in zip(value, labels, strict=True)
-        ):
+        if len(labels) != len(ids) or not all(label in (token, -100) for token, label in zip(ids, labels, strict=True)):
             raise ValueError(f"{where}: labels must be those of {field}, unshifted, or -100, got others. Correct them.")
-        ids = (token if label == token else ~token for token, label in zip(value, labels, strict=True))
-        return Document(array("i", ids))
+        return Document(
+            array("i", (token if label == token else ~token for token, label in zip(ids, labels, strict=True)))
+        )
 
-    def _write(self, where: str, text: str, spans: list[Span] | None, special: bool, found: Sequence[Found]) -> Content:
-        """A text with the tokens of the images that were found, each with its kind."""
-        if self.processor is None or not found:
-            return Content(where, self._check_text(where, text), spans, special)
-        media = open_media(where, found, self.processor)
-        text, spans, counts = write_media(where, text, spans, media, self.processor)
-        return Content(where, text, spans, special, media, counts)
+    def _write(
+        self, where: str, text: str, spans: list[Span] | None, special: bool, sources: Sequence[MediaSource]
+    ) -> Text:
+        """A text with the tokens of its images in place of their placeholders."""
+        if not sources:
+            return Text(where, self._check_text(where, text), spans, special)
+        media = self.media.open(where, sources)
+        text, spans, counts = self.media.write(where, text, spans, media)
+        return Text(where, text, spans, special, media, counts)
 
-    def _tokenise(self, group: Sequence[Content | Document]) -> Iterator[Document]:
-        """Replace the texts of a group, as `_read` returns them, by token ids."""
+    # A text to tokens
+
+    def _tokenise(self, group: Sequence[Text | Document]) -> Iterator[Document]:
+        """The documents of a group; what is one already stays as it is."""
         backend, eos = self.tokenizer.backend, self.tokenizer.eos_token_id
-        contents = {i: content for i, content in enumerate(group) if isinstance(content, Content)}
+        texts = {i: text for i, text in enumerate(group) if isinstance(text, Text)}
         encoded: dict[int, array[int]] = {}
-        for i, content in contents.items():
-            if len(content.text) > WINDOW_CHARACTERS:
-                ids = self._tokenise_long(content.text, content.spans)
-                encoded |= {} if ids is None else {i: ids}
-        texts = [i for i, content in contents.items() if content.spans is None and i not in encoded]
-        chats = [i for i, content in contents.items() if content.spans is not None and i not in encoded]
-        encodings: Any = backend.encode_batch_fast([contents[i].text for i in texts])
-        encoded |= {i: array("i", encoding.ids) for i, encoding in zip(texts, encodings, strict=True)}
-        encodings = backend.encode_batch([contents[i].text for i in chats], add_special_tokens=False)
-        for i, encoding in zip(chats, encodings, strict=True):
-            encoded[i] = _masked(encoding.ids, encoding.offsets, contents[i].spans)
-        answers = [i for i, content in contents.items() if content.spans is not None and content.special]
-        before, after = self._around() if answers else ([], [])
-        for i in answers:  # special tokens are not learnt, except for the end
-            rest = [token if token == eos else ~token for token in after]
-            encoded[i] = array("i", [*(~token for token in before), *encoded[i], *rest])
-        for i, each in enumerate(group):
-            if isinstance(each, Document):
-                yield each
+
+        # Very long texts one by one, in windows.
+        for i, text in texts.items():
+            ids = self._tokenise_long(text.text, text.spans) if len(text.text) > WINDOW_CHARACTERS else None
+            if ids is not None:
+                encoded[i] = ids
+
+        # The others on all cores; offsets, which cost time, only where spans are learnt.
+        plain = [i for i, text in texts.items() if text.spans is None and i not in encoded]
+        masked = [i for i, text in texts.items() if text.spans is not None and i not in encoded]
+        encodings: Any = backend.encode_batch_fast([texts[i].text for i in plain])
+        encoded |= {i: array("i", encoding.ids) for i, encoding in zip(plain, encodings, strict=True)}
+        encodings = backend.encode_batch([texts[i].text for i in masked], add_special_tokens=False)
+        for i, encoding in zip(masked, encodings, strict=True):
+            encoded[i] = _masked(encoding.ids, encoding.offsets, texts[i].spans)
+
+        # Special tokens around a prompt and its answer are not learnt, except for the end.
+        around = [i for i, text in texts.items() if text.spans is not None and text.special]
+        before, after = self._special_tokens() if around else ([], [])
+        for i in around:
+            end = [token if token == eos else ~token for token in after]
+            encoded[i] = array("i", [*(~token for token in before), *encoded[i], *end])
+
+        for i, text in enumerate(group):
+            if isinstance(text, Document):
+                yield text
                 continue
             ids = encoded[i]
-            if each.special and eos is not None and (not ids or ids[-1] != eos):
+            if text.special and eos is not None and (not ids or ids[-1] != eos):
                 ids.append(eos)
-            yield self._with_media(ids, each) if each.media else Document(ids)
+            yield self._with_media(ids, text) if text.media else Document(ids)
 
-    def _with_media(self, ids: "array[int]", content: Content) -> Document:
+    def _with_media(self, ids: "array[int]", text: Text) -> Document:
         """A document without labels on the tokens of its images."""
-        known = self._media_ids | {~id for id in self._media_ids}
-        media = find_tokens(content.where, ids, content.media, content.counts, known)
-        return Document(array("i", (~id if id in self._media_ids else id for id in ids)), media)
+        media = self.media.locate(text.where, ids, text.media, text.counts)
+        return Document(array("i", (~token if token in self.media.token_ids else token for token in ids)), media)
 
     def _tokenise_long(self, text: str, spans: list[Span] | None) -> "array[int] | None":
         """The token ids of a long text in bounded memory; None if its windows cannot be joined exactly.
@@ -278,34 +282,38 @@ class Encoder:
         if type(backend.model).__name__ != "BPE" or backend.model.dropout:
             return None
         encode: Any = backend.encode_batch_fast if spans is None else backend.encode_batch
-        before, after = self._around() if spans is None else ([], [])
+        before, after = self._special_tokens() if spans is None else ([], [])
         joined = array("i", before)
-        ids: list[int] = []
+        ids: list[int] = []  # of the last window, from where it was joined
         offsets: list[Span] = []
+
         starts = range(0, len(text) - OVERLAP_CHARACTERS, WINDOW_CHARACTERS - OVERLAP_CHARACTERS)
-        at_once = GROUP_CHARACTERS // WINDOW_CHARACTERS
-        for first in range(0, len(starts), at_once):
-            some = starts[first : first + at_once]
-            windows = encode([text[start : start + WINDOW_CHARACTERS] for start in some], add_special_tokens=False)
-            overlaps = [text[start : start + OVERLAP_CHARACTERS] for start in some]
+        windows_at_once = GROUP_CHARACTERS // WINDOW_CHARACTERS
+        for first in range(0, len(starts), windows_at_once):
+            batch = starts[first : first + windows_at_once]
+            windows = encode([text[start : start + WINDOW_CHARACTERS] for start in batch], add_special_tokens=False)
+            overlaps = [text[start : start + OVERLAP_CHARACTERS] for start in batch]
             seams = backend.encode_batch_fast(overlaps, add_special_tokens=False)
-            for start, window, seam in zip(some, windows, seams, strict=True):
-                old, begin = ids, 0
+            for start, window, seam in zip(batch, windows, seams, strict=True):
+                previous, begin = ids, 0
                 ids = window.ids
                 if start:
+                    # The middle of the overlap must be the same in both windows and in the overlap alone.
                     n = len(seam.ids)
                     low, begin, high = n // 8, n // 2, n - n // 8
-                    if n < 16 or old[low - n :] != seam.ids[low:] or ids[:high] != seam.ids[:high]:
+                    if n < 16 or previous[low - n :] != seam.ids[low:] or ids[:high] != seam.ids[:high]:
                         return None
-                    joined.extend(_masked(old[: begin - n], offsets[: begin - n], spans))
+                    joined.extend(_masked(previous[: begin - n], offsets[: begin - n], spans))
                 ids = ids[begin:]
                 if spans is not None:
-                    offsets = [(a + start, b + start) for a, b in window.offsets[begin:]]
+                    offsets = [
+                        (first_character + start, end + start) for first_character, end in window.offsets[begin:]
+                    ]
         joined.extend(_masked(ids, offsets, spans))
         joined.extend(after)
         return joined
 
-    def _around(self) -> tuple[list[int], list[int]]:
+    def _special_tokens(self) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer puts before and after a text."""
         backend = self.tokenizer.backend
         plain, whole = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
@@ -314,7 +322,7 @@ class Encoder:
 
     def _check_text(self, where: str, text: str) -> str:
         """The text; raises ValueError if it holds placeholders, whose images would be missing."""
-        placeholders = [token for token in self._media if token in text]
+        placeholders = [name for name in self._placeholders if name in text]
         if placeholders:
             raise ValueError(f"{where}: a text must be without images, got {', '.join(placeholders)}. {self._advice}")
         return text
@@ -328,6 +336,47 @@ _NO_MEDIA = (
     "A tokenizer reads texts: pass the model's processor (model.processor) for images, and leave out what it does not "
     "take."
 )
+
+
+def open_reader(reader: Any) -> tuple[Tokenizer, MediaReader]:
+    """The tokenizer of a model, and the reader of its images, from its tokenizer or its processor."""
+    if isinstance(reader, Processor):
+        return reader.tokenizer, MediaReader(reader)
+    return reader, MediaReader(None)
+
+
+def check_media_columns(
+    where: str,
+    example: Mapping[str, Any],
+    media: MediaReader,
+    must: str,
+    advice: str,
+    names: Sequence[str] = MEDIA_COLUMNS,
+) -> None:
+    """Raise ValueError if an example has images in fields of their own that the model does not take.
+
+    Args:
+        where: where the example is.
+        example: the columns.
+        media: reader of the model's images.
+        must: how the error begins, before what the model takes.
+        advice: how it ends, with ``{}`` for the names of the fields.
+        names: the fields.
+    """
+    unread = [name for name in names if name.rstrip("s") not in media.kinds and not is_empty(example.get(name))]
+    if unread:
+        kinds = " and ".join(("text", *media.kinds))
+        raise ValueError(f"{where}: {must} {kinds}, got {advice.format(', '.join(unread))}")
+
+
+def render_answers(
+    where: str, tokenizer: Tokenizer, messages: list[dict[str, Any]], learnt: list[bool], example: Mapping[str, Any]
+) -> tuple[str, list[Span]]:
+    """`Tokenizer.render_answers` with the variables of an example; errors begin with ``where``."""
+    try:
+        return tokenizer.render_answers(messages, learnt=learnt, **read_variables(example))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -346,7 +395,7 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         ValueError: another message has no content, a message has no role, content is neither a text nor a list of
             parts, a part is neither text nor of these kinds, or a weight is neither 0 nor 1.
     """
-    read = []
+    checked = []
     for number, message in enumerate(messages, 1):
         present = {key: value for key, value in message.items() if value is not None}
         role = present.get("role")
@@ -370,11 +419,11 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
                     f"{where}: message {number} must have parts such as {{'type': 'text', 'text': ...}}, got "
                     f"{str(part)[:60]!r}. Correct it."
                 )
-            found = [] if part.get("type") in kinds else _media_in(part)
-            taken = " and ".join(("text", *kinds))
-            if found:
+            media = [] if part.get("type") in kinds else _media_in(part)
+            if media:
                 raise ValueError(
-                    f"{where}: message {number} must be {taken}, got a part {', '.join(found)}. {_NO_MEDIA}"
+                    f"{where}: message {number} must be {' and '.join(('text', *kinds))}, got a part "
+                    f"{', '.join(media)}. {_NO_MEDIA}"
                 )
         if not kinds and isinstance(content, list | tuple) and all(map(_is_text, content)):
             content = "".join(part["text"] for part in content)  # templates of text models take no parts
@@ -383,8 +432,8 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
             raise ValueError(
                 f"{where}: message {number} must have weight 0 (not learnt) or 1, got {weight!r}. Correct it."
             )
-        read.append({**present, "content": content})
-    return read
+        checked.append({**present, "content": content})
+    return checked
 
 
 def _is_text(part: Any) -> bool:
@@ -400,7 +449,7 @@ def _media_in(part: Mapping[str, Any]) -> list[str]:
 
 def is_messages(value: Any) -> bool:
     """Whether a value is a list of messages."""
-    return isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value)
+    return isinstance(value, list | tuple) and all(isinstance(message, Mapping) for message in value)
 
 
 def is_empty(value: Any) -> bool:
@@ -413,7 +462,7 @@ def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] |
     if spans is None:
         return array("i", ids)
     learnt = answer_mask(offsets, spans)
-    return array("i", (id if learns else ~id for id, learns in zip(ids, learnt, strict=True)))
+    return array("i", (token if is_learnt else ~token for token, is_learnt in zip(ids, learnt, strict=True)))
 
 
 def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
@@ -424,17 +473,17 @@ def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: such a text is not JSON, or ``chat_template_kwargs`` is not an object.
     """
-    found = {}
+    variables = {}
     for name in ("tools", "chat_template_kwargs"):
         value = example.get(name)
         try:
-            found[name] = json.loads(value) if isinstance(value, str) else value
+            variables[name] = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError(f"{name} must be JSON where it is a text, got {str(value)[:60]!r}. Correct it.") from error
-    more = found["chat_template_kwargs"] or {}
-    if not isinstance(more, Mapping):
-        raise ValueError(f"chat_template_kwargs must be an object, got {str(more)[:60]!r}. Correct it.")
-    return {"tools": found["tools"], **{key: value for key, value in more.items() if value is not None}}
+    options = variables["chat_template_kwargs"] or {}
+    if not isinstance(options, Mapping):
+        raise ValueError(f"chat_template_kwargs must be an object, got {str(options)[:60]!r}. Correct it.")
+    return {"tools": variables["tools"], **{key: value for key, value in options.items() if value is not None}}
 
 
 def check_characters(where: str, text: str) -> None:

@@ -1,4 +1,7 @@
-"""Formats of examples: which columns each has, how it is recognised, and what it becomes for the encoder."""
+"""Formats of records: which columns each has, how it is recognised, and the example that it becomes for the encoder.
+
+An example has one of the columns ``messages``, ``text`` and ``input_ids``, or ``prompt`` and ``completion``.
+"""
 
 import itertools
 import json
@@ -23,20 +26,20 @@ ALPACA_INPUT = ", paired with an input that provides further context"
 SHOWN = 4096
 """Tokens of a document that are read to show it."""
 
-Example = Mapping[str, Any]
-Convert = Callable[[str, Example, bool], Example]
-"""Takes where an example is, the example, and whether the tokenizer has a chat template."""
+Columns = Mapping[str, Any]
+"""A record, or the example that it becomes: values by column."""
+Convert = Callable[[str, Columns, bool], Columns]
+"""A record to an example. Takes where the record is, the record, and whether the tokenizer has a chat template."""
 
 
 class Format(NamedTuple):
-    """A format of examples.
+    """A format of records.
 
     Attributes:
-        columns: what an example must have; of names joined by "|", one.
+        columns: the columns that a record must have; of names joined by "|", one.
         optional: other columns that are read.
-        convert: makes ``messages``, or ``prompt`` and ``completion``, of it; None if it has these or another column
-            that is read as it is.
-        todo: what to do with an example of this format where it cannot be used.
+        convert: makes an example with ``messages``, or ``prompt`` and ``completion``; None if a record is one already.
+        todo: advice for a record of this format where the format cannot be used.
     """
 
     columns: tuple[str, ...]
@@ -44,9 +47,9 @@ class Format(NamedTuple):
     convert: Convert | None = None
     todo: str = "It trains with objective sft."
 
-    def fits(self, example: Example) -> bool:
-        """Whether an example has the columns."""
-        return all(any(example.get(name) is not None for name in names.split("|")) for names in self.columns)
+    def fits(self, record: Columns) -> bool:
+        """Whether a record has the columns."""
+        return all(any(record.get(name) is not None for name in names.split("|")) for names in self.columns)
 
     @property
     def names(self) -> list[str]:
@@ -54,12 +57,12 @@ class Format(NamedTuple):
         return [name for names in (*self.columns, *self.optional) for name in names.split("|")]
 
 
-def _from_sharegpt(where: str, example: Example, chat: bool) -> Example:
-    turns = next(example[name] for name in ("conversations", "conversation") if example.get(name) is not None)
+def _from_sharegpt(where: str, record: Columns, chat: bool) -> Columns:
+    turns = _first(record, "conversations|conversation")
     if (
         not isinstance(turns, Sequence)
         or isinstance(turns, str)
-        or not all(isinstance(each, Mapping) for each in turns)
+        or not all(isinstance(turn, Mapping) for turn in turns)
     ):
         raise ValueError(
             f"{where}: conversations must be a list of turns with from and value, got {str(turns)[:60]!r}. Correct it."
@@ -76,7 +79,7 @@ def _from_sharegpt(where: str, example: Example, chat: bool) -> Example:
             messages.append({"role": "assistant", "content": None, "tool_calls": _read_calls(where, number, content)})
         else:
             messages.append({"role": role, "content": content, **_only(turn, *_OF_TURN)})
-    return {**_with_system(example, messages), **_only(example, *_TEMPLATE)}
+    return {"messages": _with_system(record, messages), **_only(record, *_TEMPLATE)}
 
 
 def _read_calls(where: str, number: int, content: Any) -> list[dict[str, Any]]:
@@ -90,50 +93,48 @@ def _read_calls(where: str, number: int, content: Any) -> list[dict[str, Any]]:
         ) from error
 
 
-def _from_alpaca(where: str, example: Example, chat: bool) -> Example:
-    instruction, given, output = (
-        _first(example, names) for names in ("instruction|question", "input|context", "output|response|answer")
-    )
-    for name, value in (("instruction", instruction), ("input", given or ""), ("output", output)):
+def _from_alpaca(where: str, record: Columns, chat: bool) -> Columns:
+    instruction = _first(record, "instruction|question")
+    context = _first(record, "input|context")
+    output = _first(record, "output|response|answer")
+    for name, value in (("instruction", instruction), ("input", context or ""), ("output", output)):
         if not isinstance(value, str):
             raise ValueError(f"{where}: {name} must be a text, got {str(value)[:60]!r}. Correct it.")
-    history = example.get("history") or ()
+    history = record.get("history") or ()
     if not isinstance(history, list | tuple) or not all(
         isinstance(turn, list | tuple) and len(turn) == 2 for turn in history
     ):
         raise ValueError(
             f"{where}: history must be a list of pairs of question and answer, got {str(history)[:60]!r}. Correct it."
         )
+
     if chat:
-        asked = {"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction}
-        earlier = [
-            {"role": role, "content": content}
-            for turn in history
-            for role, content in zip(("user", "assistant"), turn, strict=True)
-        ]
-        answer = [{"role": "assistant", "content": output}]
-        conversation = _with_system(example, [*earlier, asked])
-        return {"prompt": conversation["messages"], "completion": answer}
-    unread = [name for name in ("system", "history") if example.get(name)]
+        prompt = []
+        for question, answer in history:
+            prompt += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        prompt.append({"role": "user", "content": f"{instruction}\n\n{context}" if context else instruction})
+        return {"prompt": _with_system(record, prompt), "completion": [{"role": "assistant", "content": output}]}
+
+    # Without a chat template: the text that Alpaca was trained on.
+    unread = [name for name in ("system", "history") if record.get(name)]
     if unread:
         raise ValueError(f"{where}: {' and '.join(unread)} needs a chat template, and the tokenizer has none. Set one.")
-    parts = [ALPACA.format(ALPACA_INPUT if given else ""), f"### Instruction:\n{instruction}"]
-    parts += [f"### Input:\n{given}"] if given else []
+    parts = [ALPACA.format(ALPACA_INPUT if context else ""), f"### Instruction:\n{instruction}"]
+    parts += [f"### Input:\n{context}"] if context else []
     return {"prompt": "\n\n".join([*parts, "### Response:\n"]), "completion": output}
 
 
-def _with_system(example: Example, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    system = example.get("system")
-    first = [{"role": "system", "content": system}] if system else []
-    return {"messages": first + messages}
+def _with_system(record: Columns, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    system = record.get("system")
+    return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def _first(example: Example, names: str) -> Any:
-    return next((example[name] for name in names.split("|") if example.get(name) is not None), None)
+def _first(columns: Columns, names: str) -> Any:
+    return next((columns[name] for name in names.split("|") if columns.get(name) is not None), None)
 
 
-def _only(example: Example, *names: str) -> dict[str, Any]:
-    return {name: example[name] for name in names if example.get(name) is not None}
+def _only(columns: Columns, *names: str) -> dict[str, Any]:
+    return {name: columns[name] for name in names if columns.get(name) is not None}
 
 
 _TEMPLATE = ("tools", "chat_template_kwargs")
@@ -150,18 +151,18 @@ FORMATS = {
     "input_ids": Format(("input_ids",), ("labels",)),
     "prompt": Format(("prompt",), todo="Prompts without answers train with objective grpo."),
 }
-"""The formats, in the order in which an example is compared with them."""
-_COLUMNS = {column for each in FORMATS.values() for column in each.names}
+"""The formats, in the order in which a record is compared with them."""
+_COLUMNS = {column for format in FORMATS.values() for column in format.names}
 DOCUMENTS = ("chat", "sharegpt", "prompt-completion", "alpaca", "question-answer", "text", "input_ids")
-"""Formats of an example that is one document."""
+"""Formats of a record that becomes one document."""
 
 
 class Formats:
-    """Recognises the format of examples.
+    """Recognises the format of records, and converts them.
 
     Args:
         allowed: names in `FORMATS` of the formats that can be used.
-        format: the format of all examples; None to recognise it by the columns. All examples of a file must have the
+        format: the format of all records; None to recognise it by the columns. All records of a file must have the
             format of its first one.
 
     Raises:
@@ -182,37 +183,41 @@ class Formats:
         """The columns that are read: without ``format`` also those by which other formats are recognised."""
         return sorted(_COLUMNS if self.format is None else FORMATS[self.format].names)
 
-    def name(self, where: str, example: Any) -> str:
-        """The name of an example's format.
+    def name(self, where: str, record: Any) -> str:
+        """The name of a record's format.
 
         Raises:
-            ValueError: it has none that is allowed, or another one than the first example of its file.
+            ValueError: it has none that is allowed, or another one than the first record of its file.
         """
-        if isinstance(example, str):
+        if isinstance(record, str):
             return "text"
-        known = sorted(map(str, example)) if isinstance(example, Mapping) else type(example).__name__
-        columns = "; ".join(f"{name}: {', '.join(FORMATS[name].columns)}" for name in self.allowed)
+        names = sorted(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
         if self.format is not None:
-            if not isinstance(example, Mapping) or not FORMATS[self.format].fits(example):
+            if not isinstance(record, Mapping) or not FORMATS[self.format].fits(record):
                 raise ValueError(
                     f"{where}: an example of format {self.format} must have {', '.join(FORMATS[self.format].columns)}, "
-                    f"got {known}. Correct it, or name another format by format=."
+                    f"got {names}. Correct it, or name another format by format=."
                 )
             return self.format
-        found = [name for name in FORMATS if isinstance(example, Mapping) and FORMATS[name].fits(example)]
-        labelled = "kto" in found and "kto" not in self.allowed  # bad answers must not be learnt
-        usable = [name for name in found if name in self.allowed and not (labelled and name == "prompt-completion")]
-        if not usable and found:
+
+        fitting = [name for name in FORMATS if isinstance(record, Mapping) and FORMATS[name].fits(record)]
+        is_labelled = "kto" in fitting and "kto" not in self.allowed  # bad answers must not be learnt
+        usable = [
+            name for name in fitting if name in self.allowed and not (is_labelled and name == "prompt-completion")
+        ]
+        if not usable and fitting:
             raise ValueError(
-                f"{where}: an example must be of format {', '.join(self.allowed)}, got format {found[0]}. "
-                f"{FORMATS[found[0]].todo}"
+                f"{where}: an example must be of format {', '.join(self.allowed)}, got format {fitting[0]}. "
+                f"{FORMATS[fitting[0]].todo}"
             )
         if not usable:
+            columns = "; ".join(f"{name}: {', '.join(FORMATS[name].columns)}" for name in self.allowed)
             raise ValueError(
-                f"{where}: an example must have the columns of a format ({columns}), got {known}. Rename its columns, "
+                f"{where}: an example must have the columns of a format ({columns}), got {names}. Rename its columns, "
                 "or name the column of a text by field=."
             )
-        file = re.match(r"(.*), (?:line|row) \d+$", where)  # data sets may hold examples of several formats
+
+        file = re.match(r"(.*), (?:line|row) \d+$", where)  # data sets may hold records of several formats
         first = self._of_file.setdefault(file[1], usable[0]) if file else usable[0]
         if first != usable[0]:
             raise ValueError(
@@ -221,22 +226,23 @@ class Formats:
             )
         return first
 
-    def convert(self, where: str, example: Example, tokenizer: Tokenizer) -> Example:
-        """An example as ``messages``, ``text``, ``input_ids``, or ``prompt`` and ``completion``.
+    def convert(self, where: str, record: Any, tokenizer: Tokenizer) -> Columns:
+        """A record as an example with ``messages``, ``text``, ``input_ids``, or ``prompt`` and ``completion``.
 
         Raises:
             ValueError: as for `name`, or a column is malformed.
         """
-        name = self.name(where, example)
-        kind = FORMATS[name]
-        made = kind.convert(where, example, tokenizer.chat_template is not None) if kind.convert else example
-        own = kind.names if kind.convert is None else made.keys()
-        others = {key: value for key, value in example.items() if key not in _COLUMNS}  # such as images
-        return {**others, **{key: value for key, value in made.items() if key in own}}
+        format = FORMATS[self.name(where, record)]
+        if format.convert is None:
+            example = {name: value for name, value in record.items() if name in format.names}
+        else:
+            example = dict(format.convert(where, record, tokenizer.chat_template is not None))
+        others = {name: value for name, value in record.items() if name not in _COLUMNS}  # such as images
+        return others | example
 
 
 def mark_learnt(tokenizer: Tokenizer, ids: Sequence[int], lines: int = 12) -> str:
-    """A document as text, indented, with what is learnt between « and ».
+    """A document as text, indented, with the learnt parts between « and ».
 
     Args:
         tokenizer: decodes the ids.
@@ -246,8 +252,9 @@ def mark_learnt(tokenizer: Tokenizer, ids: Sequence[int], lines: int = 12) -> st
     text = ""
     for learnt, run in itertools.groupby(ids[:SHOWN], lambda token: token >= 0):
         part = tokenizer.decode([token if learnt else ~token for token in run], skip_special_tokens=False)
-        rows = [row if len(row) <= 160 else row[:157] + "..." for row in part.split("\n")]
-        if len(rows) > lines:
-            rows = [*rows[: lines // 2], f"... ({len(rows) - lines + 1} lines)", *rows[len(rows) - lines // 2 + 1 :]]
-        text += "«{}»".format("\n".join(rows)) if learnt else "\n".join(rows)
-    return "\n".join("    " + row for row in text.split("\n"))
+        shown = [line if len(line) <= 160 else line[:157] + "..." for line in part.split("\n")]
+        if len(shown) > lines:
+            omitted = f"... ({len(shown) - lines + 1} lines)"
+            shown = [*shown[: lines // 2], omitted, *shown[len(shown) - lines // 2 + 1 :]]
+        text += "«{}»".format("\n".join(shown)) if learnt else "\n".join(shown)
+    return "\n".join("    " + line for line in text.split("\n"))

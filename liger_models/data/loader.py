@@ -30,8 +30,8 @@ class PackedLoader(DataLoader[Batch]):
             )
         self.data = data
         # A generator of its own: starting an epoch must not draw from the default one, which decides dropout.
-        given = {"generator": torch.Generator(), "worker_init_fn": _leave_interrupts, **options}
-        super().__init__(_WithPosition(data), batch_size=None, **given)
+        options = {"generator": torch.Generator(), "worker_init_fn": _leave_interrupts, **options}
+        super().__init__(_WithPosition(data), batch_size=None, **options)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         self.data._begin()

@@ -43,7 +43,7 @@ class MixedRows(PackedRows):
         return [part.tokens for part in self.parts]
 
     def identity(self) -> Any:
-        """What must be equal for a number to mean the same row."""
+        """Size and checksum of all documents. Where they are equal, a number means the same row."""
         return [*(part.identity() for part in self.parts), self.shares]
 
     def has_targets(self) -> bool:
@@ -67,16 +67,16 @@ class MixedRows(PackedRows):
         return self.parts[int(parts[index])][int(rows[index])]
 
     def _choose(self) -> tuple[Tensor, Tensor]:
-        """The part of each row of the epoch, and its number there."""
-        chosen = []
+        """The part of each row of the epoch, and its number in that part."""
+        parts, rows = [], []
         for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
-            size, places = len(part), torch.arange(count) + self.epoch * count
-            cycles = {cycle: self._order(size, number, cycle) for cycle in (places // size).unique().tolist()}
-            rows = [int(cycles[place // size][place % size]) for place in places.tolist()]
-            chosen.append((torch.full((count,), number), torch.tensor(rows)))
-        parts, numbers = (torch.cat(each) for each in zip(*chosen, strict=True))
+            # The rows that the part has provided since the first epoch, counted through all its cycles.
+            size, positions = len(part), torch.arange(count) + self.epoch * count
+            orders = {cycle: self._order(size, number, cycle) for cycle in (positions // size).unique().tolist()}
+            parts.append(torch.full((count,), number))
+            rows.append(torch.tensor([int(orders[row // size][row % size]) for row in positions.tolist()]))
         order = self._order(len(self), len(self.parts), self.epoch)
-        return parts[order], numbers[order]
+        return torch.cat(parts)[order], torch.cat(rows)[order]
 
     def _order(self, size: int, number: int, cycle: int) -> Tensor:
         generator = seeded_generator(self.seed, number, cycle)

@@ -37,10 +37,12 @@ def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | No
         starts, sizes = starts[kept > 0], kept[kept > 0]
     if overflow == "truncate":
         return starts, sizes.clamp(max=length)
-    parts = ((sizes - 1 + length - 2) // (length - 1)).clamp(min=1)
-    number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)
+
+    # Each piece begins with the last token of the piece before, so it adds length - 1 tokens.
+    counts = ((sizes - 1 + length - 2) // (length - 1)).clamp(min=1)
+    number = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)  # in its document
     offsets = number * (length - 1)
-    return starts.repeat_interleave(parts) + offsets, (sizes.repeat_interleave(parts) - offsets).clamp(max=length)
+    return starts.repeat_interleave(counts) + offsets, (sizes.repeat_interleave(counts) - offsets).clamp(max=length)
 
 
 def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -56,16 +58,16 @@ def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     rows: list[list[int]] = []
     free: list[int] = []  # the distinct numbers of free tokens in rows, ascending
     rows_with: dict[int, list[int]] = {}  # number of free tokens -> rows
-    for piece in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
-        place = bisect_left(free, sizes[piece])
-        if place == len(free):
+    for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
+        fullest = bisect_left(free, sizes[piece])
+        if fullest == len(free):
             row, left = len(rows), capacity
             rows.append([])
         else:
-            left = free[place]
+            left = free[fullest]
             row = rows_with[left].pop()
             if not rows_with[left]:
-                del rows_with[left], free[place]
+                del rows_with[left], free[fullest]
         rows[row].append(piece)
         left -= sizes[piece]
         if left:
@@ -120,7 +122,7 @@ class PackedRows(Dataset[Batch]):
         return [self.tokens]
 
     def identity(self) -> Any:
-        """What must be equal for a number to mean the same row, besides the options."""
+        """Size and checksum of the documents. Where they are equal, a number means the same row."""
         images = [len(self.tokens.media), self.tokens.media_checksum] if len(self.tokens.media) else []
         return [self.tokens.documents, len(self.tokens.ids), self.tokens.checksum, *images]
 
@@ -131,13 +133,13 @@ class PackedRows(Dataset[Batch]):
         """
         kept, ends = sizes.clone(), self.tokens.ends
         first, last = self.tokens.media.T.contiguous()
-        owners = torch.searchsorted(ends, first, right=True)
-        for owner in owners[sizes[owners] > self.length].unique().tolist():
-            start, end = int(ends[owner] - sizes[owner]), int(ends[owner])
-            own = slice(*torch.searchsorted(first, torch.tensor([start, end])).tolist())
-            bounds = zip((first[own] - start).tolist(), (last[own] - start).tolist(), strict=True)
+        documents = torch.searchsorted(ends, first, right=True)  # of each image
+        for document in documents[sizes[documents] > self.length].unique().tolist():
+            start, end = int(ends[document] - sizes[document]), int(ends[document])
+            images = slice(*torch.searchsorted(first, torch.tensor([start, end])).tolist())
+            bounds = zip((first[images] - start).tolist(), (last[images] - start).tolist(), strict=True)
             size = keep_whole(list(bounds), self.length)
-            kept[owner] = size if has_target(self.tokens.ids[start : start + size]) else 0
+            kept[document] = size if has_target(self.tokens.ids[start : start + size]) else 0
         return kept
 
     def has_targets(self) -> bool:
@@ -158,25 +160,25 @@ class PackedRows(Dataset[Batch]):
     def _pack(self) -> tuple[Tensor, Tensor]:
         """The pieces in the order of the rows, and where each row ends among them; computed once an epoch."""
         if self._packed is None:
-            number = len(self._sizes)
+            count = len(self._sizes)
             generator = seeded_generator(self.seed, self.epoch)
-            order = torch.randperm(number, generator=generator) if self.shuffle else torch.arange(number)
-            members, ends = array("q"), array("q")
+            order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
+            pieces, ends = array("q"), array("q")
             for window in order.split(WINDOW):
                 for row in pack(self._sizes[window].tolist(), self.length):
-                    members.extend(window[row].tolist())
-                    ends.append(len(members))
-            self._packed = torch.tensor(members), torch.tensor(ends)
+                    pieces.extend(window[row].tolist())
+                    ends.append(len(pieces))
+            self._packed = torch.tensor(pieces), torch.tensor(ends)
         return self._packed
 
     def __len__(self) -> int:
         return len(self._pack()[1])
 
     def __getitem__(self, index: int) -> Batch:
-        members, ends = self._pack()
+        packed, ends = self._pack()
         if not 0 <= index < len(ends):
             raise IndexError(f"PackedRows: index must be 0 to {len(ends) - 1}, got {index}.")
-        pieces = members[ends[index - 1] if index else 0 : ends[index]]
+        pieces = packed[ends[index - 1] if index else 0 : ends[index]]
         spans = zip(self._starts[pieces].tolist(), self._sizes[pieces].tolist(), strict=True)
         bounds = [(start, start + size) for start, size in spans]
         return self.make_row([(self.tokens.ids[start:end], self.tokens.media_in(start, end)) for start, end in bounds])

@@ -52,7 +52,7 @@ class RowMaker:
         Raises:
             ValueError: an image cannot be decoded, with ``broken_media="error"``.
         """
-        tokens, decoded = [], []
+        documents, decoded = [], []
         for ids, media in pieces:
             try:
                 decoded += [medium.decode() for medium in media]
@@ -60,12 +60,12 @@ class RowMaker:
                 self.count(error, "The labels of documents with broken images or videos are removed.")
                 decoded += [medium.blank() for medium in media]
                 ids = torch.minimum(ids, ~ids)  # no labels
-            tokens.append(ids)
-        row = make_row(tokens, self.length, self.filler)
+            documents.append(ids)
+        row = make_row(documents, self.length, self.filler)
         return row | make_pixels([medium for _, media in pieces for medium in media], self.processor, decoded)
 
     def count(self, error: BrokenMediaError, done: str) -> None:
-        """Count what has a broken image or video; the first one is a warning that says what is done with it.
+        """Count a document with a broken image or video. A warning names the first one, and says what is ``done``.
 
         Raises:
             BrokenMediaError: with ``broken_media="error"``.
@@ -94,9 +94,9 @@ def make_pixels(
     if processor is None:
         return {}
     decoded = [medium.decode() for medium in media] if decoded is None else decoded
-    found = [(frames, medium.size) for frames, medium in zip(decoded, media, strict=True)]
-    images = [(image, size) for (image, *_), size in found if size.kind == "image"]
-    videos = [(frames, size) for frames, size in found if size.kind == "video"]
+    pairs = [(frames, medium.size) for frames, medium in zip(decoded, media, strict=True)]
+    images = [(image, size) for (image, *_), size in pairs if size.kind == "image"]
+    videos = [(frames, size) for frames, size in pairs if size.kind == "video"]
     return processor.pixels(
         [image for image, _ in images],
         [frames for frames, _ in videos],

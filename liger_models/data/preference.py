@@ -9,8 +9,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from liger_models.base.processor import Processor
 from liger_models.data.batch import Batch, join_rows
-from liger_models.data.encoding import check_characters, is_empty, is_messages, read_messages, read_variables
-from liger_models.data.media import Medium, columns_of, find_tokens, open_media, place_media, write_media
+from liger_models.data.encoding import (
+    check_characters,
+    check_media_columns,
+    is_messages,
+    open_reader,
+    read_messages,
+    render_answers,
+)
+from liger_models.data.media import Columns, MediaReader, Medium
 from liger_models.data.pixels import make_pixels
 from liger_models.data.sources import MEDIA_COLUMNS
 from liger_models.generation.options import PromptInputs
@@ -22,8 +29,8 @@ IMAGE_INPUTS = frozenset(PromptInputs.__annotations__)
 """Arguments of a model's forward besides text."""
 
 
-class Row(NamedTuple):
-    """A prompt and an answer to it.
+class Answer(NamedTuple):
+    """A prompt and an answer to it, as tokens.
 
     Attributes:
         prompt, answer: token ids.
@@ -87,22 +94,23 @@ def preference_batch(
         pairs = _from_columns(pairs, () if processor is None else MEDIA_COLUMNS)
     if len(pairs) == 0:
         raise ValueError("preference_batch: pairs must hold at least one, got none.")
+
     reader = tokenizer if processor is None else processor
     encoded = [encode_pair(f"preference_batch, pair {number}", pair, reader) for number, pair in enumerate(pairs, 1)]
-    rows = [row for side in zip(*encoded, strict=True) for row in side]
-    images = [make_pixels(chosen.media, processor) for chosen, _ in encoded]
-    known = tokenizer if processor is None else processor.tokenizer
-    filler = 0 if known is None else known.padding_id
+    rows = [row for side in zip(*encoded, strict=True) for row in side]  # all chosen ones, then all rejected ones
+    pixels = [make_pixels(chosen.media, processor) for chosen, _ in encoded]
+    tokenizer, _ = open_reader(reader)
+    filler = 0 if tokenizer is None else tokenizer.padding_id
 
     def padded(value: int, of_row: Callable[[list[int], list[int]], list[int]]) -> Tensor:
-        made = [torch.tensor(of_row(row.prompt, row.answer)) for row in rows]
-        return pad_sequence(made, batch_first=True, padding_value=value)
+        tensors = [torch.tensor(of_row(row.prompt, row.answer)) for row in rows]
+        return pad_sequence(tensors, batch_first=True, padding_value=value)
 
     return {
         "input_ids": padded(filler, lambda prompt, answer: prompt + answer),
         "labels": padded(-100, lambda prompt, answer: [-100] * len(prompt) + answer),
         "attention_mask": padded(0, lambda prompt, answer: [1] * len(prompt + answer)),
-        **join_rows(images * 2),
+        **join_rows(pixels * 2),
     }
 
 
@@ -113,14 +121,14 @@ def _from_collated(batch: Mapping[str, Any]) -> Batch:
             f"preference_batch: a collated batch must have tensors {', '.join(required)}, got {sorted(batch)}."
         )
     ids, mask, answers = (batch[name] for name in required)
-    images = {name: value for name, value in batch.items() if name in IMAGE_INPUTS}
-    return {"input_ids": ids, "labels": ids.masked_fill(answers == 0, -100), "attention_mask": mask, **images}
+    pixels = {name: value for name, value in batch.items() if name in IMAGE_INPUTS}
+    return {"input_ids": ids, "labels": ids.masked_fill(answers == 0, -100), "attention_mask": mask, **pixels}
 
 
 def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[dict[str, Any]]:
     """One dict per pair out of columns by name, ``fields`` among them."""
-    known = (*ANSWERS, "prompt", "tools", "chat_template_kwargs", *fields)
-    columns = {name: column for name, column in pairs.items() if name.startswith(known)}
+    prefixes = (*ANSWERS, "prompt", "tools", "chat_template_kwargs", *fields)
+    columns = {name: column for name, column in pairs.items() if name.startswith(prefixes)}
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) != 1 or any(isinstance(column, str) for column in columns.values()):
         raise ValueError(
@@ -139,82 +147,83 @@ def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[
 
 def encode_pair(
     where: str, pair: Mapping[str, Any], reader: Tokenizer | Processor | None, answers: Sequence[str] = ANSWERS
-) -> list[Row]:
-    """The rows of the chosen and of the rejected answer, or of other ``answers`` to one prompt.
+) -> list[Answer]:
+    """The chosen and the rejected answer to one prompt, or other ``answers``, as tokens.
 
     Raises:
         ValueError: the pair is malformed.
         BrokenMediaError: an image is missing, or its header cannot be read.
     """
-    processor = reader if isinstance(reader, Processor) else None
-    tokenizer = reader.tokenizer if isinstance(reader, Processor) else reader
-    columns = columns_of(pair, () if processor is None else processor.kinds)
-    unread = [name for name in (*MEDIA_COLUMNS, *sorted(IMAGE_INPUTS)) if name.rstrip("s") not in columns]
-    unread = [name for name in unread if not is_empty(pair.get(name))]
-    taken = " and ".join(("text", *columns))
-    if unread:
-        raise ValueError(
-            f"{where}: must be {taken}, got {', '.join(unread)}. Pass the model's processor: processor=model.processor."
-            if processor is None
-            else f"{where}: must be {taken}, got {', '.join(unread)}, which the model does not take. Leave it out."
-        )
-    rows = _read_ids(pair)
-    parts = [part for part in (*answers, "prompt") if pair.get(part) is not None]
-    texts = [isinstance(pair[part], str) for part in parts]
-    if not rows:
-        if not ({*answers} <= {*parts} and ("prompt" in parts or not any(texts))):
-            raise ValueError(
-                f"{where}: must have prompt, {' and '.join(answers)}, or the same with _ids, got {sorted(pair)}."
-            )
-        if tokenizer is None:
-            raise ValueError(f"{where}: texts and messages need a tokenizer. Pass it.")
-        if not all(texts) and any(texts):
-            raise ValueError(f"{where}: must be all texts or all messages, got both. Convert them.")
-        for part in parts:
-            value = pair[part]
-            if not isinstance(value, str) and not is_messages(value):
-                raise ValueError(f"{where}: {part} must be a text or messages, got {str(value)[:60]!r}. Correct it.")
-            check_characters(where, value if isinstance(value, str) else "")
-    if any(columns.values()) and (rows or any(texts)):
+    tokenizer, media = open_reader(reader)
+    columns = media.columns(pair)
+    advice = (
+        "{}. Pass the model's processor: processor=model.processor."
+        if media.processor is None
+        else "{}, which the model does not take. Leave it out."
+    )
+    check_media_columns(where, pair, media, "must be", advice, (*MEDIA_COLUMNS, *sorted(IMAGE_INPUTS)))
+
+    encoded = _read_ids(pair)
+    are_texts = [isinstance(pair[name], str) for name in (*answers, "prompt") if pair.get(name) is not None]
+    if not encoded:
+        _check_pair(where, pair, tokenizer, answers)
+    if any(columns.values()) and (encoded or any(are_texts)):
         raise ValueError(
             f"{where}: images stand in messages, got a field {', '.join(kind for kind in columns if columns[kind])} "
             "beside texts or token ids. Convert them."
         )
-    if not rows and tokenizer is not None:
-        rows = (
-            _encode_texts(pair, tokenizer, answers)
-            if any(texts)
-            else _encode_chats(where, pair, tokenizer, processor, columns, answers)
-        )
-    for name, row in zip(answers, rows, strict=True):
+
+    if not encoded and any(are_texts):
+        encoded = _encode_texts(pair, tokenizer, answers)
+    elif not encoded:
+        encoded = _encode_chats(where, pair, tokenizer, media, columns, answers)
+    for name, row in zip(answers, encoded, strict=True):
         if not row.answer:
             raise ValueError(f"{where}: {name} must have tokens, got none. Leave it out.")
-    return rows
+    return encoded
 
 
-def _read_ids(pair: Mapping[str, Any]) -> list[Row]:
-    """The rows of a pair of token ids; [] if it holds texts or messages."""
+def _check_pair(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None, answers: Sequence[str]) -> None:
+    """Raise ValueError unless a pair has a prompt and its answers as texts, or as messages."""
+    parts = {name: pair[name] for name in (*answers, "prompt") if pair.get(name) is not None}
+    are_texts = [isinstance(value, str) for value in parts.values()]
+    if not ({*answers} <= parts.keys() and ("prompt" in parts or not any(are_texts))):
+        raise ValueError(
+            f"{where}: must have prompt, {' and '.join(answers)}, or the same with _ids, got {sorted(pair)}."
+        )
+    if tokenizer is None:
+        raise ValueError(f"{where}: texts and messages need a tokenizer. Pass it.")
+    if not all(are_texts) and any(are_texts):
+        raise ValueError(f"{where}: must be all texts or all messages, got both. Convert them.")
+    for name, value in parts.items():
+        if not isinstance(value, str) and not is_messages(value):
+            raise ValueError(f"{where}: {name} must be a text or messages, got {str(value)[:60]!r}. Correct it.")
+        check_characters(where, value if isinstance(value, str) else "")
+
+
+def _read_ids(pair: Mapping[str, Any]) -> list[Answer]:
+    """The answers of a pair of token ids; [] if it holds texts or messages."""
 
     def unpadded(part: str, *names: str) -> list[int] | None:
-        given = next((pair[f"{part}_{name}"] for name in names if f"{part}_{name}" in pair), None)
-        if given is None:
+        tokens = next((pair[f"{part}_{name}"] for name in names if f"{part}_{name}" in pair), None)
+        if tokens is None:
             return None
-        mask = pair.get(f"{part}_attention_mask", [1] * len(given))
-        return [int(token) for token, seen in zip(given, mask, strict=True) if seen]
+        mask = pair.get(f"{part}_attention_mask", [1] * len(tokens))
+        return [int(token) for token, seen in zip(tokens, mask, strict=True) if seen]
 
-    prompt, rows = unpadded("prompt", "ids", "input_ids"), []
+    prompt, encoded = unpadded("prompt", "ids", "input_ids"), []
     for part in ANSWERS:
         ids, labels = unpadded(part, "ids", "input_ids"), unpadded(part, "labels")
         if ids is not None and labels is not None:  # the ids include the prompt
             first = next((i for i, label in enumerate(labels) if label != -100), len(labels))
-            rows.append(Row(ids[:first], ids[first:]))
+            encoded.append(Answer(ids[:first], ids[first:]))
         elif ids is not None and prompt is not None:
-            rows.append(Row(prompt, ids))
-    return rows if len(rows) == len(ANSWERS) else []
+            encoded.append(Answer(prompt, ids))
+    return encoded if len(encoded) == len(ANSWERS) else []
 
 
-def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequence[str]) -> list[Row]:
-    """The rows of a pair of texts."""
+def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequence[str]) -> list[Answer]:
+    """The answers of a pair of texts. A token that spans prompt and answer belongs to the answer."""
     eos = tokenizer.eos_token_id
     end = [] if eos is None else [eos]
     sequences = [tokenizer.encode(pair["prompt"] + pair[answer]) for answer in answers]
@@ -222,34 +231,36 @@ def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequen
     prompt = tokenizer.encode(pair["prompt"])
     prompt = prompt[:-1] if prompt[-1:] == end else prompt
     first = min(_shared_prefix(prompt, ids) for ids in sequences)
-    return [Row(ids[:first], ids[first:]) for ids in sequences]
+    return [Answer(ids[:first], ids[first:]) for ids in sequences]
 
 
 def _encode_chats(
     where: str,
     pair: Mapping[str, Any],
     tokenizer: Tokenizer,
-    processor: Processor | None,
-    columns: Mapping[str, Sequence[Any]],
+    media: MediaReader,
+    columns: Columns,
     answers: Sequence[str],
-) -> list[Row]:
-    """The rows of a pair of lists of messages: the tokens before an answer, and from its first to its last.
+) -> list[Answer]:
+    """The answers of a pair of lists of messages: the tokens before an answer, and from its first to its last.
 
     Args:
+        media: reads the images of the prompt.
         columns: the images of the prompt in fields of their own, by kind.
-        Others: as in `encode_pair`.
+        where, pair, tokenizer, answers: as in `encode_pair`.
     """
-    whole = pair.get("prompt") is None
-    shared = _shared_prefix(*(pair[name] for name in answers)) if whole else 0
-    prompt = pair[answers[0]][:shared] if whole else pair["prompt"]
-    prompt, found = place_media(where, prompt, columns, processor is not None and processor.takes_bounds)
-    prompt, media = read_messages(f"{where}, prompt", prompt, [*columns]), open_media(where, found, processor)
-    variables = read_variables(pair)
-    rows: list[Row] = []
-    counts: list[int] = []
+    # Without a prompt, both answers begin with it.
+    has_prompt = pair.get("prompt") is not None
+    shared = 0 if has_prompt else _shared_prefix(*(pair[name] for name in answers))
+    prompt = pair["prompt"] if has_prompt else pair[answers[0]][:shared]
+    prompt, sources = media.place(where, prompt, columns)
+    prompt = read_messages(f"{where}, prompt", prompt, media.kinds)
+    images = media.open(where, sources)
+
+    encoded = []
     for name in answers:
-        answer, pictured = place_media(where, pair[name][shared:], dict.fromkeys(columns, ()))
-        if pictured:
+        answer, sources = media.place(where, pair[name][shared:], dict.fromkeys(columns, ()))
+        if sources:
             raise ValueError(f"{where}: {name} must be text, got an image or a video. Only prompts may have some.")
         answer = read_messages(f"{where}, {name}", answer)
         if not all(message.get("weight", 1) for message in answer):
@@ -257,24 +268,19 @@ def _encode_chats(
                 f"{where}: {name} must have no message with weight 0: answers are compared as a whole. Move messages "
                 "that are not learnt into the prompt, or leave the weight out."
             )
-        learnt = [number >= len(prompt) for number in range(len(prompt) + len(answer))]
-        try:
-            text, spans = tokenizer.render_answers([*prompt, *answer], learnt=learnt, **variables)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {error}") from error
+
+        learnt = [False] * len(prompt) + [True] * len(answer)
+        text, spans = render_answers(where, tokenizer, [*prompt, *answer], learnt, pair)
         check_characters(where, text)
-        if processor is not None:
-            text, moved, counts = write_media(where, text, spans, media, processor)
-            spans = moved or []
+        text, moved, counts = media.write(where, text, spans, images)
         encoding = tokenizer.backend.encode(text, add_special_tokens=False)
-        mask = answer_mask(encoding.offsets, spans)
+        mask = answer_mask(encoding.offsets, moved or [])
         if not any(mask):
             raise ValueError(f"{where}: an answer must be a message of the assistant that is not empty, got {answer}.")
         first, last = mask.index(True), len(mask) - mask[::-1].index(True)
         ids = encoding.ids[:last]
-        tokens = set() if processor is None else processor.media_ids
-        rows.append(Row(ids[:first], ids[first:], find_tokens(where, ids, media, counts, tokens)))
-    return rows
+        encoded.append(Answer(ids[:first], ids[first:], media.locate(where, ids, images, counts)))
+    return encoded
 
 
 def _shared_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -14,27 +14,19 @@ import torch
 from liger_models.base.processor import Processor
 from liger_models.data.answers import AnswerRows
 from liger_models.data.dataset import PackedDataset
-from liger_models.data.encoding import check_characters, is_messages, read_messages, read_variables
+from liger_models.data.encoding import check_characters, is_messages, open_reader, read_messages, read_variables
 from liger_models.data.formats import mark_learnt
-from liger_models.data.media import (
-    BrokenMediaError,
-    Medium,
-    columns_of,
-    find_tokens,
-    open_media,
-    place_media,
-    write_media,
-)
+from liger_models.data.media import BrokenMediaError, Medium
 from liger_models.data.packing import PackedRows
 from liger_models.data.pixels import make_pixels
-from liger_models.data.sources import read_examples, to_plain
+from liger_models.data.sources import read_records, to_plain
 from liger_models.text.tokenizer import Tokenizer
 
 
 class PromptRows(AnswerRows):
-    """The examples of an epoch by their number: the example, the token ids of its prompt, and its pixels. In memory."""
+    """The prompts of an epoch by their number: the record, the token ids of its prompt, and its pixels. In memory."""
 
-    examples: list[Any]
+    records: list[Any]
     media: list[list[Medium]]
 
     def has_targets(self) -> bool:
@@ -42,13 +34,13 @@ class PromptRows(AnswerRows):
         return True
 
     def __len__(self) -> int:
-        return len(self.examples)
+        return len(self.records)
 
     def _read(self, number: int) -> Any:
         start = int(self.tokens.ends[number - 1]) if number else 0
         ids = [~token for token in self.tokens.ids[start : int(self.tokens.ends[number])].tolist()]
         pixels = make_pixels(self.media[number], self.make_row.processor)
-        return {"example": self.examples[number], "ids": ids, "pixels": pixels}
+        return {"example": self.records[number], "ids": ids, "pixels": pixels}
 
 
 class PromptDataset(PackedDataset):
@@ -74,46 +66,47 @@ class PromptDataset(PackedDataset):
             raise ValueError("PromptDataset: the source must have a length, got a stream. Save it as a file.")
 
     def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
-        examples, media = [], []
-        tokens, ends, places = array("i"), array("q"), array("q")
-        for where, example in itertools.islice(read_examples(source, ()), self.encoder.max_samples):
+        records, media = [], []
+        tokens, ends, bounds = array("i"), array("q"), array("q")
+        for where, record in itertools.islice(read_records(source, ()), self.encoder.max_samples):
             try:
-                ids, own = self._encode(where, example)
+                ids, images = self._encode(where, record)
             except BrokenMediaError as error:
                 if self.encoder.broken_media == "error":
                     raise
                 self.encoder.skipped.add(error)
                 continue
-            examples.append(example)
-            media.append(own)
-            places.extend(len(tokens) + place for each in own for place in (each.first, each.end))
+            records.append(record)
+            media.append(images)
+            bounds.extend(len(tokens) + bound for image in images for bound in (image.first, image.end))
             tokens.extend(~token for token in ids)
             ends.append(len(tokens))
+
         skipped = self.encoder.skipped
-        if len(examples) == 0:
+        if len(records) == 0:
             raise ValueError(f"PromptDataset: the source must hold prompts, got none. {skipped.why}".rstrip())
         self._warn(skipped.count, skipped.why, 0)
-        stored: Any = SimpleNamespace(
+        stored: Any = SimpleNamespace(  # as a `TokenFile`
             documents=len(ends),
             ids=torch.tensor(tokens, dtype=torch.int32),
             ends=torch.tensor(ends, dtype=torch.int64),
-            media=torch.tensor(places, dtype=torch.int64).view(-1, 2),
-            media_checksum=zlib.crc32(json.dumps([each.size for own in media for each in own]).encode()),
-            checksum=zlib.crc32(json.dumps(examples, default=to_plain).encode()),
+            media=torch.tensor(bounds, dtype=torch.int64).view(-1, 2),
+            media_checksum=zlib.crc32(json.dumps([image.size for images in media for image in images]).encode()),
+            checksum=zlib.crc32(json.dumps(records, default=to_plain).encode()),
         )
         rows = PromptRows(stored, self._make_row, self.shuffle, self.seed)
-        rows.examples, rows.media = examples, media
+        rows.records, rows.media = records, media
         return rows
 
-    def _encode(self, where: str, example: Any) -> tuple[list[int], list[Medium]]:
-        self.encoder.formats.name(where, example)
-        prompt, tokenizer = example["prompt"], self.encoder.tokenizer
+    def _encode(self, where: str, record: Any) -> tuple[list[int], list[Medium]]:
+        self.encoder.formats.name(where, record)
+        prompt, tokenizer = record["prompt"], self.encoder.tokenizer
         media: list[Medium] = []
         if isinstance(prompt, str):
-            given = [kind for kind, column in columns_of(example, self.encoder.kinds).items() if column]
-            if given:
+            kinds = [kind for kind, column in self.encoder.media.columns(record).items() if column]
+            if kinds:
                 raise ValueError(
-                    f"{where}: images stand in messages, got {', '.join(given)} beside a text. Convert it."
+                    f"{where}: images stand in messages, got {', '.join(kinds)} beside a text. Convert it."
                 )
             check_characters(where, prompt)
             ids = tokenizer.encode(prompt)
@@ -121,7 +114,7 @@ class PromptDataset(PackedDataset):
         else:
             if not is_messages(prompt):
                 raise ValueError(f"{where}: prompt must be a text or messages, got {str(prompt)[:60]!r}. Correct it.")
-            ids, media = encode_prompt(where, example, self.encoder.processor or tokenizer)
+            ids, media = encode_prompt(where, record, self.encoder.processor or tokenizer)
         if not 0 < len(ids) <= self.length:
             raise ValueError(
                 f"{where}: a prompt must have 1 to {self.length} tokens, got {len(ids)}. Shorten it, or raise length, "
@@ -151,21 +144,17 @@ def encode_prompt(
         ValueError: the messages are malformed, or are not what the chat template takes.
         BrokenMediaError: an image is missing, or its header cannot be read.
     """
-    processor = reader if isinstance(reader, Processor) else None
-    tokenizer = reader.tokenizer if isinstance(reader, Processor) else reader
-    kinds = () if processor is None else processor.kinds
-    bounds = processor is not None and processor.takes_bounds
-    messages, found = place_media(where, example["prompt"], columns_of(example, kinds), bounds)
-    messages = read_messages(where, messages, kinds)
+    tokenizer, media = open_reader(reader)
+    messages, sources = media.place(where, example["prompt"], media.columns(example))
+    messages = read_messages(where, messages, media.kinds)
     try:
         options = {**read_variables(example), "add_generation_prompt": True, "tokenize": False}
         text = str(tokenizer.apply_chat_template(messages, **options))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
     check_characters(where, text)
-    media = open_media(where, found, processor)
-    if processor is None:
-        return tokenizer.encode(text, add_special_tokens=False), []
-    text, _, counts = write_media(where, text, None, media, processor)
+
+    images = media.open(where, sources)
+    text, _, counts = media.write(where, text, None, images)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids, find_tokens(where, ids, media, counts, processor.media_ids)
+    return ids, media.locate(where, ids, images, counts)

@@ -1,4 +1,4 @@
-"""Sources of examples: JSON lines, text and Parquet files, `datasets`, PyTorch data sets, other iterables."""
+"""Sources of records: JSON lines, text and Parquet files, `datasets`, PyTorch data sets, other iterables."""
 
 import itertools
 import json
@@ -13,27 +13,27 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
 PARQUET_ROWS = 1024
 """Rows of a Parquet file that are decoded at a time."""
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
-"""Fields of an example with what is not text."""
+"""Fields of a record with images, videos or sound."""
 
-Located = tuple[str, Any]
-"""Where an example is, such as "train.jsonl, line 7", and the example."""
+Record = tuple[str, Any]
+"""Where a record is, such as "train.jsonl, line 7", and the record: a dict by column, or a text."""
 
 
-class Place(str):
-    """Where an example is in a file.
+class Location(str):
+    """Where a record is in a file.
 
     Attributes:
-        folder: of the file, from which relative paths in the example start.
+        folder: of the file, from which relative paths in the record start.
     """
 
     folder: Path
 
     @classmethod
-    def of(cls, path: Path, place: str) -> "Place":
-        """A place in a file, such as "line 7"."""
-        made = cls(f"{path}, {place}")
-        made.folder = path.parent
-        return made
+    def of(cls, path: Path, position: str) -> "Location":
+        """A position in a file, such as "line 7"."""
+        location = cls(f"{path}, {position}")
+        location.folder = path.parent
+        return location
 
 
 def find_files(source: Any) -> Any:
@@ -52,31 +52,32 @@ def find_files(source: Any) -> Any:
         raise ValueError(f"PackedDataset: source must be files, a data set or other examples, got {source!r}.")
     if isinstance(source, str | PathLike):
         source = [source]
-    if not (isinstance(source, list | tuple) and source and all(isinstance(each, str | PathLike) for each in source)):
+    if not (isinstance(source, list | tuple) and source and all(isinstance(path, str | PathLike) for path in source)):
         return source
+
     files: list[Path] = []
     for path in map(Path, source):
-        found = [path]
+        files_of_path = [path]
         if path.is_dir():
-            found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-        if not path.exists() or not found:
+            files_of_path = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        if not path.exists() or not files_of_path:
             raise FileNotFoundError(
                 f"PackedDataset: {path} must be a file or a folder of files ({', '.join(SUFFIXES)}), got nothing there."
             )
-        files += found
+        files += files_of_path
     for file in files:
         if file.suffix not in SUFFIXES:
             raise ValueError(f"PackedDataset: {file} must end in one of {', '.join(SUFFIXES)}. Convert it.")
     return tuple(file.absolute() for file in files)
 
 
-def read_examples(source: Any, fields: Sequence[str], start: int = 0) -> Iterator[Located]:
-    """The examples of a source, in order.
+def read_records(source: Any, fields: Sequence[str], start: int = 0) -> Iterator[Record]:
+    """The records of a source, in order.
 
     Args:
         source: as `find_files` returns it.
         fields: columns to read from a Parquet file, besides ``tools``, ``labels`` and `MEDIA_COLUMNS`.
-        start: number of examples that were read before ``source`` begins; for error messages.
+        start: number of records that were read before ``source`` begins; for error messages.
 
     Raises:
         ValueError: a line or a file that cannot be parsed.
@@ -89,17 +90,18 @@ def read_examples(source: Any, fields: Sequence[str], start: int = 0) -> Iterato
             else:
                 yield from _read_array(path) if path.suffix == ".json" and _is_array(path) else _read_lines(path)
         return
-    examples: Iterable[Any] = source
+
+    records: Iterable[Any] = source
     if isinstance(source, DataLoader) and source.batch_size is not None:
-        examples = itertools.chain.from_iterable(map(_unbatch, source))
+        records = itertools.chain.from_iterable(map(_unbatch, source))
     elif not hasattr(source, "__iter__"):
-        examples = (source[i] for i in range(len(source)))
+        records = (source[i] for i in range(len(source)))
     has_columns = hasattr(source, "features")  # a data set of `datasets`
     if has_columns and any(f"{kind}(" in repr(source.features) for kind in ("Image", "Video")) and not _format(source):
         tables = source.with_format("arrow").iter(PARQUET_ROWS // 16)  # images are not decoded in Arrow
-        examples = itertools.chain.from_iterable(table.to_pylist() for table in tables)
-    for number, example in enumerate(examples, start + 1):
-        yield f"{type(source).__name__}, example {number}", _drop_nulls(example) if has_columns else example
+        records = itertools.chain.from_iterable(table.to_pylist() for table in tables)
+    for number, record in enumerate(records, start + 1):
+        yield f"{type(source).__name__}, example {number}", _drop_nulls(record) if has_columns else record
 
 
 def _format(source: Any) -> Any:
@@ -115,7 +117,7 @@ def to_plain(value: Any) -> Any:
 
 
 def _unbatch(batch: Any) -> Iterator[Any]:
-    """The examples of a collated batch."""
+    """The records of a collated batch."""
     if isinstance(batch, Mapping):
         yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
     else:
@@ -127,40 +129,40 @@ def _is_array(path: Path) -> bool:
         return file.read(1024).decode("utf-8-sig", "replace").lstrip().startswith("[")
 
 
-def _read_array(path: Path) -> Iterator[Located]:
+def _read_array(path: Path) -> Iterator[Record]:
     """The objects of one JSON array, as Alpaca and ShareGPT are published."""
     try:
-        examples = json.loads(path.read_text(encoding="utf-8-sig"))
+        records = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: must be a JSON array of objects, got: {error}. Correct the file.") from error
-    for number, example in enumerate(examples, 1):
-        where = Place.of(path, f"row {number}")
-        if not isinstance(example, dict):
-            raise ValueError(f"{where}: must be a JSON object, got: {str(example)[:60]}. Correct it.")
-        yield where, example
+    for number, record in enumerate(records, 1):
+        where = Location.of(path, f"row {number}")
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: must be a JSON object, got: {str(record)[:60]}. Correct it.")
+        yield where, record
 
 
-def _read_lines(path: Path) -> Iterator[Located]:
+def _read_lines(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            where = Place.of(path, f"line {number}")
+            where = Location.of(path, f"line {number}")
             try:
                 text = line.decode("utf-8-sig").rstrip("\r\n")
                 if not text.strip():
                     continue
-                example = text if path.suffix == ".txt" else json.loads(text)
+                record = text if path.suffix == ".txt" else json.loads(text)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: must be UTF-8 text, got: {error}. Convert the file.") from error
             except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{where}: must be a JSON object, got: {error}. Write each example as one line."
                 ) from error
-            if path.suffix != ".txt" and not isinstance(example, dict):
+            if path.suffix != ".txt" and not isinstance(record, dict):
                 raise ValueError(f"{where}: must be a JSON object, got: {text[:60]}. Write one example per line.")
-            yield where, example
+            yield where, record
 
 
-def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Located]:
+def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Record]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -174,14 +176,14 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Located]:
             batches = file.iter_batches(count, columns=[name for name in names if name in columns])
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
-                yield Place.of(path, f"row {number}"), _drop_nulls(row)
+                yield Location.of(path, f"row {number}"), _drop_nulls(row)
     except (ArrowException, OSError) as error:
         raise ValueError(f"{path}: must be a Parquet file, got: {error}. Write it again.") from error
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Remove keys without a value: a column gives every row the keys of all rows, and templates test for presence."""
+    """Remove keys without a value: a column gives every row the keys of all rows, and templates test for them."""
     if isinstance(value, Mapping):
-        return {key: _drop_nulls(each) for key, each in value.items() if each is not None}
-    of_mappings = isinstance(value, list) and any(isinstance(each, Mapping) for each in value)
-    return [_drop_nulls(each) for each in value] if of_mappings else value
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    holds_mappings = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
+    return [_drop_nulls(item) for item in value] if holds_mappings else value

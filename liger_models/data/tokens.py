@@ -21,7 +21,7 @@ from huggingface_hub.utils.tqdm import tqdm
 from liger_models.base.processor import MediaSize
 from liger_models.data.encoding import Document, Encoder, Skipped
 from liger_models.data.media import Medium
-from liger_models.data.sources import read_examples, to_plain
+from liger_models.data.sources import read_records, to_plain
 from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank
 
 FORMAT = 7
@@ -59,13 +59,15 @@ class TokenFile:
             self._files: dict[str, list[int]] = sizes["files"]
             self.skipped: tuple[int, str] = sizes["skipped"], sizes["why"]
             self.media_checksum, self.checksum = sizes["media_checksum"], self._files[IDS][1]
-            for name, (size, _) in self._files.items():  # PyTorch maps what is not there, and reading it kills
-                found = (folder / name).stat().st_size
-                if found != size:
-                    raise ValueError(f"{name} of {found} bytes instead of {size}")
+            # PyTorch maps bytes beyond the end of a file without an error, and reading them kills the process.
+            for name, (size, _) in self._files.items():
+                actual = (folder / name).stat().st_size
+                if actual != size:
+                    raise ValueError(f"{name} of {actual} bytes instead of {size}")
             self.documents = self._files[ENDS][0] // 8
         except (KeyError, OSError, TypeError, ValueError) as error:
             raise self._damaged(str(error)) from error
+
         self.ids = torch.from_file(str(folder / IDS), size=self._files[IDS][0] // 4, dtype=torch.int32)
         self.ends = torch.from_file(str(folder / ENDS), size=self.documents, dtype=torch.int64)
         images = self._files[PLACES][0] // 32
@@ -96,11 +98,11 @@ class TokenFile:
         with (self.folder / HEADERS).open(encoding="utf-8") as lines:
             for header in map(json.loads, lines):
                 path, size = header["path"], header["bytes"]
-                found = os.stat(path).st_size if path and os.path.isfile(path) else None
-                if path is not None and found != size:
+                actual = os.stat(path).st_size if path and os.path.isfile(path) else None
+                if path is not None and actual != size:
                     raise ValueError(
                         f"{header['where']}: {path} must have the {size} bytes of when its header was read, got "
-                        f"{found}. Restore it, or delete {self.folder}; the next run reads all headers again."
+                        f"{actual}. Restore it, or delete {self.folder}; the next run reads all headers again."
                     )
 
     def media_in(self, start: int, end: int) -> list[Medium]:
@@ -110,25 +112,27 @@ class TokenFile:
         first, last = torch.searchsorted(self.media[:, 0].contiguous(), torch.tensor([start, end])).tolist()
         if first == last:
             return []
-        places = self._places[max(first - 1, 0) : last].tolist()
-        before = [0, 0, 0, 0] if first == 0 else places.pop(0)
-        found = []
+
+        # Headers and contents end where the table of images says, and begin where the previous image's end.
+        rows = self._places[max(first - 1, 0) : last].tolist()
+        _, _, header_start, content_start = [0, 0, 0, 0] if first == 0 else rows.pop(0)
+        media = []
         with (self.folder / HEADERS).open("rb") as headers, (self.folder / CONTENTS).open("rb") as contents:
-            for place in places:
-                headers.seek(before[2])
-                header = json.loads(headers.read(place[2] - before[2]))
-                contents.seek(before[3])
-                content = contents.read(place[3] - before[3])
+            for first_token, end_token, header_end, content_end in rows:
+                headers.seek(header_start)
+                header = json.loads(headers.read(header_end - header_start))
+                contents.seek(content_start)
+                content = contents.read(content_end - content_start)
                 source = content if header["path"] is None else Path(header["path"])
                 size = MediaSize(*header["size"])
-                found.append(Medium(header["where"], source, size, place[0] - start, place[1] - start))
-                before = place
-        return found
+                media.append(Medium(header["where"], source, size, first_token - start, end_token - start))
+                header_start, content_start = header_end, content_end
+        return media
 
-    def _damaged(self, found: str) -> ValueError:
+    def _damaged(self, damage: str) -> ValueError:
         return ValueError(
-            f"PackedDataset: the token cache {self.folder} must be as it was written, got {found}. Delete this folder; "
-            "the next run tokenises again."
+            f"PackedDataset: the token cache {self.folder} must be as it was written, got {damage}. Delete this "
+            "folder; the next run tokenizes again."
         )
 
     def __reduce__(self) -> Any:  # a process that unpickles it maps the files again
@@ -161,10 +165,10 @@ class TokenFile:
                         header |= {"path": str(medium.source), "bytes": medium.source.stat().st_size}
                     files[HEADERS].write(json.dumps(header).encode() + b"\n")
                     files[CONTENTS].write(content)
-                    place = (total + medium.first, total + medium.end, files[HEADERS].size, files[CONTENTS].size)
-                    files[PLACES].write(array("q", place))
-                    known = json.dumps([place[:2], medium.size, header["bytes"]]).encode()
-                    media_checksum = zlib.crc32(content, zlib.crc32(known, media_checksum))
+                    bounds = (total + medium.first, total + medium.end)
+                    files[PLACES].write(array("q", (*bounds, files[HEADERS].size, files[CONTENTS].size)))
+                    identity = json.dumps([bounds, medium.size, header["bytes"]]).encode()
+                    media_checksum = zlib.crc32(content, zlib.crc32(identity, media_checksum))
                 total += len(document.ids)
                 files[IDS].write(document.ids)
                 files[ENDS].write(array("q", [total]))
@@ -192,8 +196,8 @@ class _Counted:
 def tokenise(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
     """The tokens of a source: from the cache, or written into it now by the first rank of each host.
 
-    Every rank must call it; an error on one of them is raised on all. Tokens from the cache are verified. Before the
-    writing, what tokenisation in processes that died has left in the cache is removed.
+    Every rank must call it; an error on one of them is raised on all. Tokens from the cache are verified. Tokenization
+    first deletes partial files left by killed processes.
 
     Args:
         source: as `find_files` returns it; not a stream.
@@ -217,26 +221,31 @@ def tokenise(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
             cache.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(cache)
             with _temporary_folder(folder) as temporary:
-                bar: Any = tqdm  # not typed
-                examples = read_examples(source, encoder.fields)
-                examples = bar(examples, desc="Tokenising", unit=" examples", disable=not (progress and rank() == 0))
-                encoder.skipped = Skipped()
-                named = ", ".join(map(str, source[:3])) if isinstance(source, tuple) else "the source"
-                try:
-                    TokenFile.write(temporary, encoder.encode(examples), encoder.skipped, named)
-                except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                        raise
-                    raise OSError(
-                        f"PackedDataset: the token cache {cache} must have room for the tokens, got: {error}. Free "
-                        "space, or name another folder by cache_dir= or $XDG_CACHE_HOME."
-                    ) from error
+                _write(temporary, source, encoder, cache, progress)
                 try:
                     temporary.rename(folder)
                 except OSError:
                     if not folder.is_dir():  # otherwise another run has just written it
                         raise
     return TokenFile(folder)
+
+
+def _write(folder: Path, source: Any, encoder: Encoder, cache: Path, progress: bool) -> None:
+    """Tokenise a source into an empty folder of the cache."""
+    bar: Any = tqdm  # not typed
+    records = read_records(source, encoder.fields)
+    records = bar(records, desc="Tokenising", unit=" examples", disable=not (progress and rank() == 0))
+    encoder.skipped = Skipped()
+    named = ", ".join(map(str, source[:3])) if isinstance(source, tuple) else "the source"
+    try:
+        TokenFile.write(folder, encoder.encode(records), encoder.skipped, named)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            f"PackedDataset: the token cache {cache} must have room for the tokens, got: {error}. Free space, or name "
+            "another folder by cache_dir= or $XDG_CACHE_HOME."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -278,6 +287,6 @@ def _fingerprint(source: Any, encoder: Encoder) -> str:
     elif hasattr(source, "_fingerprint"):  # a data set of `datasets`
         digest.update(source._fingerprint.encode())
     else:
-        for _, example in read_examples(source, encoder.fields):
-            digest.update(json.dumps(example, default=to_plain).encode())
+        for _, record in read_records(source, encoder.fields):
+            digest.update(json.dumps(record, default=to_plain).encode())
     return digest.hexdigest()[:32]

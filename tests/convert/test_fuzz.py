@@ -25,7 +25,7 @@ from liger_models.arch.auto import get_arch
 from liger_models.base.images import read_image
 from liger_models.convert.config_map import blaming, read_config
 from liger_models.data.encoding import FIELDS, Encoder
-from liger_models.data.sources import read_examples
+from liger_models.data.sources import read_records
 from liger_models.text import limits
 from liger_models.text.tokenizer import Tokenizer
 
@@ -237,7 +237,7 @@ def test_lines_of_training_data(tmp_path):
         (tmp_path / "train.jsonl").write_bytes(content + b"\n")
 
         def use() -> None:
-            list(Encoder(tokenizer, None).encode(read_examples((tmp_path / "train.jsonl",), FIELDS)))
+            list(Encoder(tokenizer, None).encode(read_records((tmp_path / "train.jsonl",), FIELDS)))
 
         fine += survives(use, content)
     assert fine > 20
