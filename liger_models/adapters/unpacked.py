@@ -410,7 +410,8 @@ class UnpackedModel(Node):
         config = self.inner.config
         if hasattr(config, "from_pretrained"):
             return config
-        peft_class = _peft_config_class(type(config), format_of(type(self.causal_lm)).model_type)
+        config_class: Any = type(config)
+        peft_class = _peft_config_class(config_class, format_of(type(self.causal_lm)).model_type)
         return peft_class(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
     def forward(

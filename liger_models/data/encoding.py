@@ -257,14 +257,14 @@ class Encoder:
             end = [token if token == eos else ~token for token in after]
             encoded[i] = array("i", [*(~token for token in before), *encoded[i], *end])
 
-        for i, text in enumerate(group):
-            if isinstance(text, Document):
-                yield text
+        for i, item in enumerate(group):
+            if isinstance(item, Document):
+                yield item
                 continue
             ids = encoded[i]
-            if text.special and eos is not None and (not ids or ids[-1] != eos):
+            if item.special and eos is not None and (not ids or ids[-1] != eos):
                 ids.append(eos)
-            yield self._with_media(ids, text) if text.media else Document(ids)
+            yield self._with_media(ids, item) if item.media else Document(ids)
 
     def _with_media(self, ids: "array[int]", text: Text) -> Document:
         """A document without labels on the tokens of its images."""
