@@ -62,7 +62,7 @@ class MedusaOutput(NamedTuple):
 
 
 class ResidualBlock(nn.Module):
-    """``x + SiLU(A · x + b)``, initialised to the identity.
+    """``x + SiLU(A · x + b)``, initialized to the identity.
 
     Args:
         hidden_size: C.

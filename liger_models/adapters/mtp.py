@@ -55,7 +55,7 @@ class LigerMTP(nn.Module):
     """A model with its block for multi-token prediction. Its forward trains both; ``model`` stays usable by itself.
 
     The block's weights are those of the checkpoint that the model was loaded from (``mtp.…``). If it has none, they are
-    initialised like a new model's. What the block saves for the backward follows the policy of the model's last one
+    initialized like a new model's. What the block saves for the backward follows the policy of the model's last one
     (`Decoder.set_checkpointing`).
 
     Args:

@@ -1,4 +1,4 @@
-"""Training data: texts, chats and token ids into packed batches, tokenised once, resumable after every batch.
+"""Training data: texts, chats and token ids into packed batches, tokenized once, resumable after every batch.
 
 An example has one name at each stage::
 

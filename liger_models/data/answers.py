@@ -17,7 +17,7 @@ from liger_models.data.packing import PackedRows, seeded_generator
 from liger_models.data.pixels import RowMaker, make_pixels
 from liger_models.data.preference import ANSWERS, encode_pair
 from liger_models.data.sources import Record
-from liger_models.data.tokens import TokenFile, tokenise
+from liger_models.data.tokens import TokenFile, tokenize
 
 MULTIPLE = 64
 """Rows are padded to a multiple of this many tokens, so that few shapes occur."""
@@ -166,7 +166,7 @@ class AnswerDataset(PackedDataset):
         return AnswerEncoder(tokenizer, *options)
 
     def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
-        tokens = tokenise(source, self.encoder, cache_dir, progress)
+        tokens = tokenize(source, self.encoder, cache_dir, progress)
         self._warn(*tokens.skipped, 0)
         return AnswerRows(tokens, self._make_row, self.shuffle, self.seed)
 

@@ -18,7 +18,7 @@ from liger_models.data.mixture import MixedRows
 from liger_models.data.packing import WINDOW, PackedRows, has_target, pack, seeded_generator, split_documents
 from liger_models.data.pixels import Piece, RowMaker
 from liger_models.data.sources import find_files, read_records
-from liger_models.data.tokens import tokenise
+from liger_models.data.tokens import tokenize
 from liger_models.distributed import ranks as processes
 from liger_models.text.tokenizer import Tokenizer
 
@@ -39,9 +39,9 @@ class PackedDataset(IterableDataset[Batch]):
     exactly one rank, all ranks have the same number of batches, and a run may resume on another number of ranks. The
     last step of an epoch is completed with rows of padding.
 
-    A source with a length, such as files, is tokenised in the constructor, into a cache that later runs reuse. Every
+    A source with a length, such as files, is tokenized in the constructor, into a cache that later runs reuse. Every
     rank must then construct the data set; the first rank of each host does the work. An iterable without a length is a
-    stream: each rank (and each worker) reads all of it, tokenises `WINDOW` examples ahead, and shuffles only those.
+    stream: each rank (and each worker) reads all of it, tokenizes `WINDOW` examples ahead, and shuffles only those.
 
     An iteration starts at the beginning of the epoch, or where `load_state_dict` says, and moves to the next epoch when
     it ends. An engine that knows the length may stop it right after the last batch; the next iteration then starts the
@@ -59,7 +59,7 @@ class PackedDataset(IterableDataset[Batch]):
             token of the piece before, so that no target is lost. "truncate" drops the tokens beyond ``length``.
             Documents with images are truncated in either case, before an image that does not end in the row, and left
             out if no target remains; a warning counts them.
-        format: the format of all examples; default: recognised by the columns of each file's first example. "chat"
+        format: the format of all examples; default: recognized by the columns of each file's first example. "chat"
             (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca" (``instruction``, ``input``,
             ``output``) and "question-answer" learn the answers only. "text" gets the tokenizer's special tokens and the
             end token. "input_ids" are taken unchanged, with ``labels`` beside them if not all are to be learnt.
@@ -76,7 +76,7 @@ class PackedDataset(IterableDataset[Batch]):
         rank, ranks: this process's rank, and the number of ranks that share the data; default: those of the process
             group.
         cache_dir: folder for the tokens; default: ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-        progress: show a progress bar while tokenising, on rank 0.
+        progress: show a progress bar while tokenizing, on rank 0.
 
     Attributes:
         epoch: the current epoch.
@@ -268,7 +268,7 @@ class PackedDataset(IterableDataset[Batch]):
         return Encoder(tokenizer, *options)
 
     def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
-        tokens = tokenise(source, self.encoder, cache_dir, progress)
+        tokens = tokenize(source, self.encoder, cache_dir, progress)
         rows = PackedRows(tokens, self._make_row, self.overflow, self.shuffle, self.seed)
         self._warn(*tokens.skipped, rows.truncated)
         return rows

@@ -18,9 +18,9 @@ READING = 3
 """Part of the name of a token cache. Raised when examples are read in another way than before."""
 FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
-"""Examples are tokenised in groups, on all cores. A group is full at this number of examples or of characters."""
+"""Examples are tokenized in groups, on all cores. A group is full at this number of examples or of characters."""
 WINDOW_CHARACTERS, OVERLAP_CHARACTERS = 1 << 18, 1 << 12
-"""Texts of more characters are tokenised in windows, which overlap: the library needs over 100 bytes a character."""
+"""Texts of more characters are tokenized in windows, which overlap: the library needs over 100 bytes a character."""
 MEDIA = ("image", "video", "audio")
 """Parts of the names of special tokens and of parts of a message that stand for what is not text."""
 
@@ -41,7 +41,7 @@ class Document(NamedTuple):
 
 
 class Text(NamedTuple):
-    """An example as text, before it is tokenised.
+    """An example as text, before it is tokenized.
 
     Attributes:
         where: where it is, for errors.
@@ -132,9 +132,9 @@ class Encoder:
                 characters += len(text.text) + sum(medium.memory for medium in text.media)
             group.append(text)
             if len(group) == GROUP or characters >= GROUP_CHARACTERS:
-                yield from self._tokenise(group)
+                yield from self._tokenize(group)
                 group, characters = [], 0
-        yield from self._tokenise(group)
+        yield from self._tokenize(group)
 
     def _limited(self, records: Iterable[Record]) -> Iterator[Record]:
         return itertools.islice(records, self.max_samples)
@@ -229,7 +229,7 @@ class Encoder:
 
     # A text to tokens
 
-    def _tokenise(self, group: Sequence[Text | Document]) -> Iterator[Document]:
+    def _tokenize(self, group: Sequence[Text | Document]) -> Iterator[Document]:
         """The documents of a group; what is one already stays as it is."""
         backend, eos = self.tokenizer.backend, self.tokenizer.eos_token_id
         texts = {i: text for i, text in enumerate(group) if isinstance(text, Text)}
@@ -237,7 +237,7 @@ class Encoder:
 
         # Very long texts one by one, in windows.
         for i, text in texts.items():
-            ids = self._tokenise_long(text.text, text.spans) if len(text.text) > WINDOW_CHARACTERS else None
+            ids = self._tokenize_long(text.text, text.spans) if len(text.text) > WINDOW_CHARACTERS else None
             if ids is not None:
                 encoded[i] = ids
 
@@ -271,10 +271,10 @@ class Encoder:
         media = self.media.locate(text.where, ids, text.media, text.counts)
         return Document(array("i", (~token if token in self.media.token_ids else token for token in ids)), media)
 
-    def _tokenise_long(self, text: str, spans: list[Span] | None) -> "array[int] | None":
+    def _tokenize_long(self, text: str, spans: list[Span] | None) -> "array[int] | None":
         """The token ids of a long text in bounded memory; None if its windows cannot be joined exactly.
 
-        Tokens are the BPE of their text if each pair of neighbours is the BPE of its own text, and pre-tokenisers read
+        Tokens are the BPE of their text if each pair of neighbours is the BPE of its own text, and pre-tokenizers read
         from left to right. So two windows may be joined at a token of their overlap at which both have the tokens that
         the overlap has alone. Only the tokens at its ends may differ, because they depend on what is outside.
         """

@@ -1,4 +1,4 @@
-"""Formats of records: which columns each has, how it is recognised, and the example that it becomes for the encoder.
+"""Formats of records: which columns each has, how it is recognized, and the example that it becomes for the encoder.
 
 An example has one of the columns ``messages``, ``text`` and ``input_ids``, or ``prompt`` and ``completion``.
 """
@@ -158,11 +158,11 @@ DOCUMENTS = ("chat", "sharegpt", "prompt-completion", "alpaca", "question-answer
 
 
 class Formats:
-    """Recognises the format of records, and converts them.
+    """Recognizes the format of records, and converts them.
 
     Args:
         allowed: names in `FORMATS` of the formats that can be used.
-        format: the format of all records; None to recognise it by the columns. All records of a file must have the
+        format: the format of all records; None to recognize it by the columns. All records of a file must have the
             format of its first one.
 
     Raises:
@@ -180,7 +180,7 @@ class Formats:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are read: without ``format`` also those by which other formats are recognised."""
+        """The columns that are read: without ``format`` also those by which other formats are recognized."""
         return sorted(_COLUMNS if self.format is None else FORMATS[self.format].names)
 
     def name(self, where: str, record: Any) -> str:

@@ -56,7 +56,7 @@ def preference_batch(
     Args:
         pairs: a list of examples, or columns by name, in one of these forms:
 
-            - ``prompt``, ``chosen`` and ``rejected`` as texts. Prompt and answer are tokenised as one text, with the
+            - ``prompt``, ``chosen`` and ``rejected`` as texts. Prompt and answer are tokenized as one text, with the
               tokenizer's special tokens and the end token; a token that spans both belongs to the answer.
             - The same as lists of messages for the chat template, optionally with ``tools`` and
               ``chat_template_kwargs``. Without ``prompt`` it is the messages that both answers begin with. A message

@@ -1,4 +1,4 @@
-"""Tokens on disk: each source is tokenised once, by one rank of each host, and found again by later runs."""
+"""Tokens on disk: each source is tokenized once, by one rank of each host, and found again by later runs."""
 
 import contextlib
 import errno
@@ -193,7 +193,7 @@ class _Counted:
         self.size, self.checksum = self.size + len(view), zlib.crc32(view, self.checksum)
 
 
-def tokenise(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
+def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
     """The tokens of a source: from the cache, or written into it now by the first rank of each host.
 
     Every rank must call it; an error on one of them is raised on all. Tokens from the cache are verified. Tokenization
@@ -231,10 +231,10 @@ def tokenise(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
 
 
 def _write(folder: Path, source: Any, encoder: Encoder, cache: Path, progress: bool) -> None:
-    """Tokenise a source into an empty folder of the cache."""
+    """Tokenize a source into an empty folder of the cache."""
     bar: Any = tqdm  # not typed
     records = read_records(source, encoder.fields)
-    records = bar(records, desc="Tokenising", unit=" examples", disable=not (progress and rank() == 0))
+    records = bar(records, desc="Tokenizing", unit=" examples", disable=not (progress and rank() == 0))
     encoder.skipped = Skipped()
     named = ", ".join(map(str, source[:3])) if isinstance(source, tuple) else "the source"
     try:

@@ -24,7 +24,7 @@ ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_a
 def find_documents(position_ids: Tensor) -> Tensor | None:
     """The bounds of packed documents as ``cu_seqlens``: each position 0 starts one. None if every row is one document.
 
-    Reading the positions synchronises once in each forward, as transformers' flash attention does in each layer. With
+    Reading the positions synchronizes once in each forward, as transformers' flash attention does in each layer. With
     ``cu_seq_lens_q``, which ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` returns, nothing is read.
 
     Args:

@@ -20,7 +20,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
 
     - sigmoid: −(1 − ε)·log σ(m) − ε·log σ(−m)  (ε > 0: conservative DPO)
     - hinge: max(0, 1 − m)
-    - ipo: (m/β − 1/(2β))²; with ``average_log_prob`` the length-normalised form that its authors used
+    - ipo: (m/β − 1/(2β))²; with ``average_log_prob`` the length-normalized form that its authors used
     - robust: (−(1 − ε)·log σ(m) + ε·log σ(−m)) / (1 − 2ε)
     - exo_pair: KL of (σ(m), σ(−m)) from (1 − ε, ε)
     - nca_pair: −log σ(w) − ½·log σ(−w) − ½·log σ(−l)

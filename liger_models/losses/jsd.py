@@ -1,4 +1,4 @@
-"""Generalised Jensen-Shannon divergence: over both heads with and without cross entropy, and of log-probabilities."""
+"""Generalized Jensen-Shannon divergence: over both heads with and without cross entropy, and of log-probabilities."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ def check_beta(name: str, beta: float) -> None:
 
 
 class LigerFusedLinearJSDLoss(FusedDistillationLoss):
-    """``weight_hard_loss · cross entropy + weight_soft_loss · D``, D the generalised Jensen-Shannon divergence.
+    """``weight_hard_loss · cross entropy + weight_soft_loss · D``, D the generalized Jensen-Shannon divergence.
 
     The loss is a mean over the tokens that are not ignored.
 
@@ -36,7 +36,7 @@ class LigerFusedLinearJSDLoss(FusedDistillationLoss):
 
 
 class LigerFusedLinearJSD(FusedDivergence):
-    """Generalised Jensen-Shannon divergence over both heads, without cross entropy.
+    """Generalized Jensen-Shannon divergence over both heads, without cross entropy.
 
     Args:
         jsd_beta: β in [0, 1]; 0 is the forward, 1 the reverse KL divergence.
@@ -97,7 +97,7 @@ class LigerFusedLinearJSD(FusedDivergence):
 
 
 class LigerJSD(nn.Module):
-    """Generalised Jensen-Shannon divergence of log-probabilities, a mean over the rows that are not ignored.
+    """Generalized Jensen-Shannon divergence of log-probabilities, a mean over the rows that are not ignored.
 
     Args:
         beta: β in [0, 1]; 0 is the forward KL divergence (of p from q), 1 the reverse one.

@@ -149,7 +149,7 @@ from liger_models.data.encoding import Encoder
 def hang(*_):
     print("now", flush=True)
     time.sleep(1000)
-Encoder._tokenise = hang
+Encoder._tokenize = hang
 tokenizer = Tokenizer.from_pretrained(sys.argv[1])
 PackedDataset([{"text": "a"}], tokenizer, length=32, cache_dir=sys.argv[1] + "/cache", progress=False)
 """
