@@ -26,3 +26,4 @@ class Late:
 
 
 transformers = Late("transformers")
+dynamo_testing = Late("torch._dynamo.testing")

@@ -4,7 +4,6 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
 from liger_models.adapters.float8 import Float8Linear, convert_to_float8
@@ -13,6 +12,8 @@ from liger_models.kernels.dispatch import reference_backend
 from liger_models.kernels.float8.float8 import RECIPES
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.memory import training_memory
+
+from ..late import dynamo_testing
 
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -170,7 +171,7 @@ def test_blocks_compile(policy, packed):
     model = convert_to_float8(llama())
     model.set_checkpointing(policy)
     want = step(model, **options)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo_testing.CompileCounterWithBackend("aot_eager")
     for block in model.layers:
         block.compile(fullgraph=True, backend=counter)
     torch.testing.assert_close(step(model, **options), want)

@@ -13,15 +13,14 @@ import liger_models.hf
 from liger_models.adapters import unpack_projections
 from liger_models.arch import get_arch
 from liger_models.convert.config_map import read_config
-from liger_models.hf import checkpoint
-from liger_models.hf.auto import model_class
-from liger_models.hf.config import config_class, to_liger
 
 from ..arch.families import FIRST_CASES, VISION_CASES, make_folder
-from ..late import transformers
+from ..late import Late, transformers
 from ..processes import run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
+hf_auto = Late("liger_models.hf.auto")
+hf_config = Late("liger_models.hf.config")
 ROOT = Path(__file__).parents[2]
 OURS, THEIRS = "liger_models.hf", "transformers.models.llama.modeling_llama"
 
@@ -67,7 +66,7 @@ def test_a_class_of_somebody_else_is_not_replaced():
 
 @pytest.mark.parametrize("case", FIRST_CASES, ids="-".join)
 def test_every_family_has_its_class(case):
-    made = model_class(case[0])
+    made = hf_auto.model_class(case[0])
     assert made.__name__ == getattr(transformers, made.__name__).__name__
     with liger_models.hf.registered():
         for auto_class in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
@@ -126,14 +125,19 @@ def test_arguments_of_from_pretrained(folder):
     [
         ({"attn_implementation": "kernels-community/x"}, "attn_implementation must be one of eager, sdpa"),
         ({"device_map": {"model": 0, "lm_head": 1}}, "device_map must name one device, or be 'auto'"),
-        ({"quantization_config": transformers.BitsAndBytesConfig(load_in_4bit=True)}, "apply_lora"),
         ({"tp_plan": "auto"}, "got tp_plan. Leave them out, or load with the class of transformers"),
     ],
-    ids=["attention", "devices", "quantised", "other"],
+    ids=["attention", "devices", "other"],
 )
 def test_arguments_that_are_refused(folder, options, message):
     with pytest.raises(ValueError, match=message), liger_models.hf.registered():
         load(folder, **options)
+
+
+def test_quantization_of_transformers_is_refused(folder):
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    with pytest.raises(ValueError, match="apply_lora"), liger_models.hf.registered():
+        load(folder, quantization_config=config)
 
 
 def test_an_architecture_of_ones_own(own_registry, tmp_path):
@@ -181,7 +185,7 @@ def test_published_configurations_through_the_classes_of_transformers(file):
     """The same configuration as from the file itself."""
     content = json.loads(file.read_text(encoding="utf-8"))
     want = read_config(get_arch(content["model_type"]).config_class, content)
-    got = to_liger(config_class(content["model_type"]).from_dict(content))
+    got = hf_config.to_liger(hf_config.config_class(content["model_type"]).from_dict(content))
     for field in dataclasses.fields(want):
         assert field.name in SPELT_OUT or getattr(got, field.name) == getattr(want, field.name), field.name
     assert got.head_size == want.head_size
@@ -223,7 +227,7 @@ def test_names_of_the_hub_are_downloaded(folder, monkeypatch):
         asked.update(options, name=name, arch=chosen({"model_type": "llama"}))
         return folder
 
-    monkeypatch.setattr(checkpoint, "download", download)
+    monkeypatch.setattr("liger_models.hf.checkpoint.download", download)
     config = transformers.LlamaConfig.from_pretrained(folder)
     made = liger_models.hf.LlamaForCausalLM
     model = made.from_pretrained("me/model", config=config, revision="abc", token="secret", local_files_only=True)

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from liger_models.hf.auto import model_class
-
 from ..arch.families import FIRST_CASES, error, hf_model, make_folder, tokens
-from ..late import transformers
+from ..late import Late, transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
+hf_auto = Late("liger_models.hf.auto")
 LIMIT = 1e-4
 OPTIONS = {
     "revision": "main", "dtype": "float32", "trust_remote_code": False, "gguf_file": None, "quantization_config": None,
@@ -20,7 +19,7 @@ OPTIONS = {
 def test_loading_log_likelihoods_and_generation(case, root):
     """Rows padded on the right without a mask, and prompts padded on the left with one."""
     folder = make_folder(*case, root)
-    theirs, ours = hf_model(folder), model_class(case[0]).from_pretrained(folder, **OPTIONS)
+    theirs, ours = hf_model(folder), hf_auto.model_class(case[0]).from_pretrained(folder, **OPTIONS)
     ours.eval()
     ours.tie_weights()
     ids = tokens(*case, 3, 12)

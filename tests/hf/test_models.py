@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 import liger_models.hf
 from liger_models.adapters import unpack_projections
 from liger_models.arch import get_arch
-from liger_models.hf.auto import model_class
 
 from ..arch.families import (
     FIRST_CASES,
@@ -24,9 +23,10 @@ from ..arch.families import (
     text_sizes,
     tokens,
 )
-from ..late import transformers
+from ..late import Late, transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
+hf_auto = Late("liger_models.hf.auto")
 every_family = pytest.mark.parametrize("hf", FIRST_CASES, indirect=True, ids="-".join)
 llama = pytest.mark.parametrize("hf", [("llama", "gqa")], indirect=True, ids="-".join)
 T = 12
@@ -346,7 +346,7 @@ def test_a_new_model_draws_its_weights():
     model = liger_models.hf.LlamaForCausalLM(config)
     assert 0.01 < model.lm_head.weight.std() < 0.03
     assert model._no_split_modules == {"LlamaBlock"}
-    half = model_class("llama")._from_config(config, dtype=torch.bfloat16)
+    half = hf_auto.model_class("llama")._from_config(config, dtype=torch.bfloat16)
     assert half.dtype == half.config.dtype == torch.bfloat16
 
 

@@ -12,14 +12,14 @@ import torch
 import liger_models.hf
 from liger_models.adapters import unpack_projections
 from liger_models.arch import get_arch
-from liger_models.hf.auto import model_class
 
 from .. import processes
 from ..arch.families import error, make_folder
 from ..convert.test_hub import hub  # noqa: F401
-from ..late import transformers
+from ..late import Late, transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
+hf_auto = Late("liger_models.hf.auto")
 CASES = {"untied": ("llama", "gqa"), "tied": ("gemma2", "gqa")}
 ROWS = [
     {"input_ids": list(range(3, 3 + n)), "labels": [-100] * (n // 3) + list(range(3 + n // 3, 3 + n))}
@@ -52,7 +52,7 @@ untied = pytest.mark.parametrize("folder", [CASES["untied"]], indirect=True, ids
 def load(folder: Path, ours: bool = True, vision: bool = False) -> Any:
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     theirs = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
-    made = model_class(model_type) if ours else theirs
+    made = hf_auto.model_class(model_type) if ours else theirs
     return made.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 

@@ -3,7 +3,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from liger_models.layers.attention import MOST_SCORES, LigerAttention, attention
@@ -11,6 +10,8 @@ from liger_models.layers.batch import BatchLayout
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.masks import Mask, Segments
 from liger_models.layers.rope import RotaryEmbedding
+
+from ..late import dynamo_testing
 
 
 def sequence(B, T, **options):
@@ -333,7 +334,7 @@ def test_segments_of_parts_against_the_formula(device, dtype, recurring, T, size
 @pytest.mark.gpu
 def test_segments_of_any_lengths_are_one_graph():
     torch._dynamo.reset()
-    counter = CompileCounter()
+    counter = dynamo_testing.CompileCounter()
     compiled = torch.compile(attention, backend=counter, fullgraph=True)
     for sizes in ([5, 6], [7, 9, 3], [2000], [4] * 7, [1100, 1200, 5], [300]):
         numbers = torch.arange(len(sizes), device="cuda").repeat_interleave(torch.tensor(sizes, device="cuda"))

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmarks.training.step import graphed
 from liger_models import AutoLigerModel, KernelOptions, LigerFusedLinearDPOLoss, LigerLlama, LlamaConfig, register
@@ -17,7 +16,7 @@ from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LigerLMHead, Targets
 
-from ..late import transformers
+from ..late import dynamo_testing, transformers
 from ..repository.test_readme import ROOT, blocks
 
 CONFIG = LlamaConfig(
@@ -344,7 +343,7 @@ def test_blocks_compile_by_themselves(backend, policy):
         return loss.detach(), [parameter.grad for parameter in model.parameters()]
 
     want = step()
-    counter = CompileCounterWithBackend("inductor" if backend == "cuda" else "aot_eager")
+    counter = dynamo_testing.CompileCounterWithBackend("inductor" if backend == "cuda" else "aot_eager")
     for block in model.layers:
         block.compile(fullgraph=True, backend=counter)
     torch.testing.assert_close(step(), want)

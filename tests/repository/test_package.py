@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,7 @@ def test_core_dependencies():
     assert all(project["optional-dependencies"].values())
 
 
+@cache
 def imports(file: Path) -> set[str]:
     """Full names of what a file imports from anywhere: at its top, inside functions, and for type checkers."""
     package = [PACKAGE.name, *file.relative_to(PACKAGE).parts[:-1]]
@@ -188,10 +190,11 @@ def module_of(imported: str) -> str:
     return name
 
 
-GRAPH = {
-    name: {module_of(each) for each in imports(file) if each.partition(".")[0] == PACKAGE.name} - {name}
-    for name, file in MODULES.items()
-}
+@cache
+def imported_modules(module: str) -> set[str]:
+    """The other modules of the package that a module imports."""
+    names = [name for name in imports(MODULES[module]) if name.partition(".")[0] == PACKAGE.name]
+    return {module_of(name) for name in names} - {module}
 
 
 FACES = sorted(module for module, file in MODULES.items() if "import lazy_exports" in file.read_text())
@@ -212,13 +215,13 @@ def test_imports_point_down(module):
     for name in imports(MODULES[module]):
         taken = ("liger_kernel",) if module.startswith("hf.") else ("transformers", "liger_kernel")
         assert name.partition(".")[0] not in taken, f"{module} imports {name}"
-    for other in GRAPH[module]:
+    for other in imported_modules(module):
         assert floor_of(other) <= floor_of(module), f"{module} imports {other}, which lies above it"
         assert other not in FACES or other == "", f"{module} imports a face: name {other}'s file"
 
 
 def test_no_circle_between_files():
-    remaining = dict(GRAPH)
+    remaining = {module: imported_modules(module) for module in MODULES}
     while free := [module for module, others in remaining.items() if not others & remaining.keys()]:
         for module in free:
             del remaining[module]
@@ -231,7 +234,7 @@ def test_families_do_not_import_each_other():
     }
     for module in families:
         own = module.split(".")[1]
-        others = {each.split(".")[1] for each in GRAPH[module] & families}
+        others = {each.split(".")[1] for each in imported_modules(module) & families}
         assert {each for each in others if not each.startswith("_")} <= {own}, f"{module} imports {others}"
 
 
