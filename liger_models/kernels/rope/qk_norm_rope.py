@@ -28,7 +28,8 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
-from liger_models.kernels.norm.rms_norm import _scaled, rms_norm_reference
+from liger_models.kernels.norm.rms_norm import rms_norm_reference
+from liger_models.kernels.norm.row_norm import scale_rows
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.rope.rope import (
     ELEMENTS_PER_WARP,
@@ -138,8 +139,8 @@ def _qk_norm_rope_kernel(
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     count = tl.where(chunk == 0, H, G) * D if WHOLE else D
     rstd = 1.0 / tl.sqrt(_mean(x1 * x1 + x2 * x2, count, WHOLE) + eps)
-    z1 = _scaled(x1 * rstd, w1, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
-    z2 = _scaled(x2 * rstd, w2, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
+    z1 = scale_rows(x1 * rstd, w1, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
+    z2 = scale_rows(x2 * rstd, w2, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
     y1, y2 = rotate(z1, z2, cos, sin, True, HALF, BLOCK)
     split = choose(head < H, q_ptr + row * (H * D) + head * D, k_ptr + row * (G * D) + (head - H) * D)
     store_heads(split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
