@@ -26,7 +26,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, token_scale
-from liger_models.kernels.loss.linear_cross_entropy import (
+from liger_models.kernels.loss.row_chunks import (
     check_head,
     chunk_rows,
     matching_dtypes,

@@ -33,11 +33,11 @@ from torch.nn import functional as F
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, token_statistics
-from liger_models.kernels.loss.linear_cross_entropy import (
+from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.loss.row_chunks import (
     Gradients,
     check_head,
     chunk_rows,
-    linear_cross_entropy,
     logits_buffer,
     matching_dtypes,
     walk_chunks,
