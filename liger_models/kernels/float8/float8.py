@@ -32,7 +32,8 @@ from torch import Tensor
 
 from liger_models.kernels.activation.gated_act import _activation, _load_pairs
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.norm.row_norm import num_warps, scale_rows
+from liger_models.kernels.norm.row_norm import scale_rows
+from liger_models.kernels.tiles import num_warps
 
 ROWS, COLUMNS, TILES = 64, 128, 4
 """Tile of a program, and the number of tiles that a program takes one after the other to find maxima of columns."""

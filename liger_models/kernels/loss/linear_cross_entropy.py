@@ -27,7 +27,6 @@ https://arxiv.org/abs/1909.08053 for the sharded vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,6 +37,7 @@ from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.loss.cross_entropy import (
     CrossEntropyOutput,
+    LossOptions,
     TokenStatistics,
     check_arguments,
     cross_entropy_reference,
@@ -51,10 +51,11 @@ from liger_models.kernels.loss.row_chunks import (
     chunk_rows,
     matching_dtypes,
     walk_chunks,
-    wide_gradients_fake,
 )
 from liger_models.kernels.loss.scalar_loss import (
-    HandOver,
+    fused_loss,
+    fused_loss_fake,
+    gradients_fake,
     scalar_loss_backward,
     scalar_loss_setup,
     scaled,
@@ -111,23 +112,28 @@ class VocabShard:
 
 
 def _vocab_parallel_statistics(
-    logits: Tensor, target: Tensor, options: tuple[int, float, float, float | None, float], vocab_shard: VocabShard
+    logits: Tensor, target: Tensor, options: LossOptions, vocab_shard: VocabShard
 ) -> TokenStatistics:
     """`token_statistics` over a sharded vocabulary: each rank has the logits of its shard."""
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
+    ignore_index, smoothing, z_loss = options[:3]
     valid = target != ignore_index
-    here = valid & (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
-    any_word = torch.where(valid, (target - vocab_shard.start).where(here, 0), IGNORED)
-    own = token_statistics(
-        logits, any_word, None, IGNORED, label_smoothing, 0.0, softcap, logit_scale, vocabulary=vocab_shard.vocabulary
-    )
-    assert own is not None
-    maximum, log_total = own.lse[:, 0], own.lse[:, 1].log()
+
+    # Statistics of the shard. A target of another rank is replaced by the shard's first word, whose logit isn't used.
+    in_shard = valid & (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
+    local_target = torch.where(valid, (target - vocab_shard.start).where(in_shard, 0), IGNORED)
+    local_options = options._replace(ignore_index=IGNORED, z_loss=0.0)
+    local = token_statistics(logits, local_target, None, *local_options, vocabulary=vocab_shard.vocabulary)
+    assert local is not None
+    maximum, log_total = local.lse[:, 0], local.lse[:, 1].log()
     # Label smoothing adds ε · lse − ε/V · Σ z to the loss over the shard; solve for ε/V · Σ z.
-    mean_share = label_smoothing * (maximum + log_total) - own.loss + (label_smoothing - 1) * own.log_probs
-    every = torch.stack([maximum, log_total, own.log_probs + log_total, mean_share])
-    every = torch.ops.liger_models.all_gather(every, vocab_shard.ranks.name)
-    maxima, log_totals, target_logits, mean_shares = every.unbind(1)  # [R, N] each
+    mean_share = smoothing * (maximum + log_total) - local.loss + (smoothing - 1) * local.log_probs
+
+    # Exchange the four numbers of each token.
+    numbers = torch.stack([maximum, log_total, local.log_probs + log_total, mean_share])  # [4, N]
+    numbers = torch.ops.liger_models.all_gather(numbers, vocab_shard.ranks.name)  # [R, 4, N]
+    maxima, log_totals, target_logits, mean_shares = numbers.unbind(1)  # [R, N] each
+
+    # Statistics of the whole vocabulary.
     maximum = maxima.amax(0)
     log_total = (maxima - maximum + log_totals).logsumexp(0)
     lse = maximum + log_total
@@ -135,7 +141,7 @@ def _vocab_parallel_statistics(
     # Not lse − z_y: for a target near the maximum that difference would cancel.
     log_probs = ((maxima - maximum).gather(0, owner) + target_logits.gather(0, owner))[0] - log_total
     squared = z_loss * lse.square()
-    loss = (label_smoothing - 1) * log_probs + label_smoothing * lse - mean_shares.sum(0) + squared
+    loss = (smoothing - 1) * log_probs + smoothing * lse - mean_shares.sum(0) + squared
     keep = lambda tensor: tensor.where(valid, 0)
     lse = torch.stack([maximum, log_total.exp()], 1).where(valid[:, None], 1)
     return TokenStatistics(keep(loss), keep(squared), keep(log_probs), lse, target.new_empty(0))
@@ -143,11 +149,11 @@ def _vocab_parallel_statistics(
 
 def _local_target(target: Tensor, ignore_index: int, vocab_shard: VocabShard) -> Tensor:
     """Targets as indices into this rank's shard: −1 for a word of another rank, `IGNORED` for an ignored target."""
-    here = (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
-    return torch.where(target == ignore_index, IGNORED, (target - vocab_shard.start).where(here, -1))
+    in_shard = (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
+    return torch.where(target == ignore_index, IGNORED, (target - vocab_shard.start).where(in_shard, -1))
 
 
-def _words_from_op(group: str = "", size: int = 1, rank: int = 0, vocabulary: int = 0) -> VocabShard | None:
+def _shard_of_op(group: str = "", size: int = 1, rank: int = 0, vocabulary: int = 0) -> VocabShard | None:
     """`VocabShard` from the arguments of an op, None without a sharded vocabulary."""
     return VocabShard(Group(group, size, rank), vocabulary) if vocabulary else None
 
@@ -162,7 +168,7 @@ def _walk_chunks(
     target: Tensor,
     bias: Tensor | None,
     class_weight: Tensor | None,
-    options: tuple[int, float, float, float | None, float],
+    options: LossOptions,
     rows: int,
     *,
     predict: bool = False,
@@ -173,29 +179,25 @@ def _walk_chunks(
     vocab_shard: VocabShard | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """Statistics of every row (none if ``lse`` is given), and dx, dweight and dbias if needed."""
-    own_target, own_options = target, options
+    local_target, local_options, vocabulary = target, options, None
     if vocab_shard is not None:
-        own_target, own_options = _local_target(target, options[0], vocab_shard), (IGNORED, *options[1:])
+        local_target = _local_target(target, options.ignore_index, vocab_shard)
+        local_options, vocabulary = options._replace(ignore_index=IGNORED), vocab_shard.vocabulary
 
     def statistics(logits: Tensor, part: slice, gradient: Tensor) -> Sequence[Tensor] | None:
-        results, known = None, None if lse is None else lse[part]
-        if vocab_shard is not None and known is None:
+        results, part_lse = None, None if lse is None else lse[part]
+        if vocab_shard is not None and part_lse is None:
             results = _vocab_parallel_statistics(logits, target[part], options, vocab_shard)
-            known = results.lse
-        if known is None or any(need):
-            made = token_statistics(
-                logits,
-                own_target[part],
-                class_weight,
-                *own_options,
-                predict=predict,
-                lse=known,
-                a=None if a is None else a[part],
-                c=None if c is None else c[part],
-                gradient=gradient if any(need) else None,
-                vocabulary=None if vocab_shard is None else vocab_shard.vocabulary,
+            part_lse = results.lse
+
+        # With a sharded vocabulary this launch computes only the gradient.
+        if part_lse is None or any(need):
+            local_results = token_statistics(
+                logits, local_target[part], class_weight, *local_options, predict=predict, lse=part_lse,
+                a=None if a is None else a[part], c=None if c is None else c[part],
+                gradient=gradient if any(need) else None, vocabulary=vocabulary,
             )  # fmt: skip
-            results = made if results is None else results
+            results = local_results if results is None else results
         return results
 
     results, dx, dweight, dbias = walk_chunks(x, weight, bias, rows, need, statistics)
@@ -225,31 +227,24 @@ LIBRARY.define(
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy", "CompositeExplicitAutograd")
 def _loss(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
-    (*options, rows, predict), need, vocab_shard = rest[:7], rest[7:10], _words_from_op(*rest[10:])
+    options, (rows, predict) = LossOptions(*rest[:5]), rest[5:7]
+    need, vocab_shard = rest[7:10], _shard_of_op(*rest[10:])
     a, scale = without_exponent(factors, x.dtype)
     statistics, dx, dweight, dbias = _walk_chunks(
-        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, options, rows,
         predict=predict, a=a, need=need, vocab_shard=vocab_shard,
     )  # fmt: skip
     loss, z_loss, _, _, predicted = statistics
     loss = (loss * factors).sum()
-    z_loss = (z_loss * factors).sum() if options[2] else torch.zeros_like(loss)
+    z_loss = (z_loss * factors).sum() if options.z_loss else torch.zeros_like(loss)
     return loss, z_loss, predicted, dx, dweight, dbias, scale
 
 
 @torch.library.register_fake("liger_models::linear_cross_entropy", lib=LIBRARY)
 def _loss_fake(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
-    predict, need_dx, need_dw, need_db = rest[6:10]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
-    return (
-        x.new_empty((), dtype=wide),
-        x.new_empty((), dtype=wide),
-        target.new_empty(x.shape[0] if predict else 0),
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
-        *wide_gradients_fake(weight, dw_dtype if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
-        x.new_empty((), dtype=wide),
-    )
+    predict, needs = rest[6], rest[7:10]
+    loss, z_loss = (x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(2))
+    return loss, z_loss, target.new_empty(x.shape[0] if predict else 0), *fused_loss_fake(x, weight, needs)
 
 
 register_autograd("linear_cross_entropy", scalar_loss_backward, scalar_loss_setup)
@@ -257,9 +252,9 @@ register_autograd("linear_cross_entropy", scalar_loss_backward, scalar_loss_setu
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy_tokens", "CompositeExplicitAutograd")
 def _tokens(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, ...]:
-    (*options, rows, predict), vocab_shard = rest[:7], _words_from_op(*rest[7:])
+    options, (rows, predict), vocab_shard = LossOptions(*rest[:5]), rest[5:7], _shard_of_op(*rest[7:])
     statistics, *_ = _walk_chunks(
-        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, options, rows,
         predict=predict, vocab_shard=vocab_shard,
     )  # fmt: skip
     return tuple(statistics)
@@ -273,12 +268,14 @@ def _tokens_fake(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, 
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy_tokens_backward", "CompositeExplicitAutograd")
 def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, ...]:
-    (*options, rows), need, vocab_shard = rest[:6], rest[6:9], _words_from_op(*rest[9:])
+    options, rows, need, vocab_shard = LossOptions(*rest[:5]), rest[5], rest[6:9], _shard_of_op(*rest[9:])
+
+    # One power of two for both upstream gradients.
     a = lse.new_zeros(len(lse)) if a is None else a
     factors, scale = without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]), x.dtype)
     a, c = factors[: len(a)], None if c is None else factors[len(a) :]
     _, dx, dweight, dbias = _walk_chunks(
-        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, options, rows,
         a=a, c=c, lse=lse, need=need, vocab_shard=vocab_shard,
     )  # fmt: skip
     return scaled((dx, dweight, dbias), scale, (x.dtype, weight.dtype, weight.dtype))
@@ -286,9 +283,7 @@ def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) ->
 
 @torch.library.register_fake("liger_models::linear_cross_entropy_tokens_backward", lib=LIBRARY)
 def _tokens_backward_fake(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    need_dx, need_dw, need_db = rest[6:9]
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
-    return dx, *wide_gradients_fake(weight, weight.dtype, weight.dtype, need_dw, need_db)
+    return gradients_fake(x, weight, rest[6:9])
 
 
 def _tokens_setup(ctx, inputs, output):
@@ -383,27 +378,23 @@ def linear_cross_entropy(
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     # Equal on all ranks: they communicate after each chunk.
     rows = chunk_rows(flat.shape[0], V if vocab_shard is None else vocab_shard.each, x.element_size(), workspace_mib)
-    told = () if vocab_shard is None else (vocab_shard.ranks.name, vocab_shard.ranks.size, vocab_shard.ranks.rank, V)
-    options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, rows)
+    shard = () if vocab_shard is None else (vocab_shard.ranks.name, vocab_shard.ranks.size, vocab_shard.ranks.rank, V)
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     factors = token_scale(
         y, class_weight, token_weight, ignore_index, reduction, num_items, torch.promote_types(x.dtype, torch.float32)
     )
 
     if reduction == "none" or return_log_probs:
         loss, z_part, log_probs, _, predicted = torch.ops.liger_models.linear_cross_entropy_tokens(
-            flat, weight, y, bias, class_weight, *options, predict, *told
+            flat, weight, y, bias, class_weight, *options, rows, predict, *shard
         )
         loss = reduce(loss * factors, reduction, target.shape)
         z_part = reduce(z_part * factors, reduction, target.shape)
         log_probs = log_probs.view(target.shape)
     else:
-        training = torch.is_grad_enabled()
-        fused = torch.ops.liger_models.linear_cross_entropy
-        run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 6, (0, 1, 3))
-        loss, z_part, predicted, *_ = run(
-            flat, weight, y, bias, class_weight, factors, *options, predict,
-            training and x.requires_grad, training and weight.requires_grad,
-            training and bias is not None and bias.requires_grad, *told,
+        loss, z_part, predicted, *_ = fused_loss(
+            torch.ops.liger_models.linear_cross_entropy, (flat, weight, y, bias, class_weight, factors),
+            *options, rows, predict, shard=shard,
         )  # fmt: skip
         log_probs = None
     return CrossEntropyOutput(

@@ -64,36 +64,39 @@ def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         return
     sizes = _split_words(len(weight), len(weight))
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
-    for vocab_shard, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
+    for rows, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
         if out.dtype != x.dtype:
             if x.device.type == "cuda":
-                torch.mm(x, vocab_shard.t(), out_dtype=out.dtype, out=columns)
+                torch.mm(x, rows.t(), out_dtype=out.dtype, out=columns)
             else:
-                torch.mm(x.to(out.dtype), vocab_shard.t().to(out.dtype), out=columns)
+                torch.mm(x.to(out.dtype), rows.t().to(out.dtype), out=columns)
             if shift is not None:
                 columns += shift
         elif shift is None:
-            torch.mm(x, vocab_shard.t(), out=columns)
+            torch.mm(x, rows.t(), out=columns)
         else:
-            torch.addmm(shift, x, vocab_shard.t(), out=columns)
+            torch.addmm(shift, x, rows.t(), out=columns)
 
 
 def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
     """Write ``gradient @ weight`` to ``out``, the few remaining words first: their sum is small and rounds little."""
     sizes = _split_words(len(weight), len(weight))
-    for beta, (columns, vocab_shard) in enumerate(
-        zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)
-    ):
-        out.addmm_(columns, vocab_shard, beta=beta)
+    parts = zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)
+    for beta, (columns, rows) in enumerate(parts):
+        out.addmm_(columns, rows, beta=beta)
 
 
 def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Tensor]]:
     """Allocate the sum of dweight: the whole and views of its parts; or None and fp32 blocks to be rounded to bf16."""
     V, C = weight.shape
+
+    # One tensor, whose parts the products of a chunk add to.
     wide = torch.promote_types(weight.dtype, torch.float32)
     if weight.dtype != torch.bfloat16 or chunks <= BF16_CHUNKS:
         whole = weight.new_empty(V, C, dtype=weight.dtype if weight.dtype == torch.bfloat16 else wide)
         return whole, list(whole.split(_split_words(V, V)))
+
+    # Blocks in fp32, each of which is rounded by itself.
     rows = max(BLOCK_MIB * 2**20 // (4 * C) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
     return None, [weight.new_empty(size, C, dtype=wide) for size in _split_words(V, rows)]
 
@@ -144,8 +147,8 @@ class Gradients:
 
     def scale(self, factor: Tensor) -> None:
         """Multiply dweight and dbias of the chunks so far by ``factor`` []."""
-        for each in (*self._sums, self._dbias):
-            scale_(each, factor)
+        for total in (*self._sums, self._dbias):
+            scale_(total, factor)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return dx, dweight in the dtype of its sum, and dbias in fp32."""
@@ -184,48 +187,49 @@ def walk_chunks(
         The results, each of all rows ([] without rows); dx; dweight in the dtype of its sum; dbias in fp32.
     """
     N, V = x.shape[0], weight.shape[0]
-    logits = buffer = logits_buffer(x, V, rows, logits_dtype)
-    apart = any(need) and buffer.dtype != x.dtype
+
+    # The gradient overwrites the logits, unless they differ in dtype. Then it has a buffer of several chunks.
+    logits = logits_buffer(x, V, rows, logits_dtype)
+    apart = any(need) and logits.dtype != x.dtype
     step = rows * together if apart else rows
-    gradient = room = logits_buffer(x, V, step) if apart else buffer
+    gradient = logits_buffer(x, V, step) if apart else logits
     gradients = Gradients(x, weight, need, -(-N // step))
-    pieces = []
+
+    results = []
     for begin in range(0, N, step):
-        whole = slice(begin, min(begin + step, N))
-        for start in range(begin, whole.stop, rows):
-            part = slice(start, min(start + rows, whole.stop))
-            logits, gradient = buffer[: part.stop - start], room[start - begin : part.stop - begin]
-            write_logits(x[part], weight, bias, logits)
-            results = of_logits(logits, part, gradient)
-            if results is not None:
-                pieces.append(results)
+        end = min(begin + step, N)
+        for start in range(begin, end, rows):
+            part = slice(start, min(start + rows, end))
+            part_logits = logits[: part.stop - start]  # [n, V]
+            write_logits(x[part], weight, bias, part_logits)
+            part_results = of_logits(part_logits, part, gradient[start - begin : part.stop - begin])
+            if part_results is not None:
+                results.append(part_results)
         if any(need):
-            gradients.add(room[: whole.stop - begin], x[whole], gradients.dx[whole] if need[0] else None)
-    del logits, gradient, buffer, room
-    return [torch.cat(column) for column in zip(*pieces, strict=True)], *gradients.finish()
+            gradients.add(gradient[: end - begin], x[begin:end], gradients.dx[begin:end] if need[0] else None)
+
+    # The buffers are freed before the blocks of dweight are concatenated.
+    if N:
+        del part_logits
+    del logits, gradient
+    return [torch.cat(column) for column in zip(*results, strict=True)], *gradients.finish()
 
 
-def wide_gradients_fake(
-    weight: Tensor, dw_dtype: torch.dtype, db_dtype: torch.dtype, need_dw: bool, need_db: bool
-) -> tuple[Tensor, Tensor]:
-    """Fake dweight and dbias of the real ops."""
-    return (
-        weight.new_empty(weight.shape if need_dw else 0, dtype=dw_dtype),
-        weight.new_empty(weight.shape[0] if need_db else 0, dtype=db_dtype),
-    )
+def check_head(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, workspace_mib: int | None, model: str = ""
+) -> None:
+    """Raise unless x [..., C], weight [V, C] and bias [V] match and the budget is positive.
 
-
-def check_head(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, workspace_mib: int | None) -> None:
-    """Raise unless x [..., C], weight [V, C] and bias [V] match and the budget is positive."""
-    check_floating(op, x=x, weight=weight, bias=bias)
+    ``model`` begins the arguments' names: "teacher_" or nothing.
+    """
+    check_floating(op, **{f"{model}x": x, f"{model}weight": weight, f"{model}bias": bias})
     if weight.dim() != 2 or x.dim() == 0 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
-            f"{op}: weight must be [V, C] with C the last dimension of x, got {list(weight.shape)} for x "
+            f"{op}: {model}weight must be [V, C] with C the last dimension of {model}x, got {list(weight.shape)} for "
             f"{list(x.shape)}."
         )
-    V = weight.shape[0]
-    if bias is not None and bias.shape != (V,):
-        raise ValueError(f"{op}: bias must have shape [{V}], got {bias is not None and bias.shape}.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{op}: {model}bias must have shape [{len(weight)}], got {list(bias.shape)}.")
     if workspace_mib is not None and not workspace_mib > 0:
         raise ValueError(f"{op}: workspace_mib must be positive, got {workspace_mib}.")
 

@@ -65,13 +65,13 @@ class FusedNorm(NamedTuple):
             h = residual if x is None else (residual + x).to(residual.dtype).contiguous()
             return h, h, h.new_empty(0, dtype=torch.float32)
         first, second = (residual, None) if x is None else (x, residual)
-        return norm_forward(first, second, *self)
+        return norm_forward(first, second, self.weight, *self[1:])
 
     def again(self, h: Tensor, statistics: Tensor, dtype: torch.dtype) -> Tensor:
         """The forward's normed rows, cast to ``dtype``."""
         if self.weight is None:
             return h.to(dtype)
-        return normed_rows(h, statistics, dtype, *self)
+        return normed_rows(h, statistics, dtype, self.weight, *self[1:])
 
     def backward(
         self, dn: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, *,
@@ -94,7 +94,7 @@ class FusedNorm(NamedTuple):
         # only where h is in fp32.
         kernel_dtype = rows_dtype if h.dtype == torch.float32 else None
         dx, dw, db, rows = norm_backward(
-            dn, dh, h, statistics, *self, need_dw=need_weight, need_db=need_bias, sum_dtype=sum_dtype,
+            dn, dh, h, statistics, self.weight, *self[1:], need_dw=need_weight, need_db=need_bias, sum_dtype=sum_dtype,
             need_y=need_rows, y_dtype=kernel_dtype,
         )  # fmt: skip
         return dx, dw, db, None if rows is None or rows_dtype is None else rows.to(rows_dtype)

@@ -19,6 +19,7 @@ from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.overlap import await_previous, overlap
+from liger_models.kernels.tiles import num_warps
 
 MAX_TILE = 16384
 """Widest row that a program of RMSNorm holds in registers; it walks wider rows in tiles."""
@@ -43,11 +44,6 @@ WIDE_ROW_COLUMNS = 1024
 
 ELEMENTWISE_BLOCK = 4096
 """Columns per program where saved statistics make a norm elementwise: a row of a 7B model, 16 elements per thread."""
-
-
-def num_warps(block: int, most: int = 16) -> int:
-    """Warps of a program that holds a row of ``block`` numbers in registers."""
-    return min(max(block // 512, 1), most)
 
 
 @triton.jit
@@ -419,7 +415,7 @@ def _add_norm(x, residual, *norm) -> tuple[Tensor, Tensor, Tensor]:
 def _norm_backward(dy, dh, h, statistics, weight, *norm_and_needs) -> tuple[Tensor, Tensor, Tensor]:
     *norm, need_dw, need_db = norm_and_needs
     dx, dw, db, _ = norm_backward(dy, dh, h, statistics, weight, *norm, need_dw=need_dw, need_db=need_db)
-    return dx, *(weight.new_empty(0) if total is None else total for total in (dw, db))
+    return dx, weight.new_empty(0) if dw is None else dw, weight.new_empty(0) if db is None else db
 
 
 @torch.library.register_fake("liger_models::norm", lib=LIBRARY)

@@ -106,7 +106,7 @@ def test_linear_cross_entropy_matches_fp64(backend, options, with_bias, poisoned
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_odd_vocabulary(backend, reduction, poisoned_empty, four_rows_a_chunk, monkeypatch):
     """37 words are taken as 32 and five."""
-    monkeypatch.setattr("liger_models.kernels.loss.linear_cross_entropy.COLUMN_MULTIPLE", 8)
+    monkeypatch.setattr("liger_models.kernels.loss.row_chunks.COLUMN_MULTIPLE", 8)
     target, options = targets(backend), {"reduction": reduction}
     inputs, bias = linear_inputs(backend, torch.float32)
     for extra in ([], [bias]):
