@@ -83,19 +83,19 @@ class VocabShard:
     vocabulary: int
 
     @property
-    def each(self) -> int:
+    def shard_size(self) -> int:
         """Size of every shard but the last."""
         return -(-self.vocabulary // self.ranks.size)
 
     @property
     def start(self) -> int:
         """First word of the calling rank's shard."""
-        return self.each * self.ranks.rank
+        return self.shard_size * self.ranks.rank
 
     @property
     def count(self) -> int:
         """Size of the calling rank's shard."""
-        return max(min(self.each, self.vocabulary - self.start), 0)
+        return max(min(self.shard_size, self.vocabulary - self.start), 0)
 
     def check(self) -> "VocabShard":
         """Return self.
@@ -104,9 +104,10 @@ class VocabShard:
             ValueError: the shard of a rank would be empty.
         """
         size = self.ranks.size
-        if not self.each * (size - 1) < self.vocabulary:
+        if not self.shard_size * (size - 1) < self.vocabulary:
             raise ValueError(
-                f"VocabShard: vocab_size ({self.vocabulary}) must be enough for {size} ranks of {self.each} words each."
+                f"VocabShard: vocab_size ({self.vocabulary}) must be enough for {size} ranks of {self.shard_size} "
+                "words each."
             )
         return self
 
@@ -137,7 +138,7 @@ def _vocab_parallel_statistics(
     maximum = maxima.amax(0)
     log_total = (maxima - maximum + log_totals).logsumexp(0)
     lse = maximum + log_total
-    owner = (target.where(valid, 0) // vocab_shard.each)[None]
+    owner = (target.where(valid, 0) // vocab_shard.shard_size)[None]
     # Not lse − z_y: for a target near the maximum that difference would cancel.
     log_probs = ((maxima - maximum).gather(0, owner) + target_logits.gather(0, owner))[0] - log_total
     squared = z_loss * lse.square()
@@ -363,12 +364,12 @@ def linear_cross_entropy(
     if vocab_shard is not None:
         if class_weight is not None or predict:
             raise ValueError(
-                f"{op}: class_weight, return_token_accuracy and return_predicted_tokens do not work with words. Leave "
-                "them out."
+                f"{op}: class_weight, return_token_accuracy and return_predicted_tokens do not work with "
+                "vocab_shard. Leave them out."
             )
         if not len(weight) == vocab_shard.count > 0:
             raise ValueError(
-                f"{op}: weight must have the {vocab_shard.count} > 0 rows of this rank's words, got {len(weight)}."
+                f"{op}: weight must have the {vocab_shard.count} > 0 rows of this rank's shard, got {len(weight)}."
             )
     check_arguments(
         op, tuple(x.shape[:-1]), V, target, class_weight, token_weight,
@@ -376,9 +377,15 @@ def linear_cross_entropy(
     )  # fmt: skip
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    # Equal on all ranks: they communicate after each chunk.
-    rows = chunk_rows(flat.shape[0], V if vocab_shard is None else vocab_shard.each, x.element_size(), workspace_mib)
-    shard = () if vocab_shard is None else (vocab_shard.ranks.name, vocab_shard.ranks.size, vocab_shard.ranks.rank, V)
+
+    # Rows per chunk, the same on all ranks: they communicate after each chunk.
+    shard: tuple[str | int, ...] = ()
+    words = V
+    if vocab_shard is not None:
+        ranks, words = vocab_shard.ranks, vocab_shard.shard_size
+        shard = ranks.name, ranks.size, ranks.rank, V
+    rows = chunk_rows(flat.shape[0], words, x.element_size(), workspace_mib)
+
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     factors = token_scale(
         y, class_weight, token_weight, ignore_index, reduction, num_items, torch.promote_types(x.dtype, torch.float32)
