@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels.dispatch import ACCELERATORS
-from liger_models.kernels.loss.linear_cross_entropy import logits_buffer, write_logits
+from liger_models.kernels.loss.row_chunks import logits_buffer, write_logits
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import named_layers

@@ -15,6 +15,7 @@ NUM_WARPS = 8
 
 @triton.jit
 def _add_parts_kernel(parts_ptr, out_ptr, count, divisor, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK elements of all parts [R, count] per program."""
     elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < count
     total = tl.zeros((BLOCK,), tl.float32)

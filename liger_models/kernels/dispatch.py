@@ -56,7 +56,7 @@ def reference_backend() -> Iterator[None]:
 
 @contextmanager
 def triton_assumed() -> Iterator[None]:
-    """Within this context ops on tensors without values take the way of the Triton kernels, to see what they save."""
+    """Context in which ops on tensors without values run as on Triton, which shows the tensors that they save."""
     global _triton_assumed
     before, _triton_assumed = _triton_assumed, True
     try:

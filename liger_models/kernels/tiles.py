@@ -32,6 +32,11 @@ def scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     return z
 
 
+def num_warps(block: int, most: int = 16) -> int:
+    """Warps of a program that holds ``block`` numbers of a row in registers: 16 numbers for each thread."""
+    return min(max(block // 512, 1), most)
+
+
 def dot_precision(x: Tensor) -> str:
     """How fp32 is multiplied: as TF32 only if the user chose that for matrix products."""
     chosen = getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")  # from torch 2.9

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_models.kernels.dispatch import triton_assumed
-from liger_models.kernels.loss.linear_cross_entropy import chunk_rows
+from liger_models.kernels.loss.row_chunks import chunk_rows
 from liger_models.kernels.optimizer.moments import has_blocks, moment_bytes
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, is_replayable, layers_of, set_policy

@@ -20,27 +20,37 @@ rounded to the dtype of q, like the weights of the forward.
 Neither direction is a single kernel. A program that kept o of 128 queries, heads of 512, in registers would need all
 registers of a Hopper multiprocessor, and so would one that kept dk and dv of 64 keys; with fewer queries or keys more
 bytes are loaded than the multiprocessors take. At this width weights and scores are small beside the products that
-they take part in. So a kernel writes the tiles of them that are visible to a workspace, for some queries and heads at a
-time, and plain matrix products read them: 2 products in the forward and 5 in the backward.
+they take part in. So one kernel writes the visible tiles of them to a workspace, for some queries and heads at a time,
+and plain matrix products read them: 2 products in the forward and 5 in the backward. The kernels, in their order::
+
+    forward                                             backward
+    _weights_kernel        tiles of exp2(s − m)         _row_products_kernel        δ
+    _sums_kernel           m, 1 / Σ                     _score_gradients_kernel     tiles of p and ds
+    _sum_over_keys_kernel  o = weights · v / Σ          _sum_over_keys_kernel       dq = ds · k
+                                                        _sum_over_queries_kernel    dk = dsᵀ · q, dv = pᵀ · do
+
+`workspace.py` has the layout of the workspace. A tile has BLOCK_M queries and BLOCK_N keys, and GROUP query heads share
+a KV head.
 
 The forward writes exp2(s_ij − m), with m and the sum of each row of a tile. m is 0 where the largest s of the row is
-within ±64, and otherwise that number, rounded up: bf16 and fp32 hold weights around 2^64 as well as those around 1. A
-second kernel adds the sums, and where the m of a query differ, multiplies its weights in the workspace by a power of 2,
-which rounds nothing but what is tiny. The product with v is then a plain one. It could not multiply the weights itself:
-with Triton 3.6 a loop that does so overwrites registers that asynchronous products of the step before still read.
+within ±64, and otherwise that number, rounded up: bf16 and fp32 hold weights around 2^64 as well as weights around 1. A
+second kernel adds the sums. Where tiles of a query have different m, it multiplies the weights in the workspace by a
+power of 2, which rounds only tiny weights. The product with v is then a plain one. It could not multiply the weights
+itself: with Triton 3.6 a loop that does so overwrites registers that asynchronous products of the step before still
+read.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """
 
 import math
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.attention.workspace import VARYING, Launch, Part, first_place, launches, slot_head, tile_at
 from liger_models.kernels.dispatch import (
     TensorDescriptor,
     fitting_stages,
@@ -76,14 +86,6 @@ PARTS = 64
 SUMS_PROGRAMS = 4
 """Tiles of keys whose sums are loaded at a time, and programs that the tiles of weights of a tile of queries have."""
 
-PAIRS, LEAST_ROWS = 2**26, 2048
-"""Visible pairs of a query and a key whose p and ds the workspace holds (4 bytes a pair in half precision). Beyond
-32768 keys it grows, to hold `LEAST_ROWS` queries. The forward, which writes weights alone, holds twice as many. dk and
-dv are summed over launches in fp32."""
-
-PLACE = ["first_unit", "first_query", "queries", "first_row", "tiles", "width", "slots", "later", "finished"]
-"""Arguments that differ between the launches of one op, which all run the same compiled kernel."""
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -104,203 +106,175 @@ def causal_attention_reference(
 
 
 @triton.jit
-def _masked(
-    scores, first, start, S, window, documents, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+def _scale_and_mask(
+    scores, scale, position, key, S, window, documents_ptr, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scores [M, N] of queries from position ``first`` on and keys from ``start`` on, -inf where the query doesn't see
-    the key; ``documents`` points to those of the keys."""
-    position = first + tl.arange(0, BLOCK_M)
-    key = start + tl.arange(0, BLOCK_N)
-    visible = (position[:, None] >= key[None, :]) & (key < S)[None, :]
-    if HAS_WINDOW:
-        visible = visible & (position[:, None] - key[None, :] < window)
-    if HAS_DOCUMENTS:
-        document = tl.load(documents + position, mask=position < S, other=-3)
-        others = tl.load(documents + key, mask=key < S, other=-2)
-        visible = visible & (document[:, None] == others[None, :])
-    return tl.where(visible, scores, float("-inf"))
+    """s [BLOCK_M, BLOCK_N] of q · kᵀ, of queries from ``position`` and keys from ``key`` on; -inf where a query doesn't
+    see a key. ``documents_ptr`` points to the documents of the keys."""
+    scores *= scale * LOG2_E
+    # Without bounds, tiles below the diagonal are visible as a whole.
+    if HAS_DOCUMENTS or HAS_WINDOW or key + BLOCK_N > position:
+        positions = position + tl.arange(0, BLOCK_M)
+        keys = key + tl.arange(0, BLOCK_N)
+        visible = (positions[:, None] >= keys[None, :]) & (keys < S)[None, :]  # [BLOCK_M, BLOCK_N]
+        if HAS_WINDOW:
+            visible = visible & (positions[:, None] - keys[None, :] < window)
+        if HAS_DOCUMENTS:
+            document = tl.load(documents_ptr + positions, mask=positions < S, other=-3)
+            key_document = tl.load(documents_ptr + keys, mask=keys < S, other=-2)
+            visible = visible & (document[:, None] == key_document[None, :])
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores
 
 
 @triton.jit
-def _tile(x, batch, head, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows and columns of a head, of a descriptor of [B, heads, rows, D]; 0 outside."""
+def _load_tile(x, batch, head, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] of a head, from a descriptor of [B, heads, rows, D]; 0 outside."""
     return x.load([batch, head, row, column]).reshape(ROWS, COLUMNS)
 
 
-@triton.jit
-def _key_tiles(tile, first, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many tiles of keys a tile of queries sees, of those that begin at position ``first``."""
-    return tl.cdiv(tl.minimum(first + (tile + 1) * BLOCK_M, S), BLOCK_N)
-
-
-@triton.jit
-def _place(slot, tile, first, S, tiles, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tiles of the workspace begin that belong to a tile of queries, see `_parts`."""
-    upper = tile >= tiles // 2
-    pair = tl.where(upper, tiles - 1 - tile, tile + tiles % 2)
-    before = tl.where(upper, 0, _key_tiles(tiles - 1 - pair, first, S, BLOCK_M, BLOCK_N))
-    return (slot * ((tiles + 1) // 2) + pair) * width + before
-
-
-@triton.jit
-def _head(slot, first_unit, first_query, queries, H: tl.constexpr, QUERIES: tl.constexpr):
-    """Row of the batch and query head of a slot: of each KV head of a launch there are ``queries`` query heads."""
-    unit = first_unit + slot // queries
-    return unit // (H // QUERIES), unit % (H // QUERIES) * QUERIES + first_query + slot % queries
-
-
-@triton.jit
-def _at(
-    place, low_ptr, T, S, first_unit, first_query, queries, first_row, tiles, width,
-    H: tl.constexpr, QUERIES: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Row of the batch, query head, first query and first key of the tile at a place of the workspace, and with bounds
-    whether one of its queries may see one of its keys."""
-    pairs = (tiles + 1) // 2
-    pair = place // width % pairs
-    tile = tiles - 1 - pair
-    key_tile = place % width
-    count = _key_tiles(tile, first_row + S - T, S, BLOCK_M, BLOCK_N)
-    other = key_tile >= count
-    tile = tl.where(other, pair - tiles % 2, tile)  # -1: none
-    key_tile = tl.where(other, key_tile - count, key_tile)
-    batch, head = _head(place // width // pairs, first_unit, first_query, queries, H, QUERIES)
-    top = first_row + tile * BLOCK_M
-    start = key_tile * BLOCK_N
-    seen = tile >= 0
-    if BOUNDED:
-        first = top + S - T
-        lowest = tl.load(low_ptr + batch * S + first, mask=tile >= 0, other=0)
-        seen = seen & (start < first + BLOCK_M) & (start + BLOCK_N > lowest)
-    return batch, head, top, start, seen
-
-
-@triton.jit(do_not_specialize=PLACE)
+@triton.jit(do_not_specialize=VARYING)
 def _weights_kernel(
-    q, k, weights_ptr, most_ptr, sum_ptr, documents_ptr, low_ptr, window, scale,
-    T, S, first_unit, first_query, queries, first_row, tiles, width, slots,
-    H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr,
+    q, k, weights_ptr, tile_m_ptr, tile_sum_ptr, documents_ptr, low_ptr, window, scale,
+    T, S, kv_head, query_head, query_heads, query, tiles, width, slots,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of exp(s − m) of the queries from ``first_row`` on, with m and the sum of each row of a tile."""
+    """Tiles of exp2(s − m), with m and the sum of each row of a tile; a program takes many places."""
     BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
+    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     places = slots * ((tiles + 1) // 2) * width
-    row = tl.arange(0, BLOCK_M)
+    rows = tl.arange(0, BLOCK_M)
     for place in tl.range(tl.program_id(0), places, tl.num_programs(0), flatten=not BOUNDED):
-        batch, head, top, start, seen = _at(
-            place, low_ptr, T, S, first_unit, first_query, queries, first_row, tiles, width, H, QUERIES, BOUNDED,
-            BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        first = top + S - T
-        if not BOUNDED or seen:
+        batch, head, first_query, key, visible = tile_at(place, part, low_ptr, H, GROUP, BOUNDED, BLOCK_M, BLOCK_N)
+        position = first_query + S - T
+        if not BOUNDED or visible:
+            # s = scale · log2 e · q · kᵀ, summed over BLOCK_D columns of the heads at a time.
             scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for column in range(0, D, BLOCK_D):
-                rows = _tile(q, batch, head, top, column, BLOCK_M, BLOCK_D)
-                keys = _tile(k, batch, head // QUERIES, start, column, BLOCK_N, BLOCK_D)
-                scores = tl.dot(rows, tl.trans(keys), scores, input_precision=PRECISION)
-            scores *= scale * LOG2_E
-            if BOUNDED or start + BLOCK_N > first:
-                documents = documents_ptr + batch * S
-                scores = _masked(
-                    scores, first, start, S, window, documents, HAS_DOCUMENTS, HAS_WINDOW, BLOCK_M, BLOCK_N
-                )
+                q_tile = _load_tile(q, batch, head, first_query, column, BLOCK_M, BLOCK_D)
+                k_tile = _load_tile(k, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
+                scores = tl.dot(q_tile, tl.trans(k_tile), scores, input_precision=PRECISION)
+            scores = _scale_and_mask(
+                scores, scale, position, key, S, window, documents_ptr + batch * S, HAS_DOCUMENTS, HAS_WINDOW,
+                BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+
+            # m of each row [BLOCK_M]: 0 unless the row's largest score is far from 0, and -inf if it sees no key.
             largest = tl.max(scores, 1)
             near = (tl.abs(largest) <= FAR) | (largest == float("-inf"))
-            most = tl.where(near, 0.0, tl.ceil(largest))
-            p = tl.exp2(scores - most[:, None])
-            tl.store(most_ptr + place * BLOCK_M + row, tl.where(largest == float("-inf"), largest, most))
-            tl.store(sum_ptr + place * BLOCK_M + row, tl.sum(p, 1))
-            out = (place * BLOCK_M + row).to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            tl.store(weights_ptr + out, p.to(weights_ptr.dtype.element_ty))
+            m = tl.where(near, 0.0, tl.ceil(largest))
+            p = tl.exp2(scores - m[:, None])  # [BLOCK_M, BLOCK_N]
+
+            tl.store(tile_m_ptr + place * BLOCK_M + rows, tl.where(largest == float("-inf"), largest, m))
+            tl.store(tile_sum_ptr + place * BLOCK_M + rows, tl.sum(p, 1))
+            entries = (place * BLOCK_M + rows).to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(weights_ptr + entries, p.to(weights_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=PLACE)
+@triton.jit(do_not_specialize=VARYING)
 def _sums_kernel(
-    weights_ptr, mosts_ptr, sums_ptr, most_ptr, inverse_ptr, low_ptr,
-    T, S, first_unit, first_query, queries, first_row, tiles, width, H: tl.constexpr, QUERIES: tl.constexpr,
+    weights_ptr, tile_m_ptr, tile_sum_ptr, m_ptr, inverse_ptr, low_ptr,
+    T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
     BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One m for all weights of a query, and the inverse of their sum, [B, H, T] each."""
+    """One m for all weights of a query, and the inverse of their sum, [B, H, T] each.
+
+    The SUMS_PROGRAMS programs of a tile of queries compute both, and share the weights that have another m.
+    """
+    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     slot = tl.program_id(1)
     tile = tl.program_id(2)
-    batch, head = _head(slot, first_unit, first_query, queries, H, QUERIES)
-    place = _place(slot, tile, first_row + S - T, S, tiles, width, BLOCK_M, BLOCK_N)
-    first = first_row + tile * BLOCK_M + S - T
+    batch, head = slot_head(slot, part, H, GROUP)
+    place = first_place(slot, tile, part, BLOCK_M, BLOCK_N)
+    position = query + tile * BLOCK_M + S - T
+
+    # Tiles of keys that the queries see.
     begin = 0
     if BOUNDED:
-        begin = tl.load(low_ptr + batch * S + first) // BLOCK_N
-    end = tl.cdiv(tl.minimum(first + BLOCK_M, S), BLOCK_N)
-    row = tl.arange(0, BLOCK_M)
-    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        begin = tl.load(low_ptr + batch * S + position) // BLOCK_N
+    end = tl.cdiv(tl.minimum(position + BLOCK_M, S), BLOCK_N)
+
+    # m, the sum of exp2(s − m), and the largest |m| of a tile: [BLOCK_M] each, over PARTS tiles at a time.
+    rows = tl.arange(0, BLOCK_M)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     far = tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, end, PARTS):
-        part = start + tl.arange(0, PARTS)[:, None]
-        at = (place + part) * BLOCK_M + row[None, :]
-        each = tl.load(mosts_ptr + at, mask=part < end, other=float("-inf"))
-        sums = tl.load(sums_ptr + at, mask=part < end, other=0.0)
-        far = tl.maximum(far, tl.max(tl.where(each == float("-inf"), 0.0, tl.abs(each)), 0))
-        larger = tl.maximum(most, tl.max(each, 0))
+        key_tile = start + tl.arange(0, PARTS)[:, None]
+        entries = (place + key_tile) * BLOCK_M + rows[None, :]  # [PARTS, BLOCK_M]
+        tile_m = tl.load(tile_m_ptr + entries, mask=key_tile < end, other=float("-inf"))
+        sums = tl.load(tile_sum_ptr + entries, mask=key_tile < end, other=0.0)
+        far = tl.maximum(far, tl.max(tl.where(tile_m == float("-inf"), 0.0, tl.abs(tile_m)), 0))
+        larger = tl.maximum(m, tl.max(tile_m, 0))
         finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has seen no key yet
-        total = total * tl.exp2(most - finite) + tl.sum(sums * tl.exp2(each - finite[None, :]), 0)
-        most = larger
-    most = tl.where(total == 0.0, 0.0, most)  # rows past the last query
+        total = total * tl.exp2(m - finite) + tl.sum(sums * tl.exp2(tile_m - finite[None, :]), 0)
+        m = larger
+    m = tl.where(total == 0.0, 0.0, m)  # rows past the last query
     total = tl.where(total == 0.0, 1.0, total)
+
     if tl.program_id(0) == 0:
-        row_of_query = first_row + tile * BLOCK_M + row
-        query = (batch.to(tl.int64) * H + head) * T + row_of_query
-        tl.store(most_ptr + query, most, mask=row_of_query < T)
-        tl.store(inverse_ptr + query, 1.0 / total, mask=row_of_query < T)
+        queries = query + tile * BLOCK_M + rows
+        entries = (batch.to(tl.int64) * H + head) * T + queries
+        tl.store(m_ptr + entries, m, mask=queries < T)
+        tl.store(inverse_ptr + entries, 1.0 / total, mask=queries < T)
+
+    # Tiles with another m than the query's are multiplied by a power of 2.
     if tl.max(far) > 0.0:
-        for part in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-            at = (place + part) * BLOCK_M + row
-            each = tl.load(mosts_ptr + at)
-            factor = tl.where(each == float("-inf"), 1.0, tl.exp2(each - most))
+        for key_tile in range(begin + tl.program_id(0), end, tl.num_programs(0)):
+            entries = (place + key_tile) * BLOCK_M + rows
+            tile_m = tl.load(tile_m_ptr + entries)
+            factor = tl.where(tile_m == float("-inf"), 1.0, tl.exp2(tile_m - m))
             if tl.min(factor) < 1.0:
-                pointers = weights_ptr + at.to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                p = tl.load(pointers)
+                pointers = weights_ptr + entries.to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                p = tl.load(pointers)  # [BLOCK_M, BLOCK_N]
                 tl.store(pointers, (p * factor[:, None]).to(p.dtype))
 
 
-@triton.jit(do_not_specialize=PLACE)
+@triton.jit(do_not_specialize=VARYING)
 def _sum_over_keys_kernel(
-    weights, rows, out_ptr, inverse_ptr, low_ptr,
-    T, S, first_unit, first_query, queries, first_row, tiles, width, H: tl.constexpr, QUERIES: tl.constexpr,
+    weights, factors, out_ptr, inverse_ptr, low_ptr,
+    T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, HAS_INVERSE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """[B, T, H, D]: o = weights · v / Σ, or dq = ds · k."""
+    """[B, T, H, D]: o = weights · v / Σ, or dq = ds · k, of BLOCK_M queries and BLOCK_D columns of a head."""
+    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     slot = tl.program_id(1)
     tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
-    batch, head = _head(slot, first_unit, first_query, queries, H, QUERIES)
-    place = _place(slot, tile, first_row + S - T, S, tiles, width, BLOCK_M, BLOCK_N)
-    first = first_row + tile * BLOCK_M + S - T
+    batch, head = slot_head(slot, part, H, GROUP)
+    place = first_place(slot, tile, part, BLOCK_M, BLOCK_N)
+    position = query + tile * BLOCK_M + S - T
     begin = 0
     if BOUNDED:
-        begin = tl.load(low_ptr + batch * S + first) // BLOCK_N * BLOCK_N
-    row = first_row + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        begin = tl.load(low_ptr + batch * S + position) // BLOCK_N * BLOCK_N
+
+    queries = query + tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inverse = 1.0
     if HAS_INVERSE:
-        query = (batch.to(tl.int64) * H + head) * T + row
-        inverse = tl.load(inverse_ptr + query, mask=row < T, other=0.0)[:, None]
-    # In fp32 a sum over all keys in turn would err by more than the differences of do · v and δ in the backward.
+        entries = (batch.to(tl.int64) * H + head) * T + queries
+        inverse = tl.load(inverse_ptr + entries, mask=queries < T, other=0.0)[:, None]  # [BLOCK_M, 1]
+
+    # The product, STEP keys at a time. In fp32 a sum over all keys in turn would err by more than the differences of
+    # do · v and δ in the backward.
     BY_STEP: tl.constexpr = HAS_INVERSE and out_ptr.dtype.element_ty == tl.float32
     column = tl.program_id(0) * BLOCK_D
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(begin, tl.minimum(first + BLOCK_M, S), STEP):
-        part = weights.load([(place + start // BLOCK_N) * BLOCK_M, start % BLOCK_N])
-        factor = _tile(rows, batch, head // QUERIES, start, column, STEP, BLOCK_D)
+    for key in range(begin, tl.minimum(position + BLOCK_M, S), STEP):
+        strip = weights.load([(place + key // BLOCK_N) * BLOCK_M, key % BLOCK_N])  # [BLOCK_M, STEP]
+        factor = _load_tile(factors, batch, head // GROUP, key, column, STEP, BLOCK_D)
         if BY_STEP:
-            total += tl.dot(part, factor, input_precision=PRECISION) * inverse
+            total += tl.dot(strip, factor, input_precision=PRECISION) * inverse
         else:
-            total = tl.dot(part, factor, total, input_precision=PRECISION)
+            total = tl.dot(strip, factor, total, input_precision=PRECISION)
     if HAS_INVERSE and not BY_STEP:
         total *= inverse
+
     columns = column + tl.arange(0, BLOCK_D)
-    out = out_ptr + ((batch.to(tl.int64) * T + row) * H + head)[:, None] * D + columns[None, :]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(row < T)[:, None] & (columns < D)[None, :])
+    out = out_ptr + ((batch.to(tl.int64) * T + queries) * H + head)[:, None] * D + columns[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(queries < T)[:, None] & (columns < D)[None, :])
 
 
 @triton.jit
@@ -315,98 +289,106 @@ def _row_products_kernel(
     batch = token // T
     position = token % T
     column = tl.arange(0, BLOCK_D)[None, :]
-    inside = (row < N)[:, None] & (column < D)
+    inside = (row < N)[:, None] & (column < D)  # [ROWS, BLOCK_D]
     out = tl.load(out_ptr + row[:, None] * D + column, mask=inside, other=0.0).to(tl.float32)
     start = batch * d_b + position * d_t + head * d_h
     d_out = tl.load(d_out_ptr + start[:, None] + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(delta_ptr + (batch * H + head) * T + position, tl.sum(out * d_out, 1), mask=row < N)
 
 
-@triton.jit(do_not_specialize=PLACE)
+@triton.jit(do_not_specialize=VARYING)
 def _score_gradients_kernel(
-    q, k, v, d_out, p_ptr, ds_ptr, most_ptr, inverse_ptr, delta_ptr, documents_ptr, low_ptr, window, scale,
-    T, S, first_unit, first_query, queries, first_row, tiles, width, slots,
-    H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    q, k, v, d_out, p_ptr, ds_ptr, m_ptr, inverse_ptr, delta_ptr, documents_ptr, low_ptr, window, scale,
+    T, S, kv_head, query_head, query_heads, query, tiles, width, slots,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of p and ds, where those of the forward's weights would be."""
+    """Tiles of p and ds, at the places of the forward's weights."""
     BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
+    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     places = slots * ((tiles + 1) // 2) * width
-    row = tl.arange(0, BLOCK_M)
+    rows = tl.arange(0, BLOCK_M)
     for place in tl.range(tl.program_id(0), places, tl.num_programs(0), flatten=not BOUNDED):
-        batch, head, top, start, seen = _at(
-            place, low_ptr, T, S, first_unit, first_query, queries, first_row, tiles, width, H, QUERIES, BOUNDED,
-            BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        first = top + S - T
-        if not BOUNDED or seen:
+        batch, head, first_query, key, visible = tile_at(place, part, low_ptr, H, GROUP, BOUNDED, BLOCK_M, BLOCK_N)
+        position = first_query + S - T
+        if not BOUNDED or visible:
+            # s = scale · log2 e · q · kᵀ and dp = do · vᵀ, [BLOCK_M, BLOCK_N] each.
             scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            d_weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for column in range(0, D, BLOCK_D):
-                rows = _tile(q, batch, head, top, column, BLOCK_M, BLOCK_D)
-                keys = _tile(k, batch, head // QUERIES, start, column, BLOCK_N, BLOCK_D)
-                scores = tl.dot(rows, tl.trans(keys), scores, input_precision=PRECISION)
-                d_rows = _tile(d_out, batch, head, top, column, BLOCK_M, BLOCK_D)
-                values = _tile(v, batch, head // QUERIES, start, column, BLOCK_N, BLOCK_D)
-                d_weights = tl.dot(d_rows, tl.trans(values), d_weights, input_precision=PRECISION)
-            scores *= scale * LOG2_E
-            if BOUNDED or start + BLOCK_N > first:
-                documents = documents_ptr + batch * S
-                scores = _masked(
-                    scores, first, start, S, window, documents, HAS_DOCUMENTS, HAS_WINDOW, BLOCK_M, BLOCK_N
-                )
-            query = (batch.to(tl.int64) * H + head) * T + top + row
-            inside = (top + row >= 0) & (top + row < T)
-            most = tl.load(most_ptr + query, mask=inside, other=0.0)
-            inverse = tl.load(inverse_ptr + query, mask=inside, other=0.0)
-            delta = tl.load(delta_ptr + query, mask=inside, other=0.0)
-            p = tl.exp2(scores - most[:, None]) * inverse[:, None]
-            ds = p * (d_weights - delta[:, None]) * scale
-            out = (place * BLOCK_M + row).to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            tl.store(p_ptr + out, p.to(p_ptr.dtype.element_ty))
-            tl.store(ds_ptr + out, ds.to(ds_ptr.dtype.element_ty))
+                q_tile = _load_tile(q, batch, head, first_query, column, BLOCK_M, BLOCK_D)
+                k_tile = _load_tile(k, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
+                scores = tl.dot(q_tile, tl.trans(k_tile), scores, input_precision=PRECISION)
+                do_tile = _load_tile(d_out, batch, head, first_query, column, BLOCK_M, BLOCK_D)
+                v_tile = _load_tile(v, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
+                dp = tl.dot(do_tile, tl.trans(v_tile), dp, input_precision=PRECISION)
+            scores = _scale_and_mask(
+                scores, scale, position, key, S, window, documents_ptr + batch * S, HAS_DOCUMENTS, HAS_WINDOW,
+                BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+
+            # m, 1 / Σ and δ of the queries, [BLOCK_M] each.
+            entries = (batch.to(tl.int64) * H + head) * T + first_query + rows
+            inside = (first_query + rows >= 0) & (first_query + rows < T)
+            m = tl.load(m_ptr + entries, mask=inside, other=0.0)
+            inverse = tl.load(inverse_ptr + entries, mask=inside, other=0.0)
+            delta = tl.load(delta_ptr + entries, mask=inside, other=0.0)
+
+            p = tl.exp2(scores - m[:, None]) * inverse[:, None]
+            ds = p * (dp - delta[:, None]) * scale
+            entries = (place * BLOCK_M + rows).to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(p_ptr + entries, p.to(p_ptr.dtype.element_ty))
+            tl.store(ds_ptr + entries, ds.to(ds_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=PLACE)
+@triton.jit(do_not_specialize=VARYING)
 def _sum_over_queries_kernel(
-    weights, rows, out_ptr, sum_ptr, last_ptr,
-    T, S, first_unit, first_query, queries, first_row, tiles, width, later, finished, H: tl.constexpr,
-    QUERIES: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    weights, factors, out_ptr, sum_ptr, last_ptr,
+    T, S, kv_head, query_head, query_heads, query, tiles, width, later, finished, H: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """weightsᵀ · rows, summed over the heads of a unit: dv of p and do, dk of ds and q. Later launches add it to sum;
-    tiles of keys from ``finished`` on are not in launches to come."""
+    """dv = pᵀ · do or dk = dsᵀ · q, of BLOCK_N keys and BLOCK_D columns of a KV head, summed over its query heads.
+
+    Later launches add to sum_ptr. Tiles of keys from ``finished`` on are not in launches to come.
+    """
+    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     key_tile = tl.program_id(2)
-    start = key_tile * BLOCK_N
-    batch, first_head = _head(tl.program_id(1) * queries, first_unit, first_query, queries, H, QUERIES)
-    # The tiles of queries that were written for these keys, counted from first_row.
-    begin = tl.maximum(start - (S - T) - first_row, 0) // BLOCK_M * BLOCK_M
-    end = tl.minimum(tiles * BLOCK_M, T - first_row)
+    key = key_tile * BLOCK_N
+    batch, first_head = slot_head(tl.program_id(1) * query_heads, part, H, GROUP)
+
+    # The queries whose tiles were written for these keys, counted from the part's first query.
+    begin = tl.maximum(key - (S - T) - query, 0) // BLOCK_M * BLOCK_M
+    end = tl.minimum(tiles * BLOCK_M, T - query)
     if BOUNDED:
-        last = tl.load(last_ptr + batch * S + tl.minimum(start + BLOCK_N, S) - 1)
-        end = tl.minimum(end, last + 1 - (S - T) - first_row)
+        last = tl.load(last_ptr + batch * S + tl.minimum(key + BLOCK_N, S) - 1)
+        end = tl.minimum(end, last + 1 - (S - T) - query)
+
+    # The product, STEP queries of a query head at a time, and one query head after the other.
     steps = tl.maximum((end - begin + STEP - 1) // STEP, 0)
     column = tl.program_id(0) * BLOCK_D
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for i in range(0, queries * steps):
-        query = i // steps
+    for i in range(0, query_heads * steps):
+        group_head = i // steps
         row = begin + i % steps * STEP
-        slot = tl.program_id(1) * queries + query
-        place = _place(slot, row // BLOCK_M, first_row + S - T, S, tiles, width, BLOCK_M, BLOCK_N) + key_tile
-        part = weights.load([place * BLOCK_M + row % BLOCK_M, 0])
-        factor = _tile(rows, batch, first_head + query, first_row + row, column, STEP, BLOCK_D)
-        total = tl.dot(tl.trans(part), factor, total, input_precision=PRECISION)
-    key = start + tl.arange(0, BLOCK_N)
+        slot = tl.program_id(1) * query_heads + group_head
+        place = first_place(slot, row // BLOCK_M, part, BLOCK_M, BLOCK_N) + key_tile
+        strip = weights.load([place * BLOCK_M + row % BLOCK_M, 0])  # [STEP, BLOCK_N]
+        factor = _load_tile(factors, batch, first_head + group_head, query + row, column, STEP, BLOCK_D)
+        total = tl.dot(tl.trans(strip), factor, total, input_precision=PRECISION)
+
+    # Sums stay in fp32 until the last launch that sees the keys.
+    keys = key + tl.arange(0, BLOCK_N)
     columns = column + tl.arange(0, BLOCK_D)
-    place = ((batch.to(tl.int64) * S + key) * (H // QUERIES) + first_head // QUERIES)[:, None] * D + columns[None, :]
-    inside = (key < S)[:, None] & (columns < D)[None, :]
+    entries = ((batch.to(tl.int64) * S + keys) * (H // GROUP) + first_head // GROUP)[:, None] * D + columns[None, :]
+    inside = (keys < S)[:, None] & (columns < D)[None, :]  # [BLOCK_N, BLOCK_D]
     if later != 0:
-        total += tl.load(sum_ptr + place, mask=inside, other=0.0)
+        total += tl.load(sum_ptr + entries, mask=inside, other=0.0)
     if key_tile >= finished:
-        tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        tl.store(sum_ptr + place, total, mask=inside)
+        tl.store(sum_ptr + entries, total, mask=inside)
 
 
 def _tier(x: Tensor) -> int:
@@ -415,17 +397,22 @@ def _tier(x: Tensor) -> int:
 
 
 def _bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: Tensor) -> tuple[Tensor, ...]:
-    """``(documents, low, last)``, [B, S] int32 each: low[i] is not after the first key that token i or a later one
-    sees, last[j] the last token i with low[i] <= j. Without documents and window, tensors that are not read."""
+    """``(documents, low, last)``, [B, S] int32 each; without documents and window, tensors that are not read.
+
+    No token from i on sees a key before low[i], and last[j] is the last token i with low[i] <= j.
+    """
     if documents is None and window is None:
         nothing = torch.empty(0, dtype=torch.int32, device=like.device)
         return nothing, nothing, nothing
     token = torch.arange(S, device=like.device).expand(B, -1)
+
+    # The window's first key, and the first token of a document: the least over all later tokens, since documents may
+    # be in any order.
     low = torch.zeros_like(token) if window is None else (token - (window - 1)).clamp_min(0)
     if documents is None:
         documents = token
     else:
-        number = documents.long() - documents.amin()
+        number = documents.long() - documents.amin()  # from 0 on
         number = number.clamp_max(S)  # numbers are dense, so this changes none
         first = torch.full((B, S + 1), S, device=like.device).scatter_reduce(1, number, token, "amin")
         low = torch.maximum(low, first.gather(1, number).flip(1).cummin(1)[0].flip(1))
@@ -436,10 +423,10 @@ def _bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: 
 def _constants(
     q: Tensor, k: Tensor, documents: Tensor | None, window: int | None
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Constants of all kernels, of those that mask scores, and constants and options of products with the workspace."""
+    """Constants of all kernels, of kernels that mask scores, and constants and options of products with a workspace."""
     tier, D = _tier(q), q.shape[3]
     block_m, block_n, _ = TILE[tier]
-    shared = {"H": q.shape[2], "QUERIES": q.shape[2] // k.shape[2], "D": D, "PRECISION": dot_precision(q)}
+    shared = {"H": q.shape[2], "GROUP": q.shape[2] // k.shape[2], "D": D, "PRECISION": dot_precision(q)}
     shared |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
     masks = {"HAS_DOCUMENTS": documents is not None, "HAS_WINDOW": window is not None}
     columns = min(PRODUCT_COLUMNS[tier], max(triton.next_power_of_2(D), 16))
@@ -460,92 +447,14 @@ def _heads(x: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
 
 
-def _parts(T: int, S: int, block_m: int, block_n: int, matrices: int) -> tuple[int, list[tuple[int, int, int]]]:
-    """Parts of the workspace's matrices, which a launch writes: for how many heads, and of parts of the queries with
-    about as many visible keys each, the first row, how many tiles of queries, and how many tiles of keys a pair of
-    those sees. A pair is the last and the first, the last but one and the second, and so on: all see about as many. Of
-    an odd number the last is alone."""
-    rows, keys = triton.cdiv(T, block_m) * block_m, triton.cdiv(S, block_n) * block_n
-    before = keys - rows
-    seen = keys**2 - before**2  # twice the pairs of a head
-    count = triton.cdiv(seen * matrices, 4 * max(PAIRS, LEAST_ROWS * keys))
-    edges = sorted({(math.isqrt(before**2 + seen * part // count) - before) // block_m for part in range(count + 1)})
-    parts = []
-    for top, bottom in pairwise(edges):
-        tiles = [-(-min((tile + 1) * block_m + S - T, S) // block_n) for tile in range(top, bottom)]
-        folded = [0] * (len(tiles) % 2) + tiles
-        parts.append((top * block_m, len(tiles), max(a + b for a, b in zip(folded, reversed(folded), strict=True))))
-    return min(max(4 * PAIRS // (seen * matrices), 1), 2**15), parts
-
-
-class Launch(NamedTuple):
-    """A part of the heads and queries whose weights the workspace holds together.
-
-    Attributes:
-        unit, units: KV heads, of the B · G of all rows.
-        query, queries: query heads of each of them.
-        row, tiles, width: a part of the queries, see `_parts`.
-        keys: tiles of keys that they see.
-        later: whether launches before see some of these keys, with query heads of the same KV heads.
-        finished: the tiles of keys from here on are not in launches to come.
-    """
-
-    unit: int
-    units: int
-    query: int
-    queries: int
-    row: int
-    tiles: int
-    width: int
-    keys: int
-    later: bool
-    finished: int
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        return self.unit, self.query, self.queries, self.row, self.tiles, self.width
-
-    @property
-    def slots(self) -> int:
-        return self.units * self.queries
-
-    @property
-    def places(self) -> int:
-        """Tiles of weights in the workspace."""
-        return self.slots * ((self.tiles + 1) // 2) * self.width
-
-
-def _launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -> list[Launch]:
-    """The forward takes all query heads of a KV head before the next one: its keys are in the cache then. The backward
-    takes all KV heads before the second query head of one: sums over queries have more tiles then."""
-    (B, T, H, _), (_, S, G, _) = q.shape, k.shape
-    heads, parts = _parts(T, S, block_m, block_n, matrices=2 if backward else 1)
-    if backward:
-        units = min(heads, B * G)
-        queries = min(heads // units, H // G)
-    else:
-        queries = min(heads, H // G)
-        units = min(heads // queries, B * G)
-    launches = []
-    for unit in range(0, B * G, units):
-        for part, (row, tiles, width) in reversed([*enumerate(parts)]):
-            keys = triton.cdiv(min(row + tiles * block_m, T) + S - T, block_n)
-            before = triton.cdiv(row + S - T, block_n) if part else 0
-            for query in range(0, H // G, queries):
-                taken = min(queries, H // G - query)
-                launches.append(
-                    Launch(
-                        unit, min(units, B * G - unit), query, taken, row, tiles, width, keys,
-                        later=part < len(parts) - 1 or query > 0,
-                        finished=before if query + taken == H // G else keys,
-                    )
-                )  # fmt: skip
-    return launches
-
-
 def _programs(q: Tensor, per_sm: int, launch: Launch, bounded: bool) -> int:
     """How many programs write a workspace. With bounds tiles differ in time, so that each has a program."""
     return launch.places if bounded else min(launch.places, num_programs(q, per_sm))
+
+
+def _strips(x: Tensor, rows: int, columns: int) -> Any:
+    """A descriptor of a workspace [places · BLOCK_M, BLOCK_N], to load ``rows`` x ``columns`` at a time."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
 LIBRARY.define(
@@ -553,7 +462,7 @@ LIBRARY.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
-    "causal_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor most, Tensor inverse,"
+    "causal_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor m, Tensor inverse,"
     " Tensor? documents, float scale, int? window) -> (Tensor, Tensor, Tensor)"
 )
 
@@ -564,42 +473,47 @@ def _causal_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     (B, T, H, D), (_, S, G, _) = q.shape, k.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    most, inverse = (torch.empty(B, H, T, dtype=torch.float32, device=q.device) for _ in range(2))
+    m, inverse = (torch.empty(B, H, T, dtype=torch.float32, device=q.device) for _ in range(2))
     if not out.numel():
-        return out, most, inverse
+        return out, m, inverse
     tier = _tier(q)
     block_m, block_n, block_d = TILE[tier]
-    numbers, low, _ = _bounds(documents, window, B, S, q)
+    document_numbers, low, _ = _bounds(documents, window, B, S, q)
     shared, masks, product = _constants(q, k, documents, window)
     step, columns, bounded = product["STEP"], product["BLOCK_D"], product["BOUNDED"]
+
     with on_device_of(q):
-        launches = _launches(q, k, block_m, block_n, backward=False)
+        # Descriptors: tiles of q and k for the weights, and of v for the product with them.
+        parts = launches(q, k, block_m, block_n, backward=False)
         q, k, v = map(_aligned, (q, k, v))
         queries, keys = _heads(q, block_m, block_d), _heads(k, block_n, block_d)
         values = _heads(v, step, columns)
-        room = max(launch.places for launch in launches)
+
+        # The workspace, which all launches share, and m and the sum of each row of its tiles.
+        room = max(launch.places for launch in parts)
         weights = torch.empty(room * block_m, block_n, dtype=q.dtype, device=q.device)
-        mosts, sums = torch.empty(2, room, block_m, dtype=torch.float32, device=q.device)
-        strips = TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [block_m, step])
-        for each in launches:
-            place = T, S, *each.place
-            _weights_kernel[(_programs(q, 2, each, bounded),)](
-                queries, keys, weights, mosts, sums, numbers, low, window or 0, scale, *place, each.slots,
-                FAR=FAR[q.dtype], BLOCK_D=block_d, **shared, **masks, **WEIGHTS_LAUNCH[tier],
+        tile_m, tile_sums = torch.empty(2, room, block_m, dtype=torch.float32, device=q.device)
+        strips = _strips(weights, block_m, step)
+
+        for launch in parts:
+            tiles = launch.part.tiles
+            _weights_kernel[(_programs(q, 2, launch, bounded),)](
+                queries, keys, weights, tile_m, tile_sums, document_numbers, low, window or 0, scale, *launch.part,
+                launch.slots, FAR=FAR[q.dtype], BLOCK_D=block_d, **shared, **masks, **WEIGHTS_LAUNCH[tier],
             )  # fmt: skip
-            _sums_kernel[(SUMS_PROGRAMS, each.slots, each.tiles)](
-                weights, mosts, sums, most, inverse, low, *place, H=H, QUERIES=H // G, BOUNDED=bounded,
+            _sums_kernel[(SUMS_PROGRAMS, launch.slots, tiles)](
+                weights, tile_m, tile_sums, m, inverse, low, *launch.part, H=H, GROUP=H // G, BOUNDED=bounded,
                 BLOCK_M=block_m, BLOCK_N=block_n, PARTS=PARTS, num_warps=8,
             )  # fmt: skip
-            _sum_over_keys_kernel[(triton.cdiv(D, columns), each.slots, each.tiles)](
-                strips, values, out, inverse, low, *place, HAS_INVERSE=True, **product
+            _sum_over_keys_kernel[(triton.cdiv(D, columns), launch.slots, tiles)](
+                strips, values, out, inverse, low, *launch.part, HAS_INVERSE=True, **product
             )
-    return out, most, inverse
+    return out, m, inverse
 
 
 @torch.library.impl(LIBRARY, "causal_attention_backward", "CompositeExplicitAutograd")
 def _causal_attention_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, most: Tensor, inverse: Tensor,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, m: Tensor, inverse: Tensor,
     documents: Tensor | None, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out = out.contiguous()
@@ -609,51 +523,61 @@ def _causal_attention_backward(
         return dq, dk.zero_(), dv.zero_()
     tier = _tier(q)
     block_m, block_n, block_d = TILE[tier]
-    numbers, low, last = _bounds(documents, window, B, S, q)
+    document_numbers, low, last = _bounds(documents, window, B, S, q)
     shared, masks, product = _constants(q, k, documents, window)
     step, columns, bounded = product["STEP"], product["BLOCK_D"], product["BOUNDED"]
     across = triton.cdiv(D, columns)
+
     with on_device_of(q):
-        launches = _launches(q, k, block_m, block_n, backward=True)
+        parts = launches(q, k, block_m, block_n, backward=True)
         q, k, v, d_out = map(_aligned, (q, k, v, d_out))
-        room = max(launch.places for launch in launches) * block_m
+
+        # The workspace, which all launches share, and sums of dk and dv over launches.
+        room = max(launch.places for launch in parts) * block_m
         p, ds = (torch.empty(room, block_n, dtype=q.dtype, device=q.device) for _ in range(2))
-        delta = torch.empty_like(most)
-        later = any(each.later for each in launches)
-        sums = [torch.empty(x.shape if later else 0, dtype=torch.float32, device=x.device) for x in (dk, dv)]
+        several = any(launch.later for launch in parts)
+        sums = [torch.empty(x.shape if several else 0, dtype=torch.float32, device=x.device) for x in (dk, dv)]
+
+        # Descriptors: tiles for p and ds; then both factors of dq = ds · k, of dk = dsᵀ · q and of dv = pᵀ · do.
         queries, d_queries = (_heads(x, block_m, block_d) for x in (q, d_out))
         keys, values = (_heads(x, block_n, block_d) for x in (k, v))
-        strips = TensorDescriptor(ds, list(ds.shape), list(ds.stride()), [block_m, step])
-        turned = [TensorDescriptor(x, list(x.shape), list(x.stride()), [step, block_n]) for x in (ds, p)]
-        rows_of_k, *factors = (_heads(x, step, columns) for x in (k, q, d_out))
+        ds_rows, k_rows = _strips(ds, block_m, step), _heads(k, step, columns)
+        ds_columns, p_columns = (_strips(x, step, block_n) for x in (ds, p))
+        q_rows, do_rows = (_heads(x, step, columns) for x in (q, d_out))
+
+        # δ of all queries.
+        delta = torch.empty_like(m)
         vectors, block = B * T * H, max(triton.next_power_of_2(D), 16)
         _row_products_kernel[(triton.cdiv(vectors, 4),)](
             out, d_out, delta, vectors, T, *d_out.stride()[:3], H=H, D=D, BLOCK_D=block, ROWS=4
         )
-        for each in launches:
-            place = T, S, *each.place
-            _score_gradients_kernel[(_programs(q, 1, each, bounded),)](
-                queries, keys, values, d_queries, p, ds, most, inverse, delta, numbers, low, window or 0, scale, *place,
-                each.slots, BLOCK_D=block_d, **shared, **masks, **SCORES_LAUNCH[tier],
+
+        for launch in parts:
+            _score_gradients_kernel[(_programs(q, 1, launch, bounded),)](
+                queries, keys, values, d_queries, p, ds, m, inverse, delta, document_numbers, low, window or 0, scale,
+                *launch.part, launch.slots, BLOCK_D=block_d, **shared, **masks, **SCORES_LAUNCH[tier],
             )  # fmt: skip
-            _sum_over_keys_kernel[(across, each.slots, each.tiles)](
-                strips, rows_of_k, dq, inverse, low, *place, HAS_INVERSE=False, **product
+            _sum_over_keys_kernel[(across, launch.slots, launch.part.tiles)](
+                ds_rows, k_rows, dq, inverse, low, *launch.part, HAS_INVERSE=False, **product
             )
-            for weights, factor, total, sum_ in zip(turned, factors, (dk, dv), sums, strict=True):
-                _sum_over_queries_kernel[(across, each.units, each.keys)](
-                    weights, factor, total, sum_, last, *place, int(each.later), each.finished, **product
+            for weights, factors, total, sum_ in (
+                (ds_columns, q_rows, dk, sums[0]),
+                (p_columns, do_rows, dv, sums[1]),
+            ):
+                _sum_over_queries_kernel[(across, launch.kv_heads, launch.key_tiles)](
+                    weights, factors, total, sum_, last, *launch.part, int(launch.later), launch.finished, **product
                 )
     return dq, dk, dv
 
 
 @torch.library.register_fake("liger_models::causal_attention", lib=LIBRARY)
 def _causal_attention_fake(q, k, v, documents, scale, window):
-    most, inverse = (q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32) for _ in range(2))
-    return q.new_empty(q.shape), most, inverse
+    m, inverse = (q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32) for _ in range(2))
+    return q.new_empty(q.shape), m, inverse
 
 
 @torch.library.register_fake("liger_models::causal_attention_backward", lib=LIBRARY)
-def _causal_attention_backward_fake(d_out, q, k, v, out, most, inverse, documents, scale, window):
+def _causal_attention_backward_fake(d_out, q, k, v, out, m, inverse, documents, scale, window):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -664,7 +588,7 @@ def _setup(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, *output, documents)
 
 
-def _backward(ctx, d_out, _d_most, _d_inverse):
+def _backward(ctx, d_out, _d_m, _d_inverse):
     if d_out is None:
         return (None,) * 6
     grads = torch.ops.liger_models.causal_attention_backward(d_out, *ctx.saved_tensors, ctx.scale, ctx.window)

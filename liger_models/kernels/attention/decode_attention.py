@@ -86,21 +86,25 @@ def decode_attention_reference(
 @triton.jit
 def _decode_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, out_ptr, lse_ptr, table_b, q_b, q_h, window, scale, softcap,
-    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """One part of a row's keys, for a tile of the GROUP query heads of a KV head: their output and its log-sum."""
     await_previous(OVERLAPS)
     part = tl.program_id(0)
-    tiles: tl.constexpr = (QUERIES + BLOCK_M - 1) // BLOCK_M
-    group = tl.program_id(1) // tiles
+    tiles: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    kv_head = tl.program_id(1) // tiles
     batch = tl.program_id(2).to(tl.int64)
-    query = tl.program_id(1) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    head = group * QUERIES + query
+
+    # The queries, [BLOCK_M, BLOCK_D].
+    member = tl.program_id(1) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = kv_head * GROUP + member
     column = tl.arange(0, BLOCK_D)
-    places = tl.arange(0, BLOCK_N)
-    mine = (query < QUERIES)[:, None] & (column < D)[None, :]
-    q = tl.load(q_ptr + batch * q_b + head[:, None] * q_h + column[None, :], mask=mine, other=0.0)
+    inside_q = (member < GROUP)[:, None] & (column < D)[None, :]
+    q = tl.load(q_ptr + batch * q_b + head[:, None] * q_h + column[None, :], mask=inside_q, other=0.0)
+
+    # The part's keys: an equal share of the steps of BLOCK_N keys that the row's token sees.
     length = tl.load(lengths_ptr + batch)
     first = 0
     if HAS_WINDOW:
@@ -109,16 +113,22 @@ def _decode_kernel(
     share = tl.cdiv(tl.cdiv(length, BLOCK_N) - lowest, PARTS)
     begin = (lowest + part * share) * BLOCK_N
     end = tl.minimum(begin + share * BLOCK_N, length)
+
+    # The online softmax: unnormed output [BLOCK_M, BLOCK_D], and maximum and sum [BLOCK_M].
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK_N):
+        # Keys and values of a step, [BLOCK_N, BLOCK_D] each, which lie in one page.
         page = tl.load(table_ptr + batch * table_b + start // PAGE).to(tl.int64)
-        key = start + places
-        at = ((page * PAGE + start % PAGE + places) * G + group)[:, None] * D + column[None, :]
+        key = start + tl.arange(0, BLOCK_N)
+        slot = page * PAGE + start % PAGE + tl.arange(0, BLOCK_N)
+        at = (slot * G + kv_head)[:, None] * D + column[None, :]
         inside = (key < end)[:, None] & (column < D)[None, :]
         k = tl.load(keys_ptr + at, mask=inside, other=0.0)
         v = tl.load(values_ptr + at, mask=inside, other=0.0)
+
+        # Scores with the base 2, [BLOCK_M, BLOCK_N], and their share of the output.
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
         scores = tl.where(((key >= first) & (key < end))[None, :], scores, float("-inf"))
@@ -128,11 +138,13 @@ def _decode_kernel(
         weight = weight * shrink + tl.sum(p, 1)
         total = tl.dot(p.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
         most = larger
-    row = (batch * G * QUERIES + head) * PARTS + part
+
+    # A part without keys has the log-sum -inf, and no output.
+    row = (batch * G * GROUP + head) * PARTS + part
     if begin < end:
-        tl.store(out_ptr + row[:, None] * D + column[None, :], total / weight[:, None], mask=mine)
+        tl.store(out_ptr + row[:, None] * D + column[None, :], total / weight[:, None], mask=inside_q)
         most += tl.log2(weight)
-    tl.store(lse_ptr + row, most, mask=query < QUERIES)
+    tl.store(lse_ptr + row, most, mask=member < GROUP)
 
 
 @triton.jit
@@ -140,7 +152,7 @@ def _combine_kernel(
     parts_ptr, lse_ptr, sinks_ptr, out_ptr, H, D: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The weighted sum of the parts that have keys; ``lse`` has the base 2."""
+    """The weighted sum of the parts that have keys, of BLOCK_D columns of a head; ``lse`` has the base 2."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -151,6 +163,8 @@ def _combine_kernel(
         sink = tl.load(sinks_ptr + tl.program_id(0) % H).to(tl.float32) * LOG2_E
         most = tl.maximum(most, sink)
     most = tl.where(most == float("-inf"), 0.0, most)  # a row without tokens
+
+    # The share of each part [PARTS], and the weighted sum of the parts [PARTS, BLOCK_D].
     share = tl.exp2(lse - most)
     weight = tl.sum(share, 0)
     if HAS_SINKS:
@@ -184,10 +198,14 @@ def _decode_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
+
+    # Query heads of a program, and keys of a step, which must not exceed a page.
     block_d = max(triton.next_power_of_2(D), 16)
     block_m = max(min(triton.next_power_of_2(H // G), MOST_QUERIES // block_d), LEAST_ROWS)
     block_n = min(max(_power_below(STEP_BYTES // (block_d * q.itemsize)), 16), page)
     tiles = G * triton.cdiv(H // G, block_m)
+
+    # Parts of the keys: as many as keep the device busy. Lengths are on the device, so tables give the most keys.
     seen = table.shape[1] * page
     seen = seen if window is None else min(window + block_n, seen)
     room = _power_below(max(num_programs(q, PROGRAMS_PER_SM) // (B * tiles), 2))
@@ -198,7 +216,7 @@ def _decode_attention(
     with on_device_of(q):
         _decode_kernel[(parts, tiles, B)](
             q, keys, values, table, lengths, results, lse, table.stride(0), *q.stride()[:2], window or 0, scale,
-            softcap or 0.0, G=G, QUERIES=H // G, D=D, PAGE=page, PARTS=parts, HAS_WINDOW=window is not None,
+            softcap or 0.0, G=G, GROUP=H // G, D=D, PAGE=page, PARTS=parts, HAS_WINDOW=window is not None,
             HAS_SOFTCAP=softcap is not None, PRECISION=dot_precision(q), BLOCK_M=block_m, BLOCK_N=block_n,
             BLOCK_D=block_d, **overlap(q), num_warps=4,
             num_stages=fitting_stages(q, STAGES, 2 * block_n * block_d * q.itemsize),

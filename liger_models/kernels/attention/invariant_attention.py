@@ -65,64 +65,77 @@ def invariant_attention_reference(
     keys, values = (x.reshape(-1, G, D) for x in (k, v))
     out = torch.empty(N, H, D, dtype=q.dtype, device=q.device)
     for n, (start, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
-        place = torch.arange(start if window is None else max(start, end - window + 1), end + 1, device=q.device)
+        index = torch.arange(start if window is None else max(start, end - window + 1), end + 1, device=q.device)
         if table is not None:
-            place = table[n, place // k.shape[1]].long() * k.shape[1] + place % k.shape[1]
-        rows, mine, theirs = q[n].reshape(G, -1, D).clone(), keys[place].transpose(0, 1), values[place].transpose(0, 1)
-        scores = (rows @ mine.transpose(1, 2).contiguous()).to(compute) * scale  # [G, H / G, keys]
+            index = table[n, index // k.shape[1]].long() * k.shape[1] + index % k.shape[1]
+        rows = q[n].reshape(G, -1, D).clone()
+        token_keys, token_values = (x[index].transpose(0, 1) for x in (keys, values))  # [G, keys, D]
+        scores = (rows @ token_keys.transpose(1, 2).contiguous()).to(compute) * scale  # [G, H / G, keys]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores if column is None else torch.cat([scores, column], 2)
-        out[n] = (scores.softmax(2)[..., : len(place)].to(q.dtype) @ theirs.contiguous()).view(H, D)
+        out[n] = (scores.softmax(2)[..., : len(index)].to(q.dtype) @ token_values.contiguous()).view(H, D)
     return out
 
 
 @triton.jit(do_not_specialize=["N"])
 def _invariant_attention_kernel(
     q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, table_ptr, sinks_ptr, out_ptr, N, q_n, q_h, k_n, k_g, v_n, v_g, table_n,
-    window, scale, softcap, G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    window, scale, softcap, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    parts: tl.constexpr = (QUERIES + HEADS - 1) // HEADS
-    group = tl.program_id(1) // parts
+    """HEADS query heads of a KV head of TOKENS tokens per program, which are the rows of its products."""
+    parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // parts
+
+    # Token and head of each row, and the queries [BLOCK_M, BLOCK_D].
     row = tl.arange(0, BLOCK_M)
     token = tl.program_id(0).to(tl.int64) * TOKENS + row // HEADS
-    query = tl.program_id(1) % parts * HEADS + row % HEADS
-    head = group * QUERIES + query
-    inside = (row < TOKENS * HEADS) & (token < N) & (query < QUERIES)
+    member = tl.program_id(1) % parts * HEADS + row % HEADS
+    head = kv_head * GROUP + member
+    inside = (row < TOKENS * HEADS) & (token < N) & (member < GROUP)
     column = tl.arange(0, BLOCK_D)
-    places = tl.arange(0, BLOCK_N)
-    mine = inside[:, None] & (column < D)[None, :]
-    q = tl.load(q_ptr + token[:, None] * q_n + head[:, None] * q_h + column[None, :], mask=mine, other=0.0)
+    inside_q = inside[:, None] & (column < D)[None, :]
+    q = tl.load(q_ptr + token[:, None] * q_n + head[:, None] * q_h + column[None, :], mask=inside_q, other=0.0)
+
+    # The keys that each row sees, [BLOCK_M]: from ``lowest`` to ``last``.
     first = tl.load(first_ptr + token, mask=inside, other=NOWHERE)
     last = tl.load(last_ptr + token, mask=inside, other=-1)
     lowest = first
     if HAS_WINDOW:
         lowest = tl.maximum(first, last - window + 1)
+
+    # The online softmax: unnormed output [BLOCK_M, BLOCK_D], and maximum and sum [BLOCK_M].
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
+
+    # One document after the other, each in steps that begin at multiples of BLOCK_N from its first key: where a token's
+    # keys are divided doesn't depend on the other tokens.
     document = tl.min(first, 0)
     while document < NOWHERE:
-        here = first == document
-        begin = tl.min(tl.where(here, lowest, NOWHERE), 0)
+        in_document = first == document
+        begin = tl.min(tl.where(in_document, lowest, NOWHERE), 0)
         begin = document + (begin - document) // BLOCK_N * BLOCK_N
-        end = tl.max(tl.where(here, last, -1), 0) + 1
+        end = tl.max(tl.where(in_document, last, -1), 0) + 1
         for start in range(begin, end, BLOCK_N):
-            key = start + places
+            # Keys and values of a step, [BLOCK_N, BLOCK_D] each, from the tensors or from pages.
+            key = start + tl.arange(0, BLOCK_N)
             if PAGE == 0:
-                place = key.to(tl.int64)
+                slot = key.to(tl.int64)
             else:
                 page = tl.load(table_ptr + tl.program_id(0) * table_n + key // PAGE, mask=key < end, other=0)
-                place = page.to(tl.int64) * PAGE + key % PAGE
+                slot = page.to(tl.int64) * PAGE + key % PAGE
             exists = (key < end)[:, None] & (column < D)[None, :]
-            k = tl.load(k_ptr + place[:, None] * k_n + group * k_g + column[None, :], mask=exists, other=0.0)
-            v = tl.load(v_ptr + place[:, None] * v_n + group * v_g + column[None, :], mask=exists, other=0.0)
+            k = tl.load(k_ptr + slot[:, None] * k_n + kv_head * k_g + column[None, :], mask=exists, other=0.0)
+            v = tl.load(v_ptr + slot[:, None] * v_n + kv_head * v_g + column[None, :], mask=exists, other=0.0)
+
+            # Scores with the base 2, [BLOCK_M, BLOCK_N], and their share of the output.
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
-            seen = here[:, None] & (key[None, :] >= lowest[:, None]) & (key[None, :] <= last[:, None])
+            seen = in_document[:, None] & (key[None, :] >= lowest[:, None]) & (key[None, :] <= last[:, None])
             scores = tl.where(seen, scores, float("-inf"))
             larger = tl.maximum(most, tl.max(scores, 1))
             finite = tl.where(larger == float("-inf"), 0.0, larger)  # a row that has seen no key yet
@@ -132,6 +145,7 @@ def _invariant_attention_kernel(
             total = tl.dot(p.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
             most = larger
         document = tl.min(tl.where(first > document, first, NOWHERE), 0)
+
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * LOG2_E
         larger = tl.maximum(most, sink)
@@ -139,8 +153,8 @@ def _invariant_attention_kernel(
         weight = weight * shrink + tl.exp2(sink - larger)
         total *= shrink[:, None]
     total /= tl.where(weight == 0.0, 1.0, weight)[:, None]
-    out = out_ptr + (token[:, None] * (G * QUERIES) + head[:, None]) * D + column[None, :]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mine)
+    out = out_ptr + (token[:, None] * (G * GROUP) + head[:, None]) * D + column[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside_q)
 
 
 LIBRARY.define(
@@ -168,7 +182,7 @@ def _invariant_attention(
                 q, k, v, first, last, first if table is None else contiguous_rows(table),
                 q if sinks is None else sinks.contiguous(), out, N, *q.stride()[:2], k.stride(-3), k.stride(-2),
                 v.stride(-3), v.stride(-2), 0 if table is None else table.stride(0), window or 0, scale, softcap or 0.0,
-                G=G, QUERIES=H // G, D=D, PAGE=0 if table is None else k.shape[1], TOKENS=tokens, HEADS=heads,
+                G=G, GROUP=H // G, D=D, PAGE=0 if table is None else k.shape[1], TOKENS=tokens, HEADS=heads,
                 HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
                 PRECISION=dot_precision(q), BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_d, num_warps=tile.warps,
                 num_stages=fitting_stages(q, tile.stages, 2 * tile.keys * block_d * q.itemsize),

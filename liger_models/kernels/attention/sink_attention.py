@@ -79,15 +79,19 @@ def _visible(B: int, T: int, window: int | None, cu_seqlens: Tensor | None, devi
 def _apply_sinks_kernel(
     out_ptr, lse_ptr, sinks_ptr, N, H, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
+    """Scale o [N, H, D] of ROWS tokens of a head by the share that the sink leaves, and add the sink to l [H, N]."""
     head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
+
+    # The new log-sum [ROWS].
     sink = tl.load(sinks_ptr + head).to(tl.float32)
     lse_at = lse_ptr + head.to(tl.int64) * N + rows
     lse = tl.load(lse_at, mask=rows < N, other=0.0)
     largest = tl.maximum(lse, sink)
     total = largest + tl.log(tl.exp(lse - largest) + tl.exp(sink - largest))
-    at = out_ptr + (rows.to(tl.int64) * H + head)[:, None] * D + columns[None, :]
+
+    at = out_ptr + (rows.to(tl.int64) * H + head)[:, None] * D + columns[None, :]  # [ROWS, BLOCK_D]
     inside = (rows < N)[:, None] & (columns < D)[None, :]
     out = tl.load(at, mask=inside, other=0.0).to(tl.float32) * tl.exp(lse - total)[:, None]
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -98,12 +102,13 @@ def _apply_sinks_kernel(
 def _sinks_backward_kernel(
     dy_ptr, y_ptr, lse_ptr, sinks_ptr, sums_ptr, N, H, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
+    """The gradient of a head's sink, −Σ exp(sink − l) · (dy · y), over ROWS tokens."""
     head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
     sink = tl.load(sinks_ptr + head).to(tl.float32)
     lse = tl.load(lse_ptr + head.to(tl.int64) * N + rows, mask=rows < N, other=float("inf"))
-    at = (rows.to(tl.int64) * H + head)[:, None] * D + columns[None, :]
+    at = (rows.to(tl.int64) * H + head)[:, None] * D + columns[None, :]  # [ROWS, BLOCK_D]
     inside = (rows < N)[:, None] & (columns < D)[None, :]
     dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -150,10 +155,14 @@ def _flash(
         heads, added = _on_cpu(q, k, v, cu_seqlens, window)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads, attn_mask=added, scale=scale)
         return out.transpose(1, 2).contiguous().view(B, T, H, D), lse.reshape(H, B * T).float().contiguous()
+
+    # cuDNN, which is faster where it runs.
     if cu_seqlens is None and not window and _cudnn_runs(q, k, v):
         heads = [x.transpose(1, 2) for x in (q, k, v)]
         out, lse = aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, True, False, scale=scale)[:2]
         return out.transpose(1, 2).contiguous(), lse.reshape(B, H, T).transpose(0, 1).reshape(H, B * T).contiguous()
+
+    # The variable-length kernel, on the rows of all documents or of the batch.
     bounds, longest = _bounds(q, cu_seqlens, max_seqlen)
     rows = [x.reshape(B * T, *x.shape[2:]) for x in (q, k, v)]
     out, lse = aten._flash_attention_forward(
@@ -177,6 +186,7 @@ def _flash_backward(
         )
         dk, dv = (x.unflatten(1, (k.shape[2], -1)).sum(2).transpose(1, 2).reshape(k.shape) for x in shared)
         return dq.transpose(1, 2).reshape(q.shape), dk, dv
+
     if cu_seqlens is None and not window and _cudnn_runs(q, k, v):
         heads = [x.transpose(1, 2) for x in (q, k, v, y)]
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout
@@ -186,6 +196,7 @@ def _flash_backward(
         )
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
+
     bounds, longest = _bounds(q, cu_seqlens, max_seqlen)
     rows = [x.reshape(B * T, *x.shape[2:]) for x in (dy, q, k, v, y)]
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -230,11 +241,11 @@ def _sink_attention_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     need_qkv, need_sinks = needs
     B, T, H, D = q.shape
-    likes = q, k, v, sinks
+    inputs = q, k, v, sinks
     if q.numel() == 0:
-        return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in likes)
+        return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
     dy = dy.contiguous()
-    grads: list[Tensor] = [x.new_empty(0) for x in likes]
+    grads: list[Tensor] = [x.new_empty(0) for x in inputs]
     if need_sinks:
         grid, constants = _grid(B * T, H, D)
         sums = torch.empty(H, grid[0], dtype=torch.float32, device=q.device)
@@ -258,8 +269,8 @@ def _sink_attention_backward_fake(
     max_seqlen: int, scale: float, window: int, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     need_qkv, need_sinks = needs
-    each = zip((q, k, v, sinks), (need_qkv, need_qkv, need_qkv, need_sinks), strict=True)
-    return tuple(x.new_empty(x.shape if need or q.numel() == 0 else 0) for x, need in each)
+    pairs = zip((q, k, v, sinks), (need_qkv, need_qkv, need_qkv, need_sinks), strict=True)
+    return tuple(x.new_empty(x.shape if need or q.numel() == 0 else 0) for x, need in pairs)
 
 
 def _setup(ctx, inputs, output):
@@ -277,7 +288,7 @@ def _backward(ctx, dy, _d_lse):
     grads = torch.ops.liger_models.sink_attention_backward(
         dy, *ctx.saved_tensors, *ctx.constants, [any(need[:3]), need[3]]
     )
-    return *(grad if each else None for grad, each in zip(grads, need, strict=False)), *(None,) * 4
+    return *(grad if needed else None for grad, needed in zip(grads, need, strict=False)), *(None,) * 4
 
 
 register_autograd("sink_attention", _backward, _setup)

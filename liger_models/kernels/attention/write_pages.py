@@ -32,6 +32,7 @@ def _write_pages_kernel(
     keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, k_n, k_g, v_n, v_g,
     SIZE: tl.constexpr, D: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK elements of the keys of a token, [G, D] of SIZE elements, and as many of its values, per program."""
     await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)

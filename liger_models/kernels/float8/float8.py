@@ -32,7 +32,8 @@ from torch import Tensor
 
 from liger_models.kernels.activation.gated_act import _activation, _load_pairs
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.norm.rms_norm import _num_warps, _scaled
+from liger_models.kernels.norm.row_norm import scale_rows
+from liger_models.kernels.tiles import num_warps
 
 ROWS, COLUMNS, TILES = 64, 128, 4
 """Tile of a program, and the number of tiles that a program takes one after the other to find maxima of columns."""
@@ -194,7 +195,7 @@ def _values(
         h = tl.load(x_ptr + row * C + column, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(other_ptr + column, mask=column < C, other=0.0)
         n = h * tl.load(rstd_ptr + row, mask=exists, other=0.0)
-        return _scaled(n, w, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
+        return scale_rows(n, w, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
     elif KIND == "product":
         element = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
         pairs = tl.load(x_ptr + row * (2 * C) + element, mask=exists & (element < 2 * C), other=0.0)
@@ -344,7 +345,7 @@ def _rms_norm_round_kernel(
     rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / C + eps)
     tl.store(rstd_ptr + tl.program_id(0), rstd)
     w = tl.load(w_ptr + column, mask=inside, other=0.0)
-    y = _scaled(wide * rstd, w, weight_offset, SCALE_IN_FP32, h.dtype).to(h.dtype).to(tl.float32)
+    y = scale_rows(wide * rstd, w, weight_offset, SCALE_IN_FP32, h.dtype).to(h.dtype).to(tl.float32)
     amax = tl.max(tl.abs(y), 0)
     if BY_ROW:
         scale = _scale(amax, LIMIT, TINY, POWER_OF_2)
@@ -591,7 +592,7 @@ def rms_norm_round(
             _rms_norm_round_kernel[(N,)](
                 residual if x is None else x.contiguous(), residual, weight, h, rstd, amax.view(torch.int32), rows,
                 inverse, C, eps, weight_offset, ADD=x is not None, SCALE_IN_FP32=scale_in_fp32, BY_ROW=recipe.by_row,
-                BLOCK=block, num_warps=_num_warps(block), **_limits(dtype, recipe.power_of_2),
+                BLOCK=block, num_warps=num_warps(block), **_limits(dtype, recipe.power_of_2),
             )  # fmt: skip
     if recipe.by_row:
         return Float8(rows, inverse), h, rstd

@@ -46,7 +46,7 @@ from liger_models.kernels.float8.float8 import (
 )
 from liger_models.kernels.linear.norm_linear import check_linear, given_or_empty
 from liger_models.kernels.norm.fused_norm import FusedNorm
-from liger_models.kernels.norm.rms_norm import MAX_TILE
+from liger_models.kernels.norm.row_norm import MAX_TILE
 
 
 class _Float8Product(torch.autograd.Function):

@@ -20,6 +20,8 @@ def _scan_back(
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
+
+    # Offsets within a chunk: of q and k [C, BLOCK_K], of dO and dX [C, BLOCK_V], of A and P [C, C].
     k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
     inside_v = (v_columns < DV)[None, :]
     inside_k = (k_columns < DK)[None, :]
@@ -28,6 +30,8 @@ def _scan_back(
     at_q, at_k = index[:, None] * q_t + k_columns[None, :], index[:, None] * k_t + k_columns[None, :]
     at_d_out, at_dx = index[:, None] * d_out_t + v_columns[None, :], index[:, None] * DV + v_columns[None, :]
     at_a = index[:, None] * C + index[None, :]
+
+    # Pointers to the last chunk, which each step moves back.
     length = (end - start).to(tl.int32)
     chunks = tl.cdiv(length, C)
     last = start + (chunks - 1) * C
@@ -40,21 +44,25 @@ def _scan_back(
     total_ptr += head * tokens + last
     factor_ptr += 4 * head * tokens + last
     d_states_ptr += ((start // C + n + chunks - 1) * Hv + head) * (DK * DV)
+
+    # dS [BLOCK_K, BLOCK_V], in fp32 in registers.
     d_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_FINAL:
         d_state = tl.load(d_final_ptr + (n * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
     for step in tl.range(0, chunks, num_stages=STAGES):
-        left = length - (chunks - 1 - step) * C
-        inside = index < left
+        remaining = length - (chunks - 1 - step) * C
+        inside = index < remaining
         rows = inside[:, None]
         k = tl.load(k_ptr + at_k, mask=rows & inside_k, other=0.0)
         a = tl.load(a_ptr + at_a, mask=rows, other=0.0)
-        taken = tl.load(factor_ptr + tokens + index, mask=inside, other=0.0)
-        kept = tl.load(factor_ptr + 2 * tokens + index, mask=inside, other=0.0)
-        whole = tl.load(total_ptr + tl.minimum(left, C) - 1)
+        read_factor = tl.load(factor_ptr + tokens + index, mask=inside, other=0.0)
+        write_factor = tl.load(factor_ptr + 2 * tokens + index, mask=inside, other=0.0)
+        whole = tl.load(total_ptr + tl.minimum(remaining, C) - 1)
+
+        # dD = Pᵀ dO + e^{G − G_i} · K̂ dS, [C, BLOCK_V], and the part of dS that comes from O.
         rounded = d_state.to(dtype)
         tl.store(d_states_ptr + at_state, rounded, mask=inside_state)
-        dd = tl.dot(k, rounded, input_precision=PRECISION) * kept[:, None]
+        dd = tl.dot(k, rounded, input_precision=PRECISION) * write_factor[:, None]
         d_state *= tl.exp(whole)
         if HAS_OUT:
             q = tl.load(q_ptr + at_q, mask=rows & inside_k, other=0.0)
@@ -64,10 +72,13 @@ def _scan_back(
             dd = tl.dot(tl.trans(p), d_out, dd, input_precision=PRECISION)
             scaled = d_out.to(tl.float32) * q_factor[:, None]
             d_state = tl.dot(tl.trans(q), scaled.to(dtype), d_state, input_precision=PRECISION)
+
+        # dX = Aᵀ dD, and the part of dS that comes from X.
         dx = tl.dot(tl.trans(a), dd.to(dtype), input_precision=PRECISION)
         tl.store(dx_ptr + at_dx, dx.to(dtype), mask=rows & inside_v)
-        gone = (-dx * taken[:, None]).to(dtype)
-        d_state = tl.dot(tl.trans(k), gone, d_state, input_precision=PRECISION)
+        d_read = (-dx * read_factor[:, None]).to(dtype)
+        d_state = tl.dot(tl.trans(k), d_read, d_state, input_precision=PRECISION)
+
         q_ptr -= C * q_t
         k_ptr -= C * k_t
         d_out_ptr -= C * d_out_t
@@ -77,6 +88,7 @@ def _scan_back(
         total_ptr -= C
         factor_ptr -= C
         d_states_ptr -= Hv * DK * DV
+
     if STORE_INITIAL:
         tl.store(d_initial_ptr + (n * Hv + head) * (DK * DV) + at_state, d_state, mask=inside_state)
 
@@ -111,14 +123,15 @@ def scans_kernel(
 
 @triton.jit
 def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A part of matrix i of a tensor of matrices, of which a descriptor is given; 0 outside of the matrix."""
+    """[ROWS, COLUMNS] of matrix i, from a descriptor of a tensor of matrices; 0 outside of the matrix."""
     return tensor.load([i, row, column]).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
 def pair_kernel(
-    d, d_out, dx, v, q_ptr, k_ptr, cu_ptr, total_ptr, factor_ptr, q_norm_ptr, k_norm_ptr, dv_ptr, for_q_ptr, for_k_ptr,
-    d_total_ptr, d_beta_ptr, tokens, documents, q_t, q_h, k_t, k_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr,
+    d, d_out, dx, v, q_ptr, k_ptr, cu_ptr, total_ptr, factor_ptr, q_norm_ptr, k_norm_ptr, dv_ptr,
+    q_pairs_ptr, k_pairs_ptr, d_total_ptr, d_beta_ptr, tokens, documents, q_t, q_h, k_t, k_h, scale,
+    Hv: tl.constexpr, GROUP: tl.constexpr,
     C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
     DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -135,11 +148,15 @@ def pair_kernel(
     count = end.to(tl.int32) - at
     inside, square = rows < count, rows[:, None] * C + rows[None, :]
     keep, strict = (rows[:, None] >= rows[None, :]) & inside[:, None], rows[:, None] > rows[None, :]
+
+    # k̂ · k̂ᵀ [C, C] below the diagonal, which the value heads share.
     k = load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
     k_norm = tl.load(k_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
     at_pairs = (key_head * tokens + first) * C
     kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
     kk = tl.where(strict, kk * (k_norm[:, None] * k_norm[None, :]), 0.0)
+
+    # −β · E ∘ dX Dᵀ of the value heads, with dV = β · dX on the way.
     pairs = tl.zeros([C, C], tl.float32)
     for n in range(GROUP):
         head = key_head * GROUP + n
@@ -148,12 +165,14 @@ def pair_kernel(
         beta = tl.load(factor_ptr + 3 * head * tokens + at_head + rows, mask=inside, other=0.0)
         product, along = tl.zeros_like(kk), tl.zeros([C], tl.float32)
         for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
-            written, x = _tile(d, matrix, at, start, C, BLOCK_V), _tile(dx, matrix, at, start, C, BLOCK_V)
-            product = tl.dot(x, tl.trans(written), product, input_precision=PRECISION)
+            d_tile, x = _tile(d, matrix, at, start, C, BLOCK_V), _tile(dx, matrix, at, start, C, BLOCK_V)
+            product = tl.dot(x, tl.trans(d_tile), product, input_precision=PRECISION)
             wide, columns = x.to(tl.float32), start + tl.arange(0, BLOCK_V)[None, :]
             along += tl.sum(wide * _tile(v, matrix, at, start, C, BLOCK_V).to(tl.float32), 1)
             at_dv = dv_ptr + (first * Hv + head) * DV + (rows[:, None] * (Hv * DV) + columns)
             tl.store(at_dv, (wide * beta[:, None]).to(k.dtype), mask=inside[:, None] & (columns < DV))
+
+        # Gradients of β and of the running sums of g, by rows and by columns of E ∘ dX Dᵀ ∘ k̂ · k̂ᵀ.
         product = tl.where(keep, product * decays(total, total, keep), 0.0)
         by_decay = product * kk
         by_row = tl.sum(by_decay, 1)
@@ -161,14 +180,17 @@ def pair_kernel(
         pairs -= product * beta[:, None]
         by_decay *= beta[:, None]
         tl.store(d_total_ptr + at_head + rows, tl.sum(by_decay, 0) - by_row * beta, mask=inside)
+
     pairs = tl.where(strict, pairs * (k_norm[:, None] * k_norm[None, :]), 0.0)
-    tl.store(for_k_ptr + at_pairs + square, pairs.to(k.dtype), mask=inside[:, None])
+    tl.store(k_pairs_ptr + at_pairs + square, pairs.to(k.dtype), mask=inside[:, None])
     if HAS_OUT:
         tl.debug_barrier()  # the sums are read again below, by other threads
         k = load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
         q = load_rows(q_ptr + key_head * q_h + first * q_t, rows, q_t, count, DK, BLOCK_K)
         q_norm = tl.load(q_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0) * scale
         k_norm = tl.load(k_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
+
+        # E ∘ dO Dᵀ of the value heads, and its part in the gradient of the running sums of g.
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (q_norm[:, None] * k_norm[None, :])
         pairs = tl.zeros([C, C], tl.float32)
         for n in range(GROUP):
@@ -176,8 +198,8 @@ def pair_kernel(
             matrix, at_head = head.to(tl.int32), head * tokens + first
             product = tl.zeros_like(qk)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
-                written, out = _tile(d, matrix, at, start, C, BLOCK_V), _tile(d_out, matrix, at, start, C, BLOCK_V)
-                product = tl.dot(out, tl.trans(written), product, input_precision=PRECISION)
+                d_tile, out = _tile(d, matrix, at, start, C, BLOCK_V), _tile(d_out, matrix, at, start, C, BLOCK_V)
+                product = tl.dot(out, tl.trans(d_tile), product, input_precision=PRECISION)
             total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
             product = tl.where(keep, product * decays(total, total, keep), 0.0)
             pairs += product
@@ -185,7 +207,7 @@ def pair_kernel(
             d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
             tl.store(d_total_ptr + at_head + rows, d_total + tl.sum(product, 1) - tl.sum(product, 0), mask=inside)
         pairs *= q_norm[:, None] * k_norm[None, :]
-        tl.store(for_q_ptr + at_pairs + square, pairs.to(k.dtype), mask=inside[:, None])
+        tl.store(q_pairs_ptr + at_pairs + square, pairs.to(k.dtype), mask=inside[:, None])
 
 
 @triton.jit
@@ -227,7 +249,7 @@ def _store_gradient(
 
 @triton.jit
 def query_gradients_kernel(
-    d_out, states, queries, k_ptr, cu_ptr, total_ptr, q_norm_ptr, for_q_ptr, d_total_ptr, dq_ptr, tokens, documents,
+    d_out, states, queries, k_ptr, cu_ptr, total_ptr, q_norm_ptr, q_pairs_ptr, d_total_ptr, dq_ptr, tokens, documents,
     k_t, k_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
     DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -246,6 +268,8 @@ def query_gradients_kernel(
     square, both = rows[:, None] * C + rows[None, :], inside[:, None] & inside[None, :]
     at_rows, key_matrix = key_head * tokens + first, key_head.to(tl.int32)
     q_norm = tl.load(q_norm_ptr + at_rows + rows, mask=inside, other=0.0)
+
+    # What goes through S: scale · e^G · dO Sᵀ, [C, BLOCK_K], summed over the value heads.
     dq = tl.zeros([C, BLOCK_K], tl.float32)
     for n in range(GROUP):
         head = key_head * GROUP + n
@@ -258,7 +282,9 @@ def query_gradients_kernel(
         dq += read
         along += tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
         tl.store(d_total_ptr + at_head + rows, along, mask=inside)
-    pairs = tl.load(for_q_ptr + at_rows * C + square, mask=both, other=0.0)
+
+    # What goes through the chunk, and the gradient of the norm.
+    pairs = tl.load(q_pairs_ptr + at_rows * C + square, mask=both, other=0.0)
     k = load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
     dq = _add_pairs(dq, pairs, k, once, PRECISION)
     q = _tile(queries, key_matrix, at, 0, C, BLOCK_K)
@@ -268,7 +294,7 @@ def query_gradients_kernel(
 
 @triton.jit
 def key_gradients_kernel(
-    d, dx, states, d_states, keys, q_ptr, k_ptr, cu_ptr, total_ptr, factor_ptr, k_norm_ptr, for_q_ptr, for_k_ptr,
+    d, dx, states, d_states, keys, q_ptr, k_ptr, cu_ptr, total_ptr, factor_ptr, k_norm_ptr, q_pairs_ptr, k_pairs_ptr,
     d_total_ptr, d_beta_ptr, dk_ptr, dg_ptr, dbeta_ptr, tokens, documents, q_t, q_h, k_t, k_h, Hv: tl.constexpr,
     GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr,
     BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -287,6 +313,8 @@ def key_gradients_kernel(
     square, both = rows[:, None] * C + rows[None, :], inside[:, None] & inside[None, :]
     at_rows, key_matrix = key_head * tokens + first, key_head.to(tl.int32)
     k_norm = tl.load(k_norm_ptr + at_rows + rows, mask=inside, other=0.0)
+
+    # What goes through S and dS, [C, BLOCK_K], summed over the value heads.
     dk = tl.zeros([C, BLOCK_K], tl.float32)
     for n in range(GROUP):
         head = key_head * GROUP + n
@@ -294,12 +322,16 @@ def key_gradients_kernel(
         total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
         beta = tl.load(factor_ptr + 3 * head * tokens + at_head + rows, mask=inside, other=0.0)
         whole = tl.load(total_ptr + at_head + count - 1)
+
+        # S ∘ dS, by which the decay of the whole chunk changes the loss.
         product = tl.zeros([BLOCK_K], tl.float32)
         for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
             d_state = _tile(d_states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
             state = _tile(states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
             product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
         carried = tl.sum(product, 0) * tl.exp(whole)
+
+        # R: what the keys read. dβ and dk have it with the opposite sign.
         read, along = _through_state(
             dx, states, head.to(tl.int32), at, slot + head.to(tl.int32), tl.exp(total) * k_norm, keys,
             key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
@@ -308,22 +340,28 @@ def key_gradients_kernel(
         d_beta = tl.load(d_beta_ptr + at_head + rows, mask=inside, other=0.0) - along
         tl.store(dbeta_ptr + at_out, d_beta, mask=inside)
         d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0) - along * beta
+
+        # W: what the keys write.
         factor = tl.exp(tl.where(inside, whole - total, float("-inf"))) * k_norm
-        written, along = _through_state(
+        write, along = _through_state(
             d, d_states, head.to(tl.int32), at, slot + head.to(tl.int32), factor, keys, key_matrix, inside, C, BLOCK_K,
             DV, BLOCK_V, PRECISION, STAGES,
         )  # fmt: skip
-        dk += written
+        dk += write
+
+        # dg from the gradients of the running sums, which g enters from its token on.
         dg = tl.cumsum(d_total - along, 0, reverse=True) + (carried + tl.sum(along, 0))
         tl.store(dg_ptr + at_out, dg, mask=inside)
+
+    # What goes through the chunk, from the pairs of tokens, and the gradient of the norm.
     q_ptr += key_head * q_h + first * q_t
     k_ptr += key_head * k_h + first * k_t
     if HAS_OUT:
-        pairs = tl.load(for_q_ptr + at_rows * C + square, mask=both, other=0.0)
+        pairs = tl.load(q_pairs_ptr + at_rows * C + square, mask=both, other=0.0)
         q = load_rows(q_ptr, rows, q_t, count, DK, BLOCK_K)
         dk = _add_pairs(dk, tl.trans(pairs), q, once, PRECISION)
     k = load_rows(k_ptr, rows, k_t, count, DK, BLOCK_K)
-    pairs = tl.load(for_k_ptr + at_rows * C + square, mask=both, other=0.0)
+    pairs = tl.load(k_pairs_ptr + at_rows * C + square, mask=both, other=0.0)
     dk = _add_pairs(dk, pairs, k, once, PRECISION)
     dk = _add_pairs(dk, tl.trans(pairs), k, once, PRECISION)
     k = _tile(keys, key_matrix, at, 0, C, BLOCK_K)

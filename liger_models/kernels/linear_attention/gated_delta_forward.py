@@ -16,6 +16,7 @@ def load_rows(ptr, rows, stride, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _inverse_norms(x, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
+    """1 / |x| of each row, [rows], or 1."""
     wide = x.to(tl.float32)
     square = tl.sum(wide * wide, 1)
     return 1.0 / tl.sqrt(square + EPS) if NORMALIZE else tl.zeros_like(square) + 1.0
@@ -43,6 +44,8 @@ def similarity_kernel(
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
+
+    # Norms of the keys and queries, [C] each, and q̂ · k̂ᵀ [C, C], which the value heads share.
     index = tl.arange(0, C)
     rows = first + index
     inside = rows < end
@@ -54,29 +57,33 @@ def similarity_kernel(
         q_norm = _inverse_norms(q, NORMALIZE, EPS)
         tl.store(q_norm_ptr + key_head * tokens + rows, q_norm, mask=inside)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * q_norm[:, None] * k_norm[None, :])
+
+    # For each value head, the running sums of g [C], the factors of rows [C], and P [C, C].
     for head in range(key_head * GROUP, (key_head + 1) * GROUP):
         total = tl.cumsum(tl.load(g_ptr + head * g_h + rows * g_t, mask=inside, other=0.0).to(tl.float32), 0)
         beta = tl.load(beta_ptr + head * beta_h + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
         tl.store(total_ptr + head * tokens + rows, total, mask=inside)
-        at_factors = factor_ptr + 4 * head * tokens + rows
-        tl.store(at_factors, beta, mask=inside)
-        tl.store(at_factors + tokens, beta * tl.exp(total) * k_norm, mask=inside)
+        factors = factor_ptr + 4 * head * tokens + rows
+        tl.store(factors, beta, mask=inside)
+        tl.store(factors + tokens, beta * tl.exp(total) * k_norm, mask=inside)
         whole = tl.sum(tl.where(rows == end - 1, total, 0.0), 0)
-        tl.store(at_factors + 2 * tokens, tl.exp(whole - total) * k_norm, mask=inside)
+        tl.store(factors + 2 * tokens, tl.exp(whole - total) * k_norm, mask=inside)
         if NEED_P:
             p = qk * decays(total, total, index[:, None] >= index[None, :])
             at = (head * tokens + rows)[:, None] * C + index[None, :]
             tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside[:, None])
-            tl.store(at_factors + 3 * tokens, tl.exp(total) * q_norm * scale, mask=inside)
+            tl.store(factors + 3 * tokens, tl.exp(total) * q_norm * scale, mask=inside)
 
 
 @triton.jit
 def _times(left, right, PRECISION: tl.constexpr):
+    """left @ right"""
     return tl.dot(left, right, input_precision=PRECISION)
 
 
 @triton.jit
 def _add_dots(sum, left, right, PRECISION: tl.constexpr):
+    """sum + left @ rightᵀ: the products of the rows of both."""
     return tl.dot(left, tl.trans(right), sum, input_precision=PRECISION)
 
 
@@ -90,16 +97,16 @@ def _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, ROW: tl.constexpr):
 
 
 @triton.jit
-def _scaled(products, left, right, keep):
+def _scale_block(products, left, right, keep):
     """A block of M, given k_i·k_j and the factors of its rows and columns."""
     return products * decays(left[0], right[0], keep) * left[1][:, None] * right[2][None, :]
 
 
 @triton.jit
-def _inverted(products, factors, PRECISION: tl.constexpr):
+def _invert_block(products, factors, PRECISION: tl.constexpr):
     """(I + M)⁻¹ for a block on the diagonal of M, by those of 2, 4 and 8 on its own diagonal in turn."""
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-    m = _scaled(products, factors, factors, row > column)
+    m = _scale_block(products, factors, factors, row > column)
     a = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -m, 0.0))
     for i in tl.static_range(1, 4):
         apart = (row >> i != column >> i) & (row >> (i + 1) == column >> (i + 1))
@@ -109,6 +116,7 @@ def _inverted(products, factors, PRECISION: tl.constexpr):
 
 @triton.jit
 def _store_block(a_ptr, x, count, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
+    """Store a block [16, 16] of A [C, C], as far as there are tokens."""
     rows, columns = ROW + tl.arange(0, 16), COLUMN + tl.arange(0, 16)
     at = a_ptr + rows[:, None] * C + columns[None, :]
     tl.store(at, x.to(a_ptr.dtype.element_ty), mask=(rows < count)[:, None])
@@ -125,12 +133,16 @@ def inverse_kernel(
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
+
+    # All pointers at the first token of the chunk.
     count, index = (end - first).to(tl.int32), tl.arange(0, 16)
     k_ptr += head // GROUP * k_h + first * k_t
     k_norm_ptr += head // GROUP * tokens + first
     total_ptr += head * tokens + first
     factor_ptr += 4 * head * tokens + first
     a_ptr += (head * tokens + first) * C
+
+    # The ten blocks [16, 16] of k · kᵀ on and below the diagonal, over BLOCK columns at a time.
     none = tl.zeros([16, 16], tl.float32)
     m00, m11, m22, m33, m10, m20, m21, m30, m31, m32 = none, none, none, none, none, none, none, none, none, none
     for start in tl.range(0, DK, BLOCK, num_stages=STAGES):
@@ -143,14 +155,16 @@ def inverse_kernel(
         m10, m20 = _add_dots(m10, k1, k0, PRECISION), _add_dots(m20, k2, k0, PRECISION)
         m21, m30 = _add_dots(m21, k2, k1, PRECISION), _add_dots(m30, k3, k0, PRECISION)
         m31, m32 = _add_dots(m31, k3, k1, PRECISION), _add_dots(m32, k3, k2, PRECISION)
+
+    # The diagonal of A: inverses of blocks. Below, blocks of M.
     f0 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 0)
     f1 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 16)
     f2 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 32)
     f3 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 48)
-    a00, a11 = _inverted(m00, f0, PRECISION), _inverted(m11, f1, PRECISION)
-    a22, a33 = _inverted(m22, f2, PRECISION), _inverted(m33, f3, PRECISION)
-    m10, m20, m21 = _scaled(m10, f1, f0, True), _scaled(m20, f2, f0, True), _scaled(m21, f2, f1, True)
-    m30, m31, m32 = _scaled(m30, f3, f0, True), _scaled(m31, f3, f1, True), _scaled(m32, f3, f2, True)
+    a00, a11 = _invert_block(m00, f0, PRECISION), _invert_block(m11, f1, PRECISION)
+    a22, a33 = _invert_block(m22, f2, PRECISION), _invert_block(m33, f3, PRECISION)
+    m10, m20, m21 = _scale_block(m10, f1, f0, True), _scale_block(m20, f2, f0, True), _scale_block(m21, f2, f1, True)
+    m30, m31, m32 = _scale_block(m30, f3, f0, True), _scale_block(m31, f3, f1, True), _scale_block(m32, f3, f2, True)
     # Each block is stored as soon as no product needs it any more, which frees its registers.
     _store_block(a_ptr, none, count, 0, 16, C)
     _store_block(a_ptr, none, count, 0, 32, C)
@@ -158,6 +172,8 @@ def inverse_kernel(
     _store_block(a_ptr, none, count, 16, 32, C)
     _store_block(a_ptr, none, count, 16, 48, C)
     _store_block(a_ptr, none, count, 32, 48, C)
+
+    # Forward substitution: A_ij = −A_ii · Σ_{j ≤ l < i} M_il · A_lj.
     a10 = -_times(a11, _times(m10, a00, PRECISION), PRECISION)
     _store_block(a_ptr, a10, count, 16, 0, C)
     a20 = -_times(a22, _times(m20, a00, PRECISION) + _times(m21, a10, PRECISION), PRECISION)
@@ -202,6 +218,8 @@ def scan(
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
+
+    # Offsets within a chunk: of q and k [C, BLOCK_K], of v, o and d [C, BLOCK_V], of A and P [C, C].
     k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
     inside_v = (v_columns < DV)[None, :]
     inside_k = (k_columns < DK)[None, :]
@@ -210,6 +228,8 @@ def scan(
     at_q, at_k = index[:, None] * q_t + k_columns[None, :], index[:, None] * k_t + k_columns[None, :]
     at_v, at_out = index[:, None] * v_t + v_columns[None, :], index[:, None] * (Hv * DV) + v_columns[None, :]
     at_d, at_a = index[:, None] * DV + v_columns[None, :], index[:, None] * C + index[None, :]
+
+    # Pointers to the first chunk, which each step moves on.
     q_ptr += key_head * q_h + start * q_t
     k_ptr += key_head * k_h + start * k_t
     v_ptr += head * v_h + start * v_t
@@ -220,25 +240,31 @@ def scan(
     total_ptr += head * tokens + start
     factor_ptr += 4 * head * tokens + start
     states_ptr += ((start // C + n) * Hv + head) * (DK * DV)
+
+    # S [BLOCK_K, BLOCK_V], in fp32 in registers.
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_INITIAL:
         state = tl.load(initial_ptr + (n * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
     length = (end - start).to(tl.int32)
     for number in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
-        left = length - number * C
-        inside = index < left
+        remaining = length - number * C
+        inside = index < remaining
         rows = inside[:, None]
         k = tl.load(k_ptr + at_k, mask=rows & inside_k, other=0.0)
         a = tl.load(a_ptr + at_a, mask=rows, other=0.0)
         v = tl.load(v_ptr + at_v, mask=rows & inside_v, other=0.0)
         beta = tl.load(factor_ptr + index, mask=inside, other=0.0)
-        taken = tl.load(factor_ptr + tokens + index, mask=inside, other=0.0)
-        kept = tl.load(factor_ptr + 2 * tokens + index, mask=inside, other=0.0)
-        whole = tl.load(total_ptr + tl.minimum(left, C) - 1)
+        read_factor = tl.load(factor_ptr + tokens + index, mask=inside, other=0.0)
+        write_factor = tl.load(factor_ptr + 2 * tokens + index, mask=inside, other=0.0)
+        whole = tl.load(total_ptr + tl.minimum(remaining, C) - 1)
+
+        # D = A X with X = β · (V − e^G · K̂ S), [C, BLOCK_V] each.
         rounded = state.to(dtype)
-        seen = tl.dot(k, rounded, input_precision=PRECISION)
-        x = beta[:, None] * v.to(tl.float32) - taken[:, None] * seen
+        read = tl.dot(k, rounded, input_precision=PRECISION)
+        x = beta[:, None] * v.to(tl.float32) - read_factor[:, None] * read
         d = tl.dot(a, x.to(dtype), input_precision=PRECISION)
+
+        # O = scale · e^G · Q̂ S + P D, [C, BLOCK_V].
         if STORE_OUT:
             q = tl.load(q_ptr + at_q, mask=rows & inside_k, other=0.0)
             p = tl.load(p_ptr + at_a, mask=rows, other=0.0)
@@ -249,8 +275,11 @@ def scan(
         if STORE_STATES:
             tl.store(states_ptr + at_state, rounded, mask=inside_state)
             tl.store(d_ptr + at_d, d.to(dtype), mask=rows & inside_v)
-        update = (d * kept[:, None]).to(dtype)
+
+        # S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D
+        update = (d * write_factor[:, None]).to(dtype)
         state = tl.dot(tl.trans(k), update, state * tl.exp(whole), input_precision=PRECISION)
+
         q_ptr += C * q_t
         k_ptr += C * k_t
         v_ptr += C * v_t
@@ -261,6 +290,7 @@ def scan(
         total_ptr += C
         factor_ptr += C
         states_ptr += Hv * DK * DV
+
     if not STORE_STATES:
         tl.store(final_ptr + (n * Hv + head) * (DK * DV) + at_state, state, mask=inside_state)
 
@@ -292,6 +322,8 @@ def step_kernel(
     inside_k, inside_v = k_columns < DK, v_columns < DV
     inside_state = inside_k[:, None] & inside_v[None, :]
     at_state = (n * Hv + head) * (DK * DV) + k_columns[:, None] * DV + v_columns[None, :]
+
+    # S [BLOCK_K, BLOCK_V], in fp32 in registers.
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_INITIAL:
         state = tl.load(initial_ptr + at_state, mask=inside_state, other=0.0)
@@ -304,6 +336,8 @@ def step_kernel(
         if NORMALIZE:
             q = q / tl.sqrt(tl.sum(q * q, 0) + EPS)
             k = k / tl.sqrt(tl.sum(k * k, 0) + EPS)
+
+        # The recurrence: decay, read, write, and read with the query.
         state *= tl.exp(g)
         d = beta * (v - tl.sum(state * k[:, None], 0))
         state += k[:, None] * d[None, :]

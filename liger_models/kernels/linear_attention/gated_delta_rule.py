@@ -104,9 +104,13 @@ def gated_delta_rule_reference(
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
     q = q * (Dk**-0.5 if scale is None else scale)
     q, k = (x.repeat_interleave(Hv // Hk, 1) for x in (q, k))
+
+    # The document of each token; without documents a row is one.
     token = torch.arange(T, device=v.device)
     edges = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()
     document = torch.searchsorted(edges, token, right=True) - 1  # not of edges[1:]: Inductor takes no slice (2.11)
+
+    # The state [B, Hv, Dk, Dv] that a chunk begins with, and the final state of each document.
     state = v.new_zeros(B, Hv, Dk, Dv)
     initial = None if initial_state is None else initial_state.to(dtype)
     if cu_seqlens is None:
@@ -117,37 +121,43 @@ def gated_delta_rule_reference(
 
     def chunk(start: int, state: Tensor, finals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         Q, K, V, decay, b = (x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta))
-        here = document[start : start + CHUNK]
-        causal = torch.ones(len(here), len(here), dtype=torch.bool, device=v.device).tril()
-        causal = causal & (here[:, None] == here)
+        tokens_document = document[start : start + CHUNK]
+
+        # Which tokens of the chunk see each other, [C, C], and which read the state of the chunk before, [C, 1].
+        causal = torch.ones(len(tokens_document), len(tokens_document), dtype=torch.bool, device=v.device).tril()
+        causal = causal & (tokens_document[:, None] == tokens_document)
         # Documents that began before this chunk continue from `state`, the others start from their initial one.
-        carried = here == document[max(start - 1, 0)]
+        carried = tokens_document == document[max(start - 1, 0)]
         carried = (carried if start or cu_seqlens is None else carried & False).to(dtype)[:, None]
+
+        # Decays since the state, [.., C, 1], and between tokens, [.., C, C].
         total = decay.cumsum(-1)
-        first = (here[:, None] > here).sum(-1)  # token in this chunk of the token's document
+        first = (tokens_document[:, None] > tokens_document).sum(-1)  # token in this chunk of the token's document
         since = (total - (total - decay)[..., first]).exp()[..., None]
         between = (total[..., :, None] - total[..., None, :]).masked_fill(~causal, -torch.inf).exp()
 
-        def seen(x: Tensor) -> Tensor:
+        def read_state(x: Tensor) -> Tensor:
             """``x`` times the state that its document had before this chunk, decayed up to the token."""
             out = (x @ state) * carried
             if initial is not None:
-                out = out + torch.einsum("bhtk,thkv->bhtv", x, initial[here]) * (1 - carried)
+                out = out + torch.einsum("bhtk,thkv->bhtv", x, initial[tokens_document]) * (1 - carried)
             return out * since
 
+        # D [.., C, Dv] from (I + M) D = β · (V − K̂ S), and the output.
         system = (K @ K.mT * between * b[..., None]).tril(-1)
-        d = torch.linalg.solve_triangular(system, b[..., None] * (V - seen(K)), upper=False, unitriangular=True)
-        out = seen(Q) + (Q @ K.mT * between) @ d
+        d = torch.linalg.solve_triangular(system, b[..., None] * (V - read_state(K)), upper=False, unitriangular=True)
+        out = read_state(Q) + (Q @ K.mT * between) @ d
         # The state after the last token; with documents after each token, since a document may end at any.
-        which = slice(-1, None) if cu_seqlens is None else slice(None)
-        after = (between[:, :, which, :, None] * K[:, :, None]).mT @ d[:, :, None]
-        previous = state[:, :, None] * carried[which, :, None]
+        ends = slice(-1, None) if cu_seqlens is None else slice(None)
+        after = (between[:, :, ends, :, None] * K[:, :, None]).mT @ d[:, :, None]
+        previous = state[:, :, None] * carried[ends, :, None]
         if initial is not None:
-            previous = previous + initial[here[which]].transpose(0, 1) * (1 - carried[which, :, None])
-        after = after + previous * since[:, :, which, :, None]
+            previous = previous + initial[tokens_document[ends]].transpose(0, 1) * (1 - carried[ends, :, None])
+        after = after + previous * since[:, :, ends, :, None]
         if cu_seqlens is not None:
-            ends = (token[start : start + CHUNK] + 1 == edges[here + 1]).to(dtype)
-            finals = finals.index_add(0, here, after[0].transpose(0, 1) * ends[:, None, None, None])
+            is_last = (token[start : start + CHUNK] + 1 == edges[tokens_document + 1]).to(dtype)
+            last_states = after[0].transpose(0, 1) * is_last[:, None, None, None]
+            finals = finals.index_add(0, tokens_document, last_states)
         return out, after[:, :, -1], finals
 
     outputs = [v[:, :, :0]]
@@ -166,6 +176,8 @@ class _Sizes:
         self.cu = bounds(k, cu_seqlens)
         self.documents = len(self.cu) - 1
         self.slots = slots(self.tokens, self.documents, CHUNK)
+
+        # Columns of q and k, of v in all, and of v for a program of a scan.
         block_k = KEY_COLUMNS if self.Dk <= KEY_COLUMNS else 2 * KEY_COLUMNS
         block_v = max(triton.next_power_of_2(self.Dv), 16)
         columns = min(block_v, SCAN_COLUMNS)
@@ -194,11 +206,16 @@ def _prepare(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: _Sizes, scale: float, normalize: bool, need_p: bool,
     inverse: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """A, unless it is given; P, running sums of g, factors of rows, and inverse norms of q and k; the heads first."""
+    """A, P, running sums of g, factors of rows, and inverse norms of q and k; the heads first.
+
+    ``inverse`` is A, if it is known.
+    """
     p = k.new_empty(sizes.Hv, sizes.tokens, CHUNK)
     total = k.new_empty(sizes.Hv, sizes.tokens, dtype=torch.float32)
     q_norm, k_norm = (total.new_empty(sizes.Hk, sizes.tokens) for _ in range(2))
     factors = total.new_empty(sizes.Hv, 4, sizes.tokens)
+
+    # P, running sums and factors of each chunk and key head; then A of each chunk and value head.
     counts = sizes.tokens, sizes.documents
     similarity_kernel[(sizes.slots, sizes.Hk)](
         q, k, g, beta, sizes.cu, p, total, q_norm, k_norm, factors, *counts, *q.stride()[:2], *k.stride()[:2],
@@ -251,13 +268,14 @@ def _gated_delta_rule(
     q, k, v, g, beta = map(flat, (q, k, v, g, beta))
     initial = final if initial_state is None else initial_state.contiguous()
     with on_device_of(k):
-        made = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)[:4]
+        inverse, p, total, factors, _, _ = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)
         # A pointer argument that the constants switch off still has to be a tensor.
         scan_kernel[(sizes.scan_programs,)](
-            q, k, v, sizes.cu, *made, initial, out, final, sizes.tokens, *q.stride()[:2], *k.stride()[:2],
-            *v.stride()[:2], HAS_INITIAL=initial_state is not None, STORE_OUT=need_out, **sizes.scan(k, SCAN_STAGES),
+            q, k, v, sizes.cu, inverse, p, total, factors, initial, out, final, sizes.tokens, *q.stride()[:2],
+            *k.stride()[:2], *v.stride()[:2], HAS_INITIAL=initial_state is not None, STORE_OUT=need_out,
+            **sizes.scan(k, SCAN_STAGES),
         )  # fmt: skip
-    return out, final, made[0]
+    return out, final, inverse
 
 
 @torch.library.impl(LIBRARY, "gated_delta_rule_backward", "CompositeExplicitAutograd")
@@ -274,19 +292,23 @@ def _gated_delta_rule_backward(
     has_out, has_final = d_out is not None, d_final is not None
     q, k, v, g, beta = map(flat, (q, k, v, g, beta))
     d_out = v if d_out is None else flat(d_out)
+
+    # S before and dS after each chunk, D and dX, for the gradients within chunks.
     states, d_states = (k.new_empty(sizes.slots * sizes.Hv, sizes.Dk, sizes.Dv) for _ in range(2))
     d, dx = (k.new_empty(sizes.Hv, sizes.tokens, sizes.Dv) for _ in range(2))
     counts, strides = (sizes.tokens, sizes.documents), (*q.stride()[:2], *k.stride()[:2])
     with on_device_of(k):
-        *made, q_norm, k_norm = _prepare(q, k, g, beta, sizes, scale, normalize, has_out, inverse)
-        total, factors = made[2:]
+        _, p, total, factors, q_norm, k_norm = _prepare(q, k, g, beta, sizes, scale, normalize, has_out, inverse)
         # A pointer argument that the constants switch off still has to be a tensor.
         scans_kernel[(2 * sizes.scan_programs,)](
-            q, k, v, sizes.cu, *made, total if initial_state is None else initial_state.contiguous(), states, d, d_out,
+            q, k, v, sizes.cu, inverse, p, total, factors,
+            total if initial_state is None else initial_state.contiguous(), states, d, d_out,
             total if d_final is None else d_final.contiguous(), d_states, dx, d_initial, sizes.tokens, *strides,
             *v.stride()[:2], *d_out.stride()[:2], HAS_INITIAL=initial_state is not None, HAS_OUT=has_out,
             HAS_FINAL=has_final, **sizes.scan(k, BACK_STAGES),
         )  # fmt: skip
+
+        # Constants of the three kernels of gradients within a chunk.
         block_v = max(min(sizes.block_v // 2, GRADIENT_COLUMNS), 16)
         stage = (2 * sizes.shape["BLOCK_K"] + CHUNK) * block_v * k.element_size()  # S, dS and D
         common = sizes.shape | sizes.chunked | sizes.precision | {
@@ -294,23 +316,28 @@ def _gated_delta_rule_backward(
             "num_warps": GRADIENT_WARPS,
         }  # fmt: skip
         grid = sizes.slots, sizes.Hk
-        written, d_outputs, read = (_matrices(x, CHUNK, block_v) for x in (d, d_out.transpose(0, 1), dx))
-        by_state = [_matrices(x, sizes.shape["BLOCK_K"], block_v) for x in (states, d_states)]
+
+        # Descriptors: tiles of matrices [heads or slots, rows, columns].
+        d_tiles, d_out_tiles, dx_tiles = (_matrices(x, CHUNK, block_v) for x in (d, d_out.transpose(0, 1), dx))
+        state_tiles, d_state_tiles = (_matrices(x, sizes.shape["BLOCK_K"], block_v) for x in (states, d_states))
         queries, keys = (_matrices(x.transpose(0, 1), CHUNK, sizes.shape["BLOCK_K"]) for x in (q, k))
-        for_q, for_k = (k.new_empty(sizes.Hk, sizes.tokens, CHUNK) for _ in range(2))
+
+        # E ∘ dO Dᵀ and β · E ∘ dX Dᵀ of each chunk, and parts of the gradients of β and of the sums of g.
+        q_pairs, k_pairs = (k.new_empty(sizes.Hk, sizes.tokens, CHUNK) for _ in range(2))
         d_total, d_beta = (torch.empty_like(total) for _ in range(2))
         pair_kernel[grid](
-            written, d_outputs, read, _matrices(v.transpose(0, 1), CHUNK, block_v), q, k, sizes.cu, total, factors,
-            q_norm, k_norm, dv, for_q, for_k, d_total, d_beta, *counts, *strides, scale, HAS_OUT=has_out, **common,
+            d_tiles, d_out_tiles, dx_tiles, _matrices(v.transpose(0, 1), CHUNK, block_v), q, k, sizes.cu, total,
+            factors, q_norm, k_norm, dv, q_pairs, k_pairs, d_total, d_beta, *counts, *strides, scale, HAS_OUT=has_out,
+            **common,
         )  # fmt: skip
         if has_out:
             query_gradients_kernel[grid](
-                d_outputs, by_state[0], queries, k, sizes.cu, total, q_norm, for_q, d_total, dq, *counts,
+                d_out_tiles, state_tiles, queries, k, sizes.cu, total, q_norm, q_pairs, d_total, dq, *counts,
                 *k.stride()[:2], scale, NORMALIZE=normalize, **common,
             )  # fmt: skip
         key_gradients_kernel[grid](
-            written, read, *by_state, keys, q, k, sizes.cu, total, factors, k_norm, for_q, for_k, d_total, d_beta, dk,
-            dg, dbeta, *counts, *strides, HAS_OUT=has_out, NORMALIZE=normalize, **common,
+            d_tiles, dx_tiles, state_tiles, d_state_tiles, keys, q, k, sizes.cu, total, factors, k_norm, q_pairs,
+            k_pairs, d_total, d_beta, dk, dg, dbeta, *counts, *strides, HAS_OUT=has_out, NORMALIZE=normalize, **common,
         )  # fmt: skip
     return grads
 
@@ -387,8 +414,8 @@ def _backward(ctx, d_out, d_final, _):
     saved = ctx.saved_tensors  # once: checkpointing recomputes what it unpacks
     grads = torch.ops.liger_models.gated_delta_rule_backward(d_out, d_final, *saved, ctx.scale, ctx.normalize)
     # The initial state is the sixth input; the output, the only thing that q affects, may have no gradient.
-    given = d_out is not None, *(True,) * 4, saved[5] is not None
-    return *(grad if use else None for grad, use in zip(grads, given, strict=True)), *(None,) * 4
+    has_grad = d_out is not None, *(True,) * 4, saved[5] is not None
+    return *(grad if has else None for grad, has in zip(grads, has_grad, strict=True)), *(None,) * 4
 
 
 register_autograd("gated_delta_rule", _backward, _setup)
@@ -415,10 +442,7 @@ def _check(
     if initial_state is not None and initial_state.dtype != torch.promote_types(v.dtype, torch.float32):
         raise TypeError(f"{op}: initial_state must be float32, got {initial_state.dtype}.")
     if initial_state is not None and initial_state.shape != (documents, Hv, Dk, Dv):
-        raise ValueError(
-            f"{op}: initial_state must be {[documents, Hv, Dk, Dv]}, got "
-            f"{list(initial_state.shape) if initial_state is not None else None}."
-        )
+        raise ValueError(f"{op}: initial_state must be {[documents, Hv, Dk, Dv]}, got {list(initial_state.shape)}.")
 
 
 def is_fused(k: Tensor, v: Tensor) -> bool:

@@ -32,19 +32,19 @@ flight if a step is one token: what it loads is then handed from step to step.""
 
 
 def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
-    """x [B, T, C] at the tokens ``at`` of the given documents, and before a document its initial state."""
+    """x [B, T, C] at the tokens ``at`` of these documents, and before a document its initial state."""
     if not x.shape[1]:
         x = x.new_zeros(len(x), 1, x.shape[2])
-    before = edges[document]
-    own = x[:, at.clamp(0, x.shape[1] - 1)]
-    earlier = torch.zeros_like(own)
+    start = edges[document]
+    inputs = x[:, at.clamp(0, x.shape[1] - 1)]
+    earlier = torch.zeros_like(inputs)
     if initial_state is not None:
-        place = (K - 1 + at - before).clamp(0, K - 2)
+        index = (K - 1 + at - start).clamp(0, K - 2)
         if len(edges) == 2:  # the same tokens of each row
-            earlier = initial_state[:, :, place].transpose(1, 2).to(x.dtype)
+            earlier = initial_state[:, :, index].transpose(1, 2).to(x.dtype)
         else:
-            earlier = initial_state[document, :, place][None].to(x.dtype)
-    return torch.where((at >= before)[:, None], own, earlier)
+            earlier = initial_state[document, :, index][None].to(x.dtype)
+    return torch.where((at >= start)[:, None], inputs, earlier)
 
 
 def _edges(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -84,17 +84,17 @@ def _before(x_ptr, initial_ptr, t, start, x_t, at_initial, inside, K: tl.constex
     """The inputs of token t, or of the state if the document starts behind it, in fp32."""
     x = tl.load(x_ptr + t * x_t, mask=inside & (t >= start), other=0.0).to(tl.float32)
     if HAS_INITIAL:
-        place = K - 1 + t - start
-        mask = inside & (t < start) & (place >= 0)
-        x += tl.load(initial_ptr + at_initial + place, mask=mask, other=0.0).to(tl.float32)
+        index = K - 1 + t - start
+        mask = inside & (t < start) & (index >= 0)
+        x += tl.load(initial_ptr + at_initial + index, mask=mask, other=0.0).to(tl.float32)
     return x
 
 
 @triton.jit
 def _weight(weight_ptr, channels, J: tl.constexpr, inside, K: tl.constexpr):
     """Weight J of four, in fp32; the first ones are 0 where a channel has fewer."""
-    place = J - 4 + K
-    return tl.load(weight_ptr + channels * K + place, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+    index = J - 4 + K
+    return tl.load(weight_ptr + channels * K + index, mask=inside & (index >= 0), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -103,6 +103,7 @@ def _conv_kernel(
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
+    """TOKENS consecutive tokens of CHANNELS channels per program; all variables are [CHANNELS]."""
     n, start, _, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
     if first == last:
         return
@@ -113,6 +114,8 @@ def _conv_kernel(
     bias = tl.zeros([CHANNELS], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+
+    # x3, x2, x1, x0 are the inputs of tokens t − 3 to t, and w0 to w3 their weights.
     x_ptr += channels
     at_initial = (n * C + channels) * (K - 1)
     x3 = _before(x_ptr, initial_ptr, first - 3, start, x_t, at_initial, inside, K, HAS_INITIAL)
@@ -165,22 +168,28 @@ def _conv_backward_kernel(
                     p = bias + w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
                     s = tl.sigmoid(p)
                     d0 = d0 * s * (1.0 + p * (1.0 - s))
-                own = tl.where(t < last, d0, 0.0)
-                dw0 += own * x3
-                dw1 += own * x2
-                dw2 += own * x1
-                dw3 += own * x0
+
+                # Weights and bias sum over the tokens of this block, not over the three that follow it.
+                block_d0 = tl.where(t < last, d0, 0.0)
+                dw0 += block_d0 * x3
+                dw1 += block_d0 * x2
+                dw2 += block_d0 * x1
+                dw3 += block_d0 * x0
                 if HAS_BIAS:
-                    d_bias += own
+                    d_bias += block_d0
+
+                # dx of token t − 3 is complete, and dx of the tokens after it gets the part of dp of token t.
                 dx = dx3 + w0 * d0
                 mask = inside & (t - 3 >= first) & (t - 3 < last)
                 tl.store(dx_ptr + (t - 3) * C + channels, dx.to(dx_ptr.dtype.element_ty), mask=mask)
                 if HAS_INITIAL:
-                    place = K - 1 + t - 3 - start
-                    mask = inside & (t - 3 < start) & (first == start) & (place >= 0)
-                    tl.store(d_initial_ptr + at_initial + place, dx.to(d_initial_ptr.dtype.element_ty), mask=mask)
+                    index = K - 1 + t - 3 - start
+                    mask = inside & (t - 3 < start) & (first == start) & (index >= 0)
+                    tl.store(d_initial_ptr + at_initial + index, dx.to(d_initial_ptr.dtype.element_ty), mask=mask)
                 x3, x2, x1 = x2, x1, x0
                 dx3, dx2, dx1 = dx2 + w1 * d0, dx1 + w2 * d0, w3 * d0
+
+    # The program's row of partial sums, weights [C, K] and then bias [C].
     partial_ptr += tl.program_id(0).to(tl.int64) * (C * (K + HAS_BIAS))
     at_weight = partial_ptr + channels * K + K - 4
     tl.store(at_weight, dw0, mask=inside & (K == 4))

@@ -35,7 +35,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
-from liger_models.kernels.tiles import exp, scale_and_cap
+from liger_models.kernels.tiles import exp, num_warps, scale_and_cap
 
 MAX_BLOCK, WIDE_BLOCK = 8192, 16384
 """Logits that a program holds in registers at a time; WIDE_BLOCK for rows of more than 65,536. With the wide block half
@@ -68,6 +68,16 @@ class CrossEntropyOutput(NamedTuple):
     predicted_tokens: Tensor | None = None
 
 
+class LossOptions(NamedTuple):
+    """Constants of a token's loss, as in `cross_entropy`."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
 class TokenStatistics(NamedTuple):
     """Per-token results of one pass over logits: [N] float32. ``lse`` is [N, 2], max z and Σ exp(z − max z);
     ``predicted`` is int64, and empty if not asked for."""
@@ -80,8 +90,16 @@ class TokenStatistics(NamedTuple):
 
 
 @triton.jit
+def write_zeros(ptr, columns, V, BLOCK: tl.constexpr):
+    """Fill a row [V] with zeros; ``columns`` are the first BLOCK columns, in the layout of a program."""
+    for start in range(0, V, BLOCK):
+        tl.store(ptr + start + columns, tl.zeros(columns.shape, ptr.dtype.element_ty), mask=start + columns < V)
+
+
+@triton.jit
 def _load(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
-    if MASKED:  # only where needed: with an arbitrary mask each number is loaded by itself
+    """Logits or class weights; MASKED only where needed: with an arbitrary mask each number is loaded by itself."""
+    if MASKED:
         return tl.load(ptr + column, mask=column < V, other=0.0, eviction_policy=EVICT)
     return tl.load(ptr + column, eviction_policy=EVICT)
 
@@ -95,14 +113,16 @@ def _cross_entropy_kernel(
     HAS_C: tl.constexpr, STATISTICS: tl.constexpr, PREDICT: tl.constexpr, GRADIENT: tl.constexpr,
     LOWEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
+    """One row [V] of logits per program: with STATISTICS its losses, with GRADIENT the gradient of its logits."""
     GROUPS: tl.constexpr = BLOCK // VECTOR
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     gradient_ptr += row.to(tl.int64) * gradient_stride
     y = tl.load(target_ptr + row)
-    columns = tl.arange(0, GROUPS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    columns = tl.arange(0, GROUPS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [GROUPS, VECTOR]
     whole = V // BLOCK * BLOCK  # one partial block follows
 
+    # An ignored row: all results are 0, and its logits are not read.
     if y == ignore_index:
         if STATISTICS:
             tl.store(lse_ptr + 2 * row, 0.0)
@@ -113,11 +133,10 @@ def _cross_entropy_kernel(
             if PREDICT:
                 tl.store(predicted_ptr + row, -1)
         if GRADIENT:
-            for start in range(0, V, BLOCK):
-                zero = tl.zeros([GROUPS, VECTOR], gradient_ptr.dtype.element_ty)
-                tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
+            write_zeros(gradient_ptr, columns, V, BLOCK)
         return
 
+    # z of the target, and its class weight. A target outside the vocabulary makes NaN.
     valid = (y >= 0) & (y < V)
     z_y = scale_and_cap(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
     z_y = tl.where(valid, z_y, float("nan"))
@@ -127,17 +146,18 @@ def _cross_entropy_kernel(
         w_y = tl.load(class_weight_ptr + y, mask=valid, other=0.0).to(tl.float32)
         w_sum = tl.load(class_weight_sum_ptr)
 
+    # lse of the row: the online softmax, with a running maximum and sum for each group of VECTOR columns.
     if STATISTICS:
         maxima = tl.full([GROUPS], LOWEST, tl.float32)
         totals = tl.zeros([GROUPS], tl.float32)
-        weighted = tl.zeros([GROUPS], tl.float32)
+        weighted = tl.zeros([GROUPS], tl.float32)  # Σ w · z, for label smoothing
         best = tl.full([GROUPS], LOWEST, tl.float32)
         predicted = tl.zeros([GROUPS], tl.int32)
         for last in tl.static_range(2):
             for start in range(whole if last else 0, V if last else whole, BLOCK):
                 # Cached for the second pass: the rows in progress fit in L2.
                 x = _load(logits_ptr, start + columns, V, last, "evict_last")
-                z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
+                z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)  # [GROUPS, VECTOR]
                 if HAS_SMOOTHING:
                     share = z
                     if HAS_CLASS_WEIGHT:
@@ -153,9 +173,11 @@ def _cross_entropy_kernel(
                 maxima = new_maxima
                 if PREDICT:
                     better = highest > best
-                    here = start + tl.arange(0, GROUPS) * VECTOR + tl.argmax(z, 1)
-                    predicted = tl.where(better, here, predicted)
+                    column = start + tl.arange(0, GROUPS) * VECTOR + tl.argmax(z, 1)
+                    predicted = tl.where(better, column, predicted)
                     best = tl.where(better, highest, best)
+
+        # The groups together, and the losses.
         maximum = tl.max(maxima, 0)
         total = tl.sum(totals * exp(maxima - maximum), 0)
         lse = maximum + tl.log(total)
@@ -176,6 +198,7 @@ def _cross_entropy_kernel(
         total = tl.load(lse_ptr + 2 * row + 1)
         lse = maximum + tl.log(total)
 
+    # dz = p · on_all − [column = y] · on_target − smoothed · w, with p = exp(z − maximum) / total.
     if GRADIENT:
         a = 1.0
         c = 0.0
@@ -206,24 +229,28 @@ def _cross_entropy_kernel(
                     tl.store(gradient_ptr + column, dx, mask=column < V, eviction_policy="evict_first")
                 else:
                     tl.store(gradient_ptr + column, dx, eviction_policy="evict_first")
+
+        # The target's column by itself: the loop above spends no comparison per column on it.
         dz = exp(z_y - maximum) * on_all - on_target
         if HAS_SMOOTHING:
             dz -= smoothed * w_y
         if HAS_SOFTCAP:
             dz *= 1.0 - z_y * z_y * (1.0 / (softcap * softcap))
-        tl.debug_barrier()  # no comparison per column: the target's gradient is overwritten
+        tl.debug_barrier()  # the loop has written the target's column
         tl.store(gradient_ptr + y, (dz * logit_scale).to(gradient_ptr.dtype.element_ty), mask=valid)
+
+
+def final_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
+    """The logits [...] in fp32 or fp64, after factor and softcap, in plain torch."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
 def _chunk_in_torch(
     logits: Tensor,
     target: Tensor,
     class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
+    options: LossOptions,
     vocabulary: int,
     lse: Tensor | None,
     a: Tensor | None,
@@ -232,15 +259,16 @@ def _chunk_in_torch(
     predict: bool,
 ) -> TokenStatistics:
     """The kernel's formulas in plain torch, without autograd, for devices without Triton."""
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     V = logits.shape[-1]
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
+    z = final_logits(logits, logit_scale, softcap)
     valid = target != ignore_index
-    here = valid & (target >= 0) & (target < V)
-    y = target.where(here, 0)
+    in_shard = valid & (target >= 0) & (target < V)
+    y = target.where(in_shard, 0)
     w = z.new_ones(V) if class_weight is None else class_weight.to(z.dtype)
     w_sum = vocabulary if class_weight is None else w.sum()
+
+    # Log-probabilities [N, V] of all columns, and the losses [N].
     if lse is None:
         all_log_probs = z.log_softmax(-1)
         maximum, log_total = z.amax(-1), -all_log_probs.amax(-1)
@@ -253,6 +281,7 @@ def _chunk_in_torch(
     loss = (label_smoothing - 1) * w[y] * log_probs + squared
     if label_smoothing:
         loss = loss + label_smoothing / vocabulary * (w_sum * total - z @ w)
+
     if gradient is not None:
         a = torch.ones_like(total) if a is None else a
         c = torch.zeros_like(total) if c is None else c
@@ -260,10 +289,12 @@ def _chunk_in_torch(
         on_target = a * (1 - label_smoothing) * w[y] - c
         dz = all_log_probs.exp() * (on_target + smoothed * w_sum + 2 * a * z_loss * total)[:, None]
         dz -= smoothed[:, None] * w
-        dz.scatter_add_(-1, y[:, None], -on_target.where(here, 0)[:, None])
+        dz.scatter_add_(-1, y[:, None], -on_target.where(in_shard, 0)[:, None])
         if softcap is not None:
             dz *= 1 - (z / softcap).square()
         gradient.copy_((dz * logit_scale).where(valid[:, None], 0))
+
+    # Zeros for ignored rows; their lse is max 0 and sum 1.
     keep = lambda tensor: tensor.where(valid, 0)
     keep_lse = torch.stack([maximum, log_total.exp()], 1).where(valid[:, None], 1)
     predicted = z.argmax(-1).where(valid, -1) if predict else target.new_empty(0)
@@ -297,17 +328,17 @@ def token_statistics(
     N, V = logits.shape
     vocabulary = V if vocabulary is None else vocabulary
     if not use_triton(logits):
-        results = _chunk_in_torch(
-            logits, target, class_weight, ignore_index, label_smoothing, z_loss, softcap, logit_scale, vocabulary,
-            lse, a, c, gradient, predict,
-        )  # fmt: skip
+        options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+        results = _chunk_in_torch(logits, target, class_weight, options, vocabulary, lse, a, c, gradient, predict)
         return results if lse is None else None
-    fresh = lambda: torch.empty(N, dtype=torch.float32, device=logits.device)
+
+    # Pointers that the constants switch off point to the logits.
     statistics = None
     if lse is None:
+        row = lambda: torch.empty(N, dtype=torch.float32, device=logits.device)
         predicted = torch.empty(N if predict else 0, dtype=torch.int64, device=logits.device)
         lse = torch.empty(N, 2, dtype=torch.float32, device=logits.device)
-        statistics = TokenStatistics(fresh(), fresh(), fresh(), lse, predicted)
+        statistics = TokenStatistics(row(), row(), row(), lse, predicted)
     out = statistics or TokenStatistics(logits, logits, logits, lse, logits)
     block = min(max(triton.next_power_of_2(V), VECTOR), WIDE_BLOCK if V > 2**16 else MAX_BLOCK)
     if N:
@@ -323,7 +354,7 @@ def token_statistics(
                 HAS_CLASS_WEIGHT=class_weight is not None, HAS_SMOOTHING=label_smoothing != 0.0,
                 HAS_SOFTCAP=softcap is not None, HAS_A=a is not None, HAS_C=c is not None,
                 STATISTICS=statistics is not None, PREDICT=predict, GRADIENT=gradient is not None,
-                LOWEST=LOWEST, BLOCK=block, VECTOR=VECTOR, num_warps=min(max(block // 512, 1), 32),
+                LOWEST=LOWEST, BLOCK=block, VECTOR=VECTOR, num_warps=num_warps(block, 32),
             )  # fmt: skip
     return statistics
 
@@ -343,9 +374,7 @@ def cross_entropy_reference(
     num_items: Tensor | float | None = None,
 ) -> CrossEntropyOutput:
     """`cross_entropy` in plain torch, by ``F.cross_entropy``, with every output."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
+    z = final_logits(logits, logit_scale, softcap)
     flat, y = z.reshape(-1, z.shape[-1]), target.reshape(-1)
     valid = y != ignore_index
     weight = None if class_weight is None else class_weight.to(z.dtype)
@@ -455,9 +484,8 @@ def _backward(ctx, a, _z_loss, c, _lse, _predicted):
 register_autograd("cross_entropy", _backward, _setup)
 
 
-def _loss_and_gradient(logits, target, class_weight, factors, *options_and_predict) -> tuple[Tensor, ...]:
+def _loss_and_gradient(logits, target, class_weight, factors, options, predict) -> tuple[Tensor, ...]:
     """``Σ factors · token losses``, its z-loss part, predictions, the gradient, and the scale taken out for fp16."""
-    *options, predict = options_and_predict
     logits = logits.contiguous()
     gradient = torch.empty_like(logits)
     a, scale = without_exponent(factors, logits.dtype)
@@ -466,7 +494,7 @@ def _loss_and_gradient(logits, target, class_weight, factors, *options_and_predi
     )
     assert statistics is not None
     loss = (statistics.loss * factors).sum()
-    z_loss = (statistics.z_loss * factors).sum() if options[2] else torch.zeros_like(loss)
+    z_loss = (statistics.z_loss * factors).sum() if options.z_loss else torch.zeros_like(loss)
     return loss, z_loss, statistics.predicted, gradient, scale
 
 
@@ -563,16 +591,20 @@ def cross_entropy(
     )  # fmt: skip
     flat, y = logits.reshape(-1, V), target.reshape(-1)
     predict = return_token_accuracy or return_predicted_tokens
-    options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, predict)
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     wide = torch.promote_types(logits.dtype, torch.float32)
     factors = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, wide)
+
+    # A scalar loss outside compiled graphs computes its gradient in the forward.
     training = logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     log_probs = None
     if training and reduction != "none" and not return_log_probs:
-        loss, z_part, predicted = HandOver.apply(_loss_and_gradient, 4, (0,), flat, y, class_weight, factors, *options)
+        loss, z_part, predicted = HandOver.apply(
+            _loss_and_gradient, 4, (0,), flat, y, class_weight, factors, options, predict
+        )
     else:
         token_loss, token_z, log_probs, _, predicted = torch.ops.liger_models.cross_entropy(
-            flat, y, class_weight, *options
+            flat, y, class_weight, *options, predict
         )
         loss = reduce(token_loss * factors, reduction, target.shape)
         z_part = reduce(token_z * factors, reduction, target.shape)
@@ -587,6 +619,5 @@ def cross_entropy(
 
 def token_accuracy(predicted: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """Share of the non-ignored targets that were predicted, float32; 0 if there are none."""
-    return (predicted == target).where(target != ignore_index, False).sum() / (target != ignore_index).sum().clamp_min(
-        1
-    )
+    valid = target != ignore_index
+    return (predicted == target).where(valid, False).sum() / valid.sum().clamp_min(1)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.loss.divergence import _part, over_mixture
+from liger_models.kernels.loss.divergence import over_mixture, summand
 from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
-from liger_models.kernels.tiles import exp
+from liger_models.kernels.tiles import exp, num_warps
 
 DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "kl", "kl_log")
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
@@ -91,7 +91,7 @@ def _term(x, y, beta, eps, KIND: tl.constexpr, LOWEST: tl.constexpr):
     else:
         s = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL)
         t = tl.maximum(y, LOWEST, propagate_nan=tl.PropagateNan.ALL)
-        d, dx = _part(s, t, beta, KIND)
+        d, dx = summand(s, t, beta, KIND)
         if KIND == 0:
             dx = tl.where(x < LOWEST, 0.0, dx)
         if KIND == 1:
@@ -102,30 +102,32 @@ def _term(x, y, beta, eps, KIND: tl.constexpr, LOWEST: tl.constexpr):
 @triton.jit
 def _terms_kernel(
     student_ptr, teacher_ptr, factor_ptr, upstream_ptr, sum_ptr, term_ptr, gradient_ptr, V, beta, eps,
-    KIND: tl.constexpr, SUM: tl.constexpr, EACH: tl.constexpr, GRADIENT: tl.constexpr, HAS_UPSTREAM: tl.constexpr,
+    KIND: tl.constexpr, SUM: tl.constexpr, TERMS: tl.constexpr, GRADIENT: tl.constexpr, HAS_UPSTREAM: tl.constexpr,
     LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK terms of a row [V] per program: their sum, the terms themselves, or the gradient of the student."""
     blocks = tl.cdiv(V, BLOCK)
     row = tl.program_id(0) // blocks
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = column < V
     start = row.to(tl.int64) * V
     factor = tl.load(factor_ptr + row)
     if factor == 0.0:  # nothing of an ignored row is read
         if SUM:
             tl.store(sum_ptr + tl.program_id(0), 0.0)
-        if EACH:
+        if TERMS:
             tl.store(term_ptr + start + column, tl.zeros([BLOCK], tl.float32), mask=inside)
         if GRADIENT:
             zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
             tl.store(gradient_ptr + start + column, zero, mask=inside)
         return
+
     x = tl.load(student_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(teacher_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
     d, dx = _term(x, y, beta, eps, KIND, LOWEST)
     if SUM:
         tl.store(sum_ptr + tl.program_id(0), tl.sum(tl.where(inside, d, 0.0), 0))
-    if EACH:
+    if TERMS:
         tl.store(term_ptr + start + column, d, mask=inside)
     if GRADIENT:
         dx *= factor
@@ -136,59 +138,59 @@ def _terms_kernel(
 
 def _terms(
     student: Tensor, teacher: Tensor, factors: Tensor, kind: str, beta: float, eps: float, *,
-    each: bool = False, gradient: Tensor | None = None, upstream: Tensor | None = None, sums: bool = False,
+    terms: bool = False, gradient: Tensor | None = None, upstream: Tensor | None = None, sums: bool = False,
 ) -> Tensor:  # fmt: skip
     """One launch over distributions [N, V]; rows whose factor is 0 are skipped.
 
-    Returns the terms [N, V] (``each``), or their sums over each row [N] (``sums``), neither multiplied by a factor.
-    ``gradient`` is written to: the derivative times the row's factor, and times ``upstream`` [N, V] if given.
+    Returns the terms [N, V] (``terms``), or their sums over each row [N] (``sums``), neither multiplied by a factor.
+    ``gradient`` is filled with the derivative times the row's factor, and times ``upstream`` [N, V] if given.
     """
     N, V = student.shape
     block = min(triton.next_power_of_2(V), TERMS_BLOCK)
     blocks = triton.cdiv(V, block)
-    made = torch.empty(N, V if each else blocks if sums else 0, dtype=torch.float32, device=student.device)
+    out = torch.empty(N, V if terms else blocks if sums else 0, dtype=torch.float32, device=student.device)
     if student.numel():
         with on_device_of(student):
             _terms_kernel[(N * blocks,)](
-                student, teacher, factors, student if upstream is None else upstream, made, made,
+                student, teacher, factors, student if upstream is None else upstream, out, out,
                 student if gradient is None else gradient, V, beta, eps,
-                KIND=DISTRIBUTION_KINDS.index(kind), SUM=sums, EACH=each, GRADIENT=gradient is not None,
+                KIND=DISTRIBUTION_KINDS.index(kind), SUM=sums, TERMS=terms, GRADIENT=gradient is not None,
                 HAS_UPSTREAM=upstream is not None, LOWEST=LOWEST_LOG, BLOCK=block,
-                num_warps=min(max(block // 512, 1), 8),
+                num_warps=num_warps(block, 8),
             )  # fmt: skip
-    return made.sum(1) if sums else made
+    return out.sum(1) if sums else out
 
 
 LIBRARY.define(
     "distribution_divergence(Tensor student, Tensor teacher, Tensor factors, str kind, float beta, float eps,"
-    " bool each) -> Tensor"
+    " bool terms) -> Tensor"
 )
 LIBRARY.define(
     "distribution_divergence_backward(Tensor upstream, Tensor student, Tensor teacher, Tensor factors, str kind,"
-    " float beta, float eps, bool each) -> Tensor"
+    " float beta, float eps, bool terms) -> Tensor"
 )
 
 
 @torch.library.impl(LIBRARY, "distribution_divergence", "CompositeExplicitAutograd")
-def _forward(student, teacher, factors, kind, beta, eps, each) -> Tensor:
+def _forward(student, teacher, factors, kind, beta, eps, terms) -> Tensor:
     student, teacher = student.contiguous(), teacher.contiguous()
-    made = _terms(student, teacher, factors, kind, beta, eps, each=each, sums=not each)
-    return made if each else made * factors
+    result = _terms(student, teacher, factors, kind, beta, eps, terms=terms, sums=not terms)
+    return result if terms else result * factors
 
 
 @torch.library.register_fake("liger_models::distribution_divergence", lib=LIBRARY)
-def _fake(student, teacher, factors, kind, beta, eps, each) -> Tensor:
-    made: Tensor = student.new_empty(student.shape if each else student.shape[:1], dtype=torch.float32)
-    return made
+def _fake(student, teacher, factors, kind, beta, eps, terms) -> Tensor:
+    result: Tensor = student.new_empty(student.shape if terms else student.shape[:1], dtype=torch.float32)
+    return result
 
 
 @torch.library.impl(LIBRARY, "distribution_divergence_backward", "CompositeExplicitAutograd")
-def _backward(upstream, student, teacher, factors, kind, beta, eps, each) -> Tensor:
+def _backward(upstream, student, teacher, factors, kind, beta, eps, terms) -> Tensor:
     student, teacher = student.contiguous(), teacher.contiguous()
     gradient: Tensor = torch.empty_like(student)
-    scale = factors if each else factors * upstream
+    scale = factors if terms else factors * upstream
     _terms(
-        student, teacher, scale, kind, beta, eps, gradient=gradient, upstream=upstream.contiguous() if each else None
+        student, teacher, scale, kind, beta, eps, gradient=gradient, upstream=upstream.contiguous() if terms else None
     )
     return gradient
 
@@ -204,8 +206,8 @@ def _setup(ctx, inputs, output):
 
 
 def _autograd(ctx, upstream):
-    made: Tensor = torch.ops.liger_models.distribution_divergence_backward(upstream, *ctx.saved_tensors, *ctx.options)
-    return made, *(None,) * 6
+    gradient = torch.ops.liger_models.distribution_divergence_backward(upstream, *ctx.saved_tensors, *ctx.options)
+    return gradient, *(None,) * 6
 
 
 register_autograd("distribution_divergence", _autograd, _setup)
@@ -269,7 +271,9 @@ def distribution_divergence(
         )
     V = student.shape[-1]
     flat, other = student.reshape(-1, V), teacher.detach().reshape(-1, V)
-    each = reduction == "none"
+    terms = reduction == "none"
+
+    # The factor of each row under the reduction: 0 for ignored rows.
     if labels is None:
         divisor = {"batchmean": max(len(flat), 1), "mean": max(len(flat), 1) * V}.get(reduction, 1)
         factors = flat.new_full((len(flat),), 1 / divisor, dtype=torch.float32)
@@ -279,8 +283,9 @@ def distribution_divergence(
         if reduction in ("batchmean", "mean"):
             factors /= valid.sum().clamp_min(1) * (V if reduction == "mean" else 1)
     training = student.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if training and not each:
+
+    if training and not terms:
         loss: Tensor = HandOver.apply(_loss_and_gradient, 3, (0,), flat, other, factors, kind, beta, eps)[0]
         return loss
-    made: Tensor = torch.ops.liger_models.distribution_divergence(flat, other, factors, kind, beta, eps, each)
-    return made.view(student.shape) if each else made.sum()
+    result: Tensor = torch.ops.liger_models.distribution_divergence(flat, other, factors, kind, beta, eps, terms)
+    return result.view(student.shape) if terms else result.sum()

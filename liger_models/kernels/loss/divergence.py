@@ -23,27 +23,31 @@ Source: https://arxiv.org/abs/1503.02531, generalised JSD https://arxiv.org/abs/
 https://arxiv.org/abs/2307.15190.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, token_scale
-from liger_models.kernels.loss.linear_cross_entropy import (
+from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, final_logits, token_scale, write_zeros
+from liger_models.kernels.loss.row_chunks import (
+    check_head,
     chunk_rows,
     logits_buffer,
     matching_dtypes,
     walk_chunks,
-    wide_gradients_fake,
     write_logits,
 )
-from liger_models.kernels.loss.scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, without_exponent
-from liger_models.kernels.tiles import exp, scale_and_cap
+from liger_models.kernels.loss.scalar_loss import (
+    fused_loss,
+    fused_loss_fake,
+    scalar_loss_backward,
+    scalar_loss_setup,
+    without_exponent,
+)
+from liger_models.kernels.tiles import exp, num_warps, scale_and_cap
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
 MAX_BLOCK = 8192
@@ -68,10 +72,19 @@ class DivergenceOutput(NamedTuple):
     hard_loss: Tensor
 
 
-def final_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
-    """The logits [...] in fp32 or fp64, after factor and softcap."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-    return z if softcap is None else softcap * torch.tanh(z / softcap)
+class DivergenceOptions(NamedTuple):
+    """Constants of the divergence of a row, as in `linear_divergence`."""
+
+    kind: str
+    beta: float
+    temperature: float
+    soft_weight: float = 1.0
+    hard_weight: float = 1.0
+    ignore_index: int = -100
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    teacher_softcap: float | None = None
+    teacher_logit_scale: float = 1.0
 
 
 def over_mixture(s: Tensor, t: Tensor, beta: float) -> Tensor:
@@ -151,8 +164,8 @@ def check_divergence(op: str, divergence: str, beta: float, temperature: float) 
 
 
 @triton.jit
-def _part(s, t, beta, KIND: tl.constexpr):
-    """The summand of D, and a, for log-probabilities s of the student and t of the teacher."""
+def summand(s, t, beta, KIND: tl.constexpr):
+    """The summand of D, and a, for log-probabilities s of the student and t of the teacher; KIND indexes `KINDS`."""
     q = exp(s)
     p = exp(t)
     if KIND == 0:
@@ -173,6 +186,12 @@ def _part(s, t, beta, KIND: tl.constexpr):
 
 
 @triton.jit
+def load_logits(ptr, columns, inside, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Logits of a row after factor and softcap, in fp32; those outside the vocabulary are as of 0."""
+    return scale_and_cap(tl.load(ptr + columns, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+
+
+@triton.jit
 def _row_statistics(
     student_ptr, teacher_ptr, V, beta, inverse_temperature, softcap, logit_scale, teacher_softcap, teacher_logit_scale,
     NORM_FLOOR, KIND: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr,
@@ -182,17 +201,15 @@ def _row_statistics(
 
     For cosine the log-sums are the norms, and Σ a is the cosine.
     """
+    # A first read of both rows: online softmax of each, or the three products of cosine.
     columns = tl.arange(0, BLOCK)
     s_max, s_total, hard_total = LOWEST, 0.0, 0.0
     t_max, t_total = LOWEST, 0.0
     dot, s_square, t_square = 0.0, 0.0, 0.0
     for start in range(0, V, BLOCK):
         inside = start + columns < V
-        z = scale_and_cap(
-            tl.load(student_ptr + start + columns, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP
-        )
-        u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
-        u = scale_and_cap(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
+        z = load_logits(student_ptr + start, columns, inside, logit_scale, softcap, HAS_SOFTCAP)
+        u = load_logits(teacher_ptr + start, columns, inside, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
         if KIND == 4:
             dot += tl.sum(z * u, 0)
             s_square += tl.sum(z * z, 0)
@@ -213,6 +230,8 @@ def _row_statistics(
     s_log, t_log, hard_log = tl.log(s_total), 0.0, 0.0
     if HARD:
         hard_log = tl.log(hard_total)
+
+    # D and Σ a, for which both rows are read again; cosine needs only the products.
     soft, total_a = 0.0, 0.0
     if KIND == 4:
         s_log = tl.maximum(tl.sqrt(s_square), NORM_FLOOR)
@@ -223,13 +242,13 @@ def _row_statistics(
         t_log = tl.log(t_total)
         for start in range(0, V, BLOCK):
             inside = start + columns < V
-            z = tl.load(student_ptr + start + columns, mask=inside, other=0.0)
-            z = scale_and_cap(z, logit_scale, softcap, HAS_SOFTCAP)
-            u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
-            u = scale_and_cap(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
+            z = load_logits(student_ptr + start, columns, inside, logit_scale, softcap, HAS_SOFTCAP)
+            u = load_logits(
+                teacher_ptr + start, columns, inside, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP
+            )
             s = tl.maximum((z - s_max) * inverse_temperature - s_log, LOWEST)
             t = tl.maximum((u - t_max) * inverse_temperature - t_log, LOWEST)
-            d, a = _part(s, t, beta, KIND)
+            d, a = summand(s, t, beta, KIND)
             soft += tl.sum(tl.where(inside, d, 0.0), 0)
             total_a += tl.sum(tl.where(inside, a, 0.0), 0)
     return soft, s_max, s_log, t_max, t_log, total_a, hard_log
@@ -243,6 +262,7 @@ def _divergence_kernel(
     KIND: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, SAVE: tl.constexpr, SAVED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One row [V] of both logits per program: both losses unless their statistics are SAVED, and the gradient."""
     row = tl.program_id(0)
     student_ptr += row.to(tl.int64) * student_stride
     teacher_ptr += row.to(tl.int64) * teacher_stride
@@ -251,14 +271,13 @@ def _divergence_kernel(
     y = tl.load(target_ptr + row)
     columns = tl.arange(0, BLOCK)
 
+    # An ignored row: all results are 0, and its logits are not read.
     if y == ignore_index:
         if not SAVED:
             tl.store(soft_ptr + row, 0.0)
             tl.store(hard_ptr + row, 0.0)
         if GRADIENT:
-            for start in range(0, V, BLOCK):
-                zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
-                tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
+            write_zeros(gradient_ptr, columns, V, BLOCK)
         return
 
     if SAVED:
@@ -266,9 +285,9 @@ def _divergence_kernel(
         t_max, t_log = tl.load(statistics_ptr + 2), tl.load(statistics_ptr + 3)
         total_a, hard_log = tl.load(statistics_ptr + 4), tl.load(statistics_ptr + 5)
     else:
-        # Read before the gradient may overwrite it.
+        # The target's logit is read before the gradient may overwrite it.
         valid = (y >= 0) & (y < V)
-        z_y = scale_and_cap(tl.load(student_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+        z_y = load_logits(student_ptr, y, valid, logit_scale, softcap, HAS_SOFTCAP)
         z_y = tl.where(valid, z_y, float("nan"))
         soft, s_max, s_log, t_max, t_log, total_a, hard_log = _row_statistics(
             student_ptr, teacher_ptr, V, beta, inverse_temperature, softcap, logit_scale, teacher_softcap,
@@ -284,21 +303,22 @@ def _divergence_kernel(
             tl.store(statistics_ptr + 4, total_a)
             tl.store(statistics_ptr + 5, hard_log)
 
+    # dz of the divergence, plus that of the cross entropy: softmax − one-hot at temperature 1.
     if GRADIENT:
         soft_factor = soft_weight * logit_scale * tl.load(factor_ptr + row)
         hard_factor = hard_weight * logit_scale * tl.load(hard_factor_ptr + row)
         for start in range(0, V, BLOCK):
             inside = start + columns < V
-            z = tl.load(student_ptr + start + columns, mask=inside, other=0.0)
-            z = scale_and_cap(z, logit_scale, softcap, HAS_SOFTCAP)
-            u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
-            u = scale_and_cap(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
+            z = load_logits(student_ptr + start, columns, inside, logit_scale, softcap, HAS_SOFTCAP)
+            u = load_logits(
+                teacher_ptr + start, columns, inside, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP
+            )
             if KIND == 4:
                 dz = soft_factor * beta * (total_a * z / (s_log * s_log) - u / (s_log * t_log))
             else:
                 s = tl.maximum((z - s_max) * inverse_temperature - s_log, LOWEST)
                 t = tl.maximum((u - t_max) * inverse_temperature - t_log, LOWEST)
-                _, a = _part(s, t, beta, KIND)
+                _, a = summand(s, t, beta, KIND)
                 dz = soft_factor * inverse_temperature * (a - exp(s) * total_a)
             if HARD:
                 dz += hard_factor * (exp((z - s_max) - hard_log) - tl.where(start + columns == y, 1.0, 0.0))
@@ -307,10 +327,14 @@ def _divergence_kernel(
             tl.store(gradient_ptr + start + columns, dz.to(gradient_ptr.dtype.element_ty), mask=inside)
 
 
-def _rows_in_torch(student, teacher, gradient, target, factors, options) -> tuple[Tensor, Tensor]:
+def _rows_in_torch(
+    student: Tensor, teacher: Tensor, gradient: Tensor | None, target: Tensor, factors: Tensor,
+    options: DivergenceOptions,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The kernel's formulas in plain torch, without autograd, for devices without Triton."""
-    kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale, t_softcap, t_scale = options
-    z, u = final_logits(student, scale, softcap), final_logits(teacher, t_scale, t_softcap)
+    kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale = options[:8]
+    z = final_logits(student, scale, softcap)
+    u = final_logits(teacher, options.teacher_logit_scale, options.teacher_softcap)
     valid = target != ignore_index
     y = target.where(valid, 0)[:, None]
     soft = token_divergence(kind, z, u, beta, temperature).where(valid, 0)
@@ -318,6 +342,8 @@ def _rows_in_torch(student, teacher, gradient, target, factors, options) -> tupl
     hard = -log_probs.gather(-1, y)[:, 0].where(valid, 0) if hard_weight else torch.zeros_like(soft)
     if gradient is None:
         return soft, hard
+
+    # dD/dz of the divergence.
     if kind == "cosine":
         lengths = [v.norm(dim=-1, keepdim=True).clamp_min(NORM_FLOOR) for v in (z, u)]
         cosine = 1 - token_divergence(kind, z, u, 1.0, 1.0)[:, None]
@@ -334,6 +360,8 @@ def _rows_in_torch(student, teacher, gradient, target, factors, options) -> tupl
         else:
             a = (1 - beta) * q * over_mixture(s, t, 1 - beta)
         dz = (a - q * a.sum(-1, keepdim=True)) / temperature
+
+    # The weighted sum of both losses, down to the logits.
     dz = soft_weight * dz
     if hard_weight:
         dz += hard_weight * log_probs.exp()
@@ -345,31 +373,35 @@ def _rows_in_torch(student, teacher, gradient, target, factors, options) -> tupl
 
 
 def divergence_of_rows(
-    student, teacher, gradient, target, factors, options, hard_factors=None, statistics=None
-) -> tuple[Tensor, Tensor]:
-    """Divergence and cross entropy of each row; ``factors`` times the gradient is written to ``gradient`` if given.
+    student: Tensor, teacher: Tensor, gradient: Tensor | None, target: Tensor, factors: Tensor,
+    options: DivergenceOptions, hard_factors: Tensor | None = None, statistics: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Divergence and cross entropy [N] of the rows of two logits [N, V], and the gradient of the student's.
 
-    ``hard_factors`` are other factors of the cross entropy's gradient. ``statistics`` [N, 6] are written, or with a
-    gradient read in place of computing both losses.
+    Args:
+        gradient: [N, V] is filled with the gradient times ``factors`` [N]; None for no gradient.
+        hard_factors: [N], factors of the cross entropy's gradient, if they are others.
+        statistics: [N, 6] is written, or with a gradient read in place of computing both losses.
     """
     if not use_triton(student):
         return _rows_in_torch(student, teacher, gradient, target, factors, options)
-    kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale, t_softcap, t_scale = options
+    softcap, teacher_softcap = options.softcap, options.teacher_softcap
     N, V = student.shape
     soft, hard = (torch.empty(N, dtype=torch.float32, device=student.device) for _ in range(2))
-    written = student if gradient is None else gradient
+    out = student if gradient is None else gradient  # not written without a gradient
     block = min(triton.next_power_of_2(V), MAX_BLOCK)
     with on_device_of(student):
         _divergence_kernel[(N,)](
-            student, teacher, written, target, factors, factors if hard_factors is None else hard_factors, soft, hard,
+            student, teacher, out, target, factors, factors if hard_factors is None else hard_factors, soft, hard,
             soft if statistics is None else statistics,
-            student.stride(0), teacher.stride(0), written.stride(0), V, ignore_index, beta, 1.0 / temperature,
-            soft_weight, hard_weight, 0.0 if softcap is None else softcap, scale,
-            0.0 if t_softcap is None else t_softcap, t_scale, NORM_FLOOR,
-            KIND=KINDS.index(kind), HARD=hard_weight != 0.0, GRADIENT=gradient is not None,
+            student.stride(0), teacher.stride(0), out.stride(0), V, options.ignore_index, options.beta,
+            1.0 / options.temperature, options.soft_weight, options.hard_weight,
+            0.0 if softcap is None else softcap, options.logit_scale,
+            0.0 if teacher_softcap is None else teacher_softcap, options.teacher_logit_scale, NORM_FLOOR,
+            KIND=KINDS.index(options.kind), HARD=options.hard_weight != 0.0, GRADIENT=gradient is not None,
             SAVE=statistics is not None, SAVED=statistics is not None and gradient is not None,
-            HAS_SOFTCAP=softcap is not None, HAS_TEACHER_SOFTCAP=t_softcap is not None, LOWEST=LOWEST, BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
+            HAS_SOFTCAP=softcap is not None, HAS_TEACHER_SOFTCAP=teacher_softcap is not None,
+            LOWEST=LOWEST, BLOCK=block, num_warps=num_warps(block),
         )  # fmt: skip
     return soft, hard
 
@@ -385,8 +417,7 @@ LIBRARY.define(
 
 @torch.library.impl(LIBRARY, "linear_divergence", "CompositeExplicitAutograd")
 def _forward(x, weight, target, bias, teacher_x, teacher_weight, teacher_bias, factors, *rest) -> tuple[Tensor, ...]:
-    *options, rows, need_dx, need_dw, need_db = rest
-    need = (need_dx, need_dw, need_db)
+    options, rows, need = DivergenceOptions(*rest[:-4]), rest[-4], rest[-3:]
     x, teacher_x, target = x.contiguous(), teacher_x.contiguous(), target.contiguous()
     wide = torch.promote_types(x.dtype, torch.float32)
     shares, scale = without_exponent(factors, x.dtype)
@@ -398,23 +429,17 @@ def _forward(x, weight, target, bias, teacher_x, teacher_weight, teacher_bias, f
         return divergence_of_rows(student, logits, gradient if any(need) else None, target[part], shares[part], options)
 
     results, *gradients = walk_chunks(x, weight, bias, rows, need, divergence, wide, TOGETHER)
-    soft, hard = ((each * factors).sum() for each in results) if results else factors.new_zeros(2).unbind()
-    soft_weight, hard_weight = options[3:5]
-    loss = soft_weight * soft + hard_weight * hard if hard_weight else soft_weight * soft
+    soft, hard = ((losses * factors).sum() for losses in results) if results else factors.new_zeros(2).unbind()
+    loss = options.soft_weight * soft
+    if options.hard_weight:
+        loss = loss + options.hard_weight * hard
     return loss, soft.clone(), hard.clone(), *gradients, scale
 
 
 @torch.library.register_fake("liger_models::linear_divergence", lib=LIBRARY)
 def _fake(x, weight, target, bias, teacher_x, teacher_weight, teacher_bias, factors, *rest) -> tuple[Tensor, ...]:
-    *_, need_dx, need_dw, need_db = rest
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
-    return (
-        *(x.new_empty((), dtype=wide) for _ in range(3)),
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
-        *wide_gradients_fake(weight, dw_dtype if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
-        x.new_empty((), dtype=wide),
-    )
+    losses = (x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(3))
+    return *losses, *fused_loss_fake(x, weight, rest[-3:])
 
 
 register_autograd("linear_divergence", scalar_loss_backward, scalar_loss_setup)
@@ -466,15 +491,9 @@ def linear_divergence(
         TypeError: a dtype is wrong.
     """
     op = "linear_divergence"
-    check_floating(op, x=x, weight=weight, teacher_x=teacher_x, teacher_weight=teacher_weight)
-    check_floating(op, bias=bias, teacher_bias=teacher_bias)
+    check_head(op, x, weight, bias, workspace_mib)
+    check_head(op, teacher_x, teacher_weight, teacher_bias, None, "teacher_")
     V = weight.shape[0]
-    for name, inputs, matrix in (("weight", x, weight), ("teacher_weight", teacher_x, teacher_weight)):
-        if matrix.dim() != 2 or inputs.dim() == 0 or matrix.shape[1] != inputs.shape[-1]:
-            raise ValueError(
-                f"{op}: {name} must be [V, C] with C the last dimension of its input, got {list(matrix.shape)} for "
-                f"{list(inputs.shape)}."
-            )
     if teacher_weight.shape[0] != V:
         raise ValueError(
             f"{op}: both models must have one vocabulary, got {V} and {teacher_weight.shape[0]} words. Slice the "
@@ -484,14 +503,9 @@ def linear_divergence(
         raise ValueError(
             f"{op}: teacher_x must have as many tokens as x, got {list(teacher_x.shape)} for {list(x.shape)}."
         )
-    for name, each in (("bias", bias), ("teacher_bias", teacher_bias)):
-        if each is not None and each.shape != (V,):
-            raise ValueError(f"{op}: {name} must have shape [{V}], got {each is not None and each.shape}.")
     check_divergence(op, divergence, beta, temperature)
     if teacher_softcap is not None and not teacher_softcap > 0:
         raise ValueError(f"{op}: teacher_softcap must be positive or None, got {teacher_softcap}.")
-    if workspace_mib is not None and not workspace_mib > 0:
-        raise ValueError(f"{op}: workspace_mib must be positive, got {workspace_mib}.")
     if target is None and hard_weight != 0.0:
         raise ValueError(f"{op}: hard_weight {hard_weight} needs a target. Pass one.")
     if target is None:
@@ -500,19 +514,20 @@ def linear_divergence(
     x, weight, bias, teacher_x, teacher_weight, teacher_bias = matching_dtypes(  # type: ignore[assignment]
         op, x, weight, bias, teacher_x, teacher_weight, teacher_bias
     )
-    flat, teacher_flat, y = x.flatten(0, -2), teacher_x.flatten(0, -2), target.flatten()
+    y = target.flatten()
+
+    # Bytes of a row's logits and gradients, and the factor of each token's loss.
     wide = torch.promote_types(x.dtype, torch.float32)
     size = 2 * wide.itemsize + (TOGETHER * x.element_size() if x.dtype != wide else 0)
     factors = token_scale(y, None, None, ignore_index, "mean", None, wide)
-    training = torch.is_grad_enabled()
-    fused = torch.ops.liger_models.linear_divergence
-    run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 8, (0, 1, 3))
-    loss, soft, hard, *_ = run(
-        flat, weight, y, bias, teacher_flat.detach(), teacher_weight.detach(),
-        None if teacher_bias is None else teacher_bias.detach(), factors,
+    options = DivergenceOptions(
         kind_or_limit(divergence, beta), beta, temperature, soft_weight, hard_weight, ignore_index,
-        softcap, logit_scale, teacher_softcap, teacher_logit_scale, chunk_rows(len(y), V, size, workspace_mib),
-        training and x.requires_grad, training and weight.requires_grad,
-        training and bias is not None and bias.requires_grad,
+        softcap, logit_scale, teacher_softcap, teacher_logit_scale,
+    )  # fmt: skip
+    teacher = teacher_x.flatten(0, -2), teacher_weight, teacher_bias
+    loss, soft, hard, *_ = fused_loss(
+        torch.ops.liger_models.linear_divergence,
+        (x.flatten(0, -2), weight, y, bias, *(None if part is None else part.detach() for part in teacher), factors),
+        *options, chunk_rows(len(y), V, size, workspace_mib),
     )  # fmt: skip
     return DivergenceOutput(loss, soft, hard)

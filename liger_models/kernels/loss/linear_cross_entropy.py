@@ -14,9 +14,7 @@ dx and dweight. The formulas per row are those of `cross_entropy`.
 In fp16 a common power of two is taken out of the factors of the tokens' losses before the logits' gradient is rounded,
 and multiplied back in at the end. That is exact, and a mean over many tokens does not underflow.
 
-dweight is summed over the chunks in fp32. Only for bf16 weights and few chunks the sum is bf16, rounded after each
-chunk: that costs less accuracy than the rounding of the logits, and halves memory and traffic. Nothing waits for the
-device. Frozen inputs and ``no_grad`` cost no product.
+Nothing waits for the device. Frozen inputs and ``no_grad`` cost no product. `row_chunks.py` has the loop over chunks.
 
 With a vocabulary sharded over ranks (`VocabShard`) the logits are never gathered. For each chunk and token the ranks
 exchange four numbers about their shard: the maximum, log Σ exp(z − maximum), the target's logit (from its owner), and
@@ -27,9 +25,8 @@ Source: https://arxiv.org/abs/2410.10989 (Liger Kernel), https://arxiv.org/abs/2
 https://arxiv.org/abs/1909.08053 for the sharded vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,6 +37,7 @@ from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.loss.cross_entropy import (
     CrossEntropyOutput,
+    LossOptions,
     TokenStatistics,
     check_arguments,
     cross_entropy_reference,
@@ -48,37 +46,21 @@ from liger_models.kernels.loss.cross_entropy import (
     token_scale,
     token_statistics,
 )
+from liger_models.kernels.loss.row_chunks import (
+    check_head,
+    chunk_rows,
+    matching_dtypes,
+    walk_chunks,
+)
 from liger_models.kernels.loss.scalar_loss import (
-    HandOver,
+    fused_loss,
+    fused_loss_fake,
+    gradients_fake,
     scalar_loss_backward,
     scalar_loss_setup,
-    scale_,
     scaled,
     without_exponent,
 )
-from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
-from liger_models.kernels.matmul.invariant_linear import write_invariant_linear
-from liger_models.kernels.tiles import accumulate
-
-WORKSPACE_MIB, WORKSPACE_TOKENS, MOST_TOKENS = 512, 8192, 65536
-"""Default budget in MiB for up to WORKSPACE_TOKENS tokens; it grows in proportion to the tokens above that, up to
-MOST_TOKENS. At V = 128,256 in bf16 this makes 4 chunks, large enough that reading and writing dweight for each chunk
-costs little. More tokens make more chunks of the same size, 4 GiB of logits: with 524,288 tokens 32 GiB otherwise."""
-
-ROW_MULTIPLE = 128
-
-COLUMN_MULTIPLE = 64
-"""Rows of the logits buffer start at multiples of this, and the products take a multiple of this many words, then the
-few that remain. With V = 100,278 (OLMo 3) or 49,155 (Granite) as a size of the product, cuBLAS is about three times
-slower."""
-
-BF16_CHUNKS = 8
-"""With up to this many chunks a bf16 dweight is summed in bf16. By default only more than MOST_TOKENS tokens are more
-chunks."""
-
-BLOCK_MIB = 256
-"""Otherwise it is summed in fp32, in blocks of about this size, so that the products stay large. Each block is cast and
-freed by itself: the bf16 copy never exists besides the whole sum (1 GiB less at V = 128,256 and C = 4096)."""
 
 
 def linear_cross_entropy_reference(
@@ -101,19 +83,19 @@ class VocabShard:
     vocabulary: int
 
     @property
-    def each(self) -> int:
+    def shard_size(self) -> int:
         """Size of every shard but the last."""
         return -(-self.vocabulary // self.ranks.size)
 
     @property
     def start(self) -> int:
         """First word of the calling rank's shard."""
-        return self.each * self.ranks.rank
+        return self.shard_size * self.ranks.rank
 
     @property
     def count(self) -> int:
         """Size of the calling rank's shard."""
-        return max(min(self.each, self.vocabulary - self.start), 0)
+        return max(min(self.shard_size, self.vocabulary - self.start), 0)
 
     def check(self) -> "VocabShard":
         """Return self.
@@ -122,39 +104,45 @@ class VocabShard:
             ValueError: the shard of a rank would be empty.
         """
         size = self.ranks.size
-        if not self.each * (size - 1) < self.vocabulary:
+        if not self.shard_size * (size - 1) < self.vocabulary:
             raise ValueError(
-                f"VocabShard: vocab_size ({self.vocabulary}) must be enough for {size} ranks of {self.each} words each."
+                f"VocabShard: vocab_size ({self.vocabulary}) must be enough for {size} ranks of {self.shard_size} "
+                "words each."
             )
         return self
 
 
 def _vocab_parallel_statistics(
-    logits: Tensor, target: Tensor, options: tuple[int, float, float, float | None, float], vocab_shard: VocabShard
+    logits: Tensor, target: Tensor, options: LossOptions, vocab_shard: VocabShard
 ) -> TokenStatistics:
     """`token_statistics` over a sharded vocabulary: each rank has the logits of its shard."""
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
+    ignore_index, smoothing, z_loss = options[:3]
     valid = target != ignore_index
-    here = valid & (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
-    any_word = torch.where(valid, (target - vocab_shard.start).where(here, 0), IGNORED)
-    own = token_statistics(
-        logits, any_word, None, IGNORED, label_smoothing, 0.0, softcap, logit_scale, vocabulary=vocab_shard.vocabulary
-    )
-    assert own is not None
-    maximum, log_total = own.lse[:, 0], own.lse[:, 1].log()
+
+    # Statistics of the shard. A target of another rank is replaced by the shard's first word, whose logit isn't used.
+    in_shard = valid & (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
+    local_target = torch.where(valid, (target - vocab_shard.start).where(in_shard, 0), IGNORED)
+    local_options = options._replace(ignore_index=IGNORED, z_loss=0.0)
+    local = token_statistics(logits, local_target, None, *local_options, vocabulary=vocab_shard.vocabulary)
+    assert local is not None
+    maximum, log_total = local.lse[:, 0], local.lse[:, 1].log()
     # Label smoothing adds ε · lse − ε/V · Σ z to the loss over the shard; solve for ε/V · Σ z.
-    mean_share = label_smoothing * (maximum + log_total) - own.loss + (label_smoothing - 1) * own.log_probs
-    every = torch.stack([maximum, log_total, own.log_probs + log_total, mean_share])
-    every = torch.ops.liger_models.all_gather(every, vocab_shard.ranks.name)
-    maxima, log_totals, target_logits, mean_shares = every.unbind(1)  # [R, N] each
+    mean_share = smoothing * (maximum + log_total) - local.loss + (smoothing - 1) * local.log_probs
+
+    # Exchange the four numbers of each token.
+    numbers = torch.stack([maximum, log_total, local.log_probs + log_total, mean_share])  # [4, N]
+    numbers = torch.ops.liger_models.all_gather(numbers, vocab_shard.ranks.name)  # [R, 4, N]
+    maxima, log_totals, target_logits, mean_shares = numbers.unbind(1)  # [R, N] each
+
+    # Statistics of the whole vocabulary.
     maximum = maxima.amax(0)
     log_total = (maxima - maximum + log_totals).logsumexp(0)
     lse = maximum + log_total
-    owner = (target.where(valid, 0) // vocab_shard.each)[None]
+    owner = (target.where(valid, 0) // vocab_shard.shard_size)[None]
     # Not lse − z_y: for a target near the maximum that difference would cancel.
     log_probs = ((maxima - maximum).gather(0, owner) + target_logits.gather(0, owner))[0] - log_total
     squared = z_loss * lse.square()
-    loss = (label_smoothing - 1) * log_probs + label_smoothing * lse - mean_shares.sum(0) + squared
+    loss = (smoothing - 1) * log_probs + smoothing * lse - mean_shares.sum(0) + squared
     keep = lambda tensor: tensor.where(valid, 0)
     lse = torch.stack([maximum, log_total.exp()], 1).where(valid[:, None], 1)
     return TokenStatistics(keep(loss), keep(squared), keep(log_probs), lse, target.new_empty(0))
@@ -162,11 +150,11 @@ def _vocab_parallel_statistics(
 
 def _local_target(target: Tensor, ignore_index: int, vocab_shard: VocabShard) -> Tensor:
     """Targets as indices into this rank's shard: −1 for a word of another rank, `IGNORED` for an ignored target."""
-    here = (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
-    return torch.where(target == ignore_index, IGNORED, (target - vocab_shard.start).where(here, -1))
+    in_shard = (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
+    return torch.where(target == ignore_index, IGNORED, (target - vocab_shard.start).where(in_shard, -1))
 
 
-def _words_from_op(group: str = "", size: int = 1, rank: int = 0, vocabulary: int = 0) -> VocabShard | None:
+def _shard_of_op(group: str = "", size: int = 1, rank: int = 0, vocabulary: int = 0) -> VocabShard | None:
     """`VocabShard` from the arguments of an op, None without a sharded vocabulary."""
     return VocabShard(Group(group, size, rank), vocabulary) if vocabulary else None
 
@@ -175,179 +163,13 @@ IGNORED = -100
 """Replaces ``ignore_index``, which may be any number, even the -1 that marks a word of another rank."""
 
 
-def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
-    """Rows per chunk: as many as fit the budget, about equal over the chunks, in multiples that suit matmuls."""
-    tokens = min(N, MOST_TOKENS)
-    budget = WORKSPACE_MIB * max(1, tokens / WORKSPACE_TOKENS) if workspace_mib is None else workspace_mib
-    limit = max(int(budget * 2**20) // (V * itemsize) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
-    if workspace_mib is None:
-        limit = max(limit, -(-tokens // BF16_CHUNKS))
-    chunks = max(-(-N // limit), 1)
-    return max(-(-N // (chunks * ROW_MULTIPLE)), 1) * ROW_MULTIPLE
-
-
-def _split_words(V: int, size: int) -> list[int]:
-    """Split V words into parts of up to ``size``; all but the last are multiples of COLUMN_MULTIPLE."""
-    aligned = V - V % COLUMN_MULTIPLE
-    sizes = [min(size, aligned - start) for start in range(0, aligned, size)]
-    return sizes + [V - aligned] * (aligned < V)
-
-
-def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write ``x @ weightᵀ + bias`` to ``out``, in its dtype."""
-    if is_batch_invariant():
-        write_invariant_linear(x, weight, bias, out)
-        return
-    sizes = _split_words(len(weight), len(weight))
-    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
-    for vocab_shard, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
-        if out.dtype != x.dtype:
-            if x.device.type == "cuda":
-                torch.mm(x, vocab_shard.t(), out_dtype=out.dtype, out=columns)
-            else:
-                torch.mm(x.to(out.dtype), vocab_shard.t().to(out.dtype), out=columns)
-            if shift is not None:
-                columns += shift
-        elif shift is None:
-            torch.mm(x, vocab_shard.t(), out=columns)
-        else:
-            torch.addmm(shift, x, vocab_shard.t(), out=columns)
-
-
-def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write ``gradient @ weight`` to ``out``, the few remaining words first: their sum is small and rounds little."""
-    sizes = _split_words(len(weight), len(weight))
-    for beta, (columns, vocab_shard) in enumerate(
-        zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)
-    ):
-        out.addmm_(columns, vocab_shard, beta=beta)
-
-
-def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Tensor]]:
-    """Allocate the sum of dweight: the whole and views of its parts; or None and fp32 blocks to be rounded to bf16."""
-    V, C = weight.shape
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    if weight.dtype != torch.bfloat16 or chunks <= BF16_CHUNKS:
-        whole = weight.new_empty(V, C, dtype=weight.dtype if weight.dtype == torch.bfloat16 else wide)
-        return whole, list(whole.split(_split_words(V, V)))
-    rows = max(BLOCK_MIB * 2**20 // (4 * C) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
-    return None, [weight.new_empty(size, C, dtype=wide) for size in _split_words(V, rows)]
-
-
-def _concatenate(sums: list[Tensor]) -> Tensor:
-    """Concatenate the blocks in bf16; this empties the list."""
-    blocks = []
-    while sums:  # each block's sum is freed before the next one is cast
-        blocks.append(sums.pop(0).to(torch.bfloat16))
-    return torch.cat(blocks)
-
-
-def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A buffer for the logits of ``rows`` rows of x, or of all if x has fewer; its rows are aligned for matmuls."""
-    buffer = x.new_empty(min(rows, len(x)), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)
-    if x.device.type == "cpu":
-        buffer[:, V:] = 0  # bf16 products of CPUs with AMX read beyond the last word, and 0 · NaN is NaN
-    return buffer[:, :V]
-
-
-class Gradients:
-    """dx, dweight and dbias of ``x @ weightᵀ + bias``, accumulated from the logits' gradients chunk by chunk.
-
-    Args:
-        x: [N, C].
-        weight: [V, C].
-        need: whether dx, dweight and dbias are needed; the others are empty.
-        chunks: number of chunks.
-    """
-
-    def __init__(self, x: Tensor, weight: Tensor, need: tuple[bool, bool, bool], chunks: int) -> None:
-        self._weight, self._need, self._begun = weight, need, False
-        self.dx = torch.empty_like(x) if need[0] else x.new_empty(0)
-        self._dweight, self._sums = _allocate_sums(weight, chunks) if need[1] else (x.new_empty(0), [])
-        wide = torch.promote_types(x.dtype, torch.float32)
-        self._dbias = torch.zeros(len(weight), dtype=wide, device=x.device) if need[2] else x.new_empty(0)
-
-    def add(self, gradient: Tensor, x: Tensor, dx: Tensor | None) -> None:
-        """Add a chunk: the logits' gradient [n, V] and x [n, C]; ``dx`` [n, C] is written."""
-        if self._need[0]:
-            assert dx is not None
-            _linear_backward(gradient, self._weight, dx)
-        if self._need[1]:
-            accumulate(self._sums, gradient, x, beta=int(self._begun))
-        if self._need[2]:
-            self._dbias += gradient.sum(0, dtype=self._dbias.dtype)
-        self._begun = True
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiply dweight and dbias of the chunks so far by ``factor`` []."""
-        for each in (*self._sums, self._dbias):
-            scale_(each, factor)
-
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dx, dweight in the dtype of its sum, and dbias in fp32."""
-        if self._dweight is None:
-            self._dweight = _concatenate(self._sums)
-        elif not self._begun:
-            self._dweight.zero_()
-        return self.dx, self._dweight, self._dbias
-
-
-def walk_chunks(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: int,
-    need: tuple[bool, bool, bool],
-    of_logits: Callable[[Tensor, slice, Tensor], Sequence[Tensor] | None],
-    logits_dtype: torch.dtype | None = None,
-    together: int = 1,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Apply ``of_logits`` to ``x @ weightᵀ + bias`` chunk by chunk, and compute dx, dweight and dbias if needed.
-
-    Args:
-        x: [N, C], contiguous.
-        weight: [V, C].
-        bias: [V].
-        rows: rows per chunk.
-        need: whether dx, dweight and dbias are needed; the others are returned empty.
-        of_logits: ``(logits of a chunk, its rows, gradient buffer) -> results per row, or None``. It writes the
-            gradient of the logits to the buffer, which is read only if something is needed. The buffer has the dtype of
-            x; if the logits have it, too, the buffer is the logits themselves.
-        logits_dtype: dtype of the logits; None for the dtype of x.
-        together: number of chunks whose gradients go through the products at once, if gradients have their own buffer.
-
-    Returns:
-        The results, each of all rows ([] without rows); dx; dweight in the dtype of its sum; dbias in fp32.
-    """
-    N, V = x.shape[0], weight.shape[0]
-    logits = buffer = logits_buffer(x, V, rows, logits_dtype)
-    apart = any(need) and buffer.dtype != x.dtype
-    step = rows * together if apart else rows
-    gradient = room = logits_buffer(x, V, step) if apart else buffer
-    gradients = Gradients(x, weight, need, -(-N // step))
-    pieces = []
-    for begin in range(0, N, step):
-        whole = slice(begin, min(begin + step, N))
-        for start in range(begin, whole.stop, rows):
-            part = slice(start, min(start + rows, whole.stop))
-            logits, gradient = buffer[: part.stop - start], room[start - begin : part.stop - begin]
-            write_logits(x[part], weight, bias, logits)
-            results = of_logits(logits, part, gradient)
-            if results is not None:
-                pieces.append(results)
-        if any(need):
-            gradients.add(room[: whole.stop - begin], x[whole], gradients.dx[whole] if need[0] else None)
-    del logits, gradient, buffer, room
-    return [torch.cat(column) for column in zip(*pieces, strict=True)], *gradients.finish()
-
-
 def _walk_chunks(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
     class_weight: Tensor | None,
-    options: tuple[int, float, float, float | None, float],
+    options: LossOptions,
     rows: int,
     *,
     predict: bool = False,
@@ -358,29 +180,25 @@ def _walk_chunks(
     vocab_shard: VocabShard | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """Statistics of every row (none if ``lse`` is given), and dx, dweight and dbias if needed."""
-    own_target, own_options = target, options
+    local_target, local_options, vocabulary = target, options, None
     if vocab_shard is not None:
-        own_target, own_options = _local_target(target, options[0], vocab_shard), (IGNORED, *options[1:])
+        local_target = _local_target(target, options.ignore_index, vocab_shard)
+        local_options, vocabulary = options._replace(ignore_index=IGNORED), vocab_shard.vocabulary
 
     def statistics(logits: Tensor, part: slice, gradient: Tensor) -> Sequence[Tensor] | None:
-        results, known = None, None if lse is None else lse[part]
-        if vocab_shard is not None and known is None:
+        results, part_lse = None, None if lse is None else lse[part]
+        if vocab_shard is not None and part_lse is None:
             results = _vocab_parallel_statistics(logits, target[part], options, vocab_shard)
-            known = results.lse
-        if known is None or any(need):
-            made = token_statistics(
-                logits,
-                own_target[part],
-                class_weight,
-                *own_options,
-                predict=predict,
-                lse=known,
-                a=None if a is None else a[part],
-                c=None if c is None else c[part],
-                gradient=gradient if any(need) else None,
-                vocabulary=None if vocab_shard is None else vocab_shard.vocabulary,
+            part_lse = results.lse
+
+        # With a sharded vocabulary this launch computes only the gradient.
+        if part_lse is None or any(need):
+            local_results = token_statistics(
+                logits, local_target[part], class_weight, *local_options, predict=predict, lse=part_lse,
+                a=None if a is None else a[part], c=None if c is None else c[part],
+                gradient=gradient if any(need) else None, vocabulary=vocabulary,
             )  # fmt: skip
-            results = made if results is None else results
+            results = local_results if results is None else results
         return results
 
     results, dx, dweight, dbias = walk_chunks(x, weight, bias, rows, need, statistics)
@@ -410,41 +228,24 @@ LIBRARY.define(
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy", "CompositeExplicitAutograd")
 def _loss(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
-    (*options, rows, predict), need, vocab_shard = rest[:7], rest[7:10], _words_from_op(*rest[10:])
+    options, (rows, predict) = LossOptions(*rest[:5]), rest[5:7]
+    need, vocab_shard = rest[7:10], _shard_of_op(*rest[10:])
     a, scale = without_exponent(factors, x.dtype)
     statistics, dx, dweight, dbias = _walk_chunks(
-        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, options, rows,
         predict=predict, a=a, need=need, vocab_shard=vocab_shard,
     )  # fmt: skip
     loss, z_loss, _, _, predicted = statistics
     loss = (loss * factors).sum()
-    z_loss = (z_loss * factors).sum() if options[2] else torch.zeros_like(loss)
+    z_loss = (z_loss * factors).sum() if options.z_loss else torch.zeros_like(loss)
     return loss, z_loss, predicted, dx, dweight, dbias, scale
 
 
 @torch.library.register_fake("liger_models::linear_cross_entropy", lib=LIBRARY)
 def _loss_fake(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
-    predict, need_dx, need_dw, need_db = rest[6:10]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
-    return (
-        x.new_empty((), dtype=wide),
-        x.new_empty((), dtype=wide),
-        target.new_empty(x.shape[0] if predict else 0),
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
-        *wide_gradients_fake(weight, dw_dtype if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
-        x.new_empty((), dtype=wide),
-    )
-
-
-def wide_gradients_fake(
-    weight: Tensor, dw_dtype: torch.dtype, db_dtype: torch.dtype, need_dw: bool, need_db: bool
-) -> tuple[Tensor, Tensor]:
-    """Fake dweight and dbias of the real ops."""
-    return (
-        weight.new_empty(weight.shape if need_dw else 0, dtype=dw_dtype),
-        weight.new_empty(weight.shape[0] if need_db else 0, dtype=db_dtype),
-    )
+    predict, needs = rest[6], rest[7:10]
+    loss, z_loss = (x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(2))
+    return loss, z_loss, target.new_empty(x.shape[0] if predict else 0), *fused_loss_fake(x, weight, needs)
 
 
 register_autograd("linear_cross_entropy", scalar_loss_backward, scalar_loss_setup)
@@ -452,9 +253,9 @@ register_autograd("linear_cross_entropy", scalar_loss_backward, scalar_loss_setu
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy_tokens", "CompositeExplicitAutograd")
 def _tokens(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, ...]:
-    (*options, rows, predict), vocab_shard = rest[:7], _words_from_op(*rest[7:])
+    options, (rows, predict), vocab_shard = LossOptions(*rest[:5]), rest[5:7], _shard_of_op(*rest[7:])
     statistics, *_ = _walk_chunks(
-        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, options, rows,
         predict=predict, vocab_shard=vocab_shard,
     )  # fmt: skip
     return tuple(statistics)
@@ -468,12 +269,14 @@ def _tokens_fake(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, 
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy_tokens_backward", "CompositeExplicitAutograd")
 def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, ...]:
-    (*options, rows), need, vocab_shard = rest[:6], rest[6:9], _words_from_op(*rest[9:])
+    options, rows, need, vocab_shard = LossOptions(*rest[:5]), rest[5], rest[6:9], _shard_of_op(*rest[9:])
+
+    # One power of two for both upstream gradients.
     a = lse.new_zeros(len(lse)) if a is None else a
     factors, scale = without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]), x.dtype)
     a, c = factors[: len(a)], None if c is None else factors[len(a) :]
     _, dx, dweight, dbias = _walk_chunks(
-        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, options, rows,
         a=a, c=c, lse=lse, need=need, vocab_shard=vocab_shard,
     )  # fmt: skip
     return scaled((dx, dweight, dbias), scale, (x.dtype, weight.dtype, weight.dtype))
@@ -481,9 +284,7 @@ def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) ->
 
 @torch.library.register_fake("liger_models::linear_cross_entropy_tokens_backward", lib=LIBRARY)
 def _tokens_backward_fake(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    need_dx, need_dw, need_db = rest[6:9]
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
-    return dx, *wide_gradients_fake(weight, weight.dtype, weight.dtype, need_dw, need_db)
+    return gradients_fake(x, weight, rest[6:9])
 
 
 def _tokens_setup(ctx, inputs, output):
@@ -508,40 +309,6 @@ def _tokens_grad(ctx, a, _z_loss, c, _lse, _predicted):
 
 
 register_autograd("linear_cross_entropy_tokens", _tokens_grad, _tokens_setup)
-
-
-def check_head(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, workspace_mib: int | None) -> None:
-    """Raise unless x [..., C], weight [V, C] and bias [V] match and the budget is positive."""
-    check_floating(op, x=x, weight=weight, bias=bias)
-    if weight.dim() != 2 or x.dim() == 0 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{op}: weight must be [V, C] with C the last dimension of x, got {list(weight.shape)} for x "
-            f"{list(x.shape)}."
-        )
-    V = weight.shape[0]
-    if bias is not None and bias.shape != (V,):
-        raise ValueError(f"{op}: bias must have shape [{V}], got {bias is not None and bias.shape}.")
-    if workspace_mib is not None and not workspace_mib > 0:
-        raise ValueError(f"{op}: workspace_mib must be positive, got {workspace_mib}.")
-
-
-def matching_dtypes(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Under autocast, cast the tensors to its dtype; otherwise return them unchanged.
-
-    Raises:
-        TypeError: without autocast the dtypes differ.
-    """
-    first = next(tensor for tensor in tensors if tensor is not None)
-    if torch.is_autocast_enabled(first.device.type):
-        dtype = torch.get_autocast_dtype(first.device.type)
-        return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
-    dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
-    if len(set(dtypes)) > 1:
-        raise TypeError(
-            f"{op}: inputs, weights and biases must have one dtype, got {', '.join(map(str, dtypes))}."
-            " Convert them, or use torch.autocast."
-        )
-    return tensors
 
 
 def linear_cross_entropy(
@@ -597,12 +364,12 @@ def linear_cross_entropy(
     if vocab_shard is not None:
         if class_weight is not None or predict:
             raise ValueError(
-                f"{op}: class_weight, return_token_accuracy and return_predicted_tokens do not work with words. Leave "
-                "them out."
+                f"{op}: class_weight, return_token_accuracy and return_predicted_tokens do not work with "
+                "vocab_shard. Leave them out."
             )
         if not len(weight) == vocab_shard.count > 0:
             raise ValueError(
-                f"{op}: weight must have the {vocab_shard.count} > 0 rows of this rank's words, got {len(weight)}."
+                f"{op}: weight must have the {vocab_shard.count} > 0 rows of this rank's shard, got {len(weight)}."
             )
     check_arguments(
         op, tuple(x.shape[:-1]), V, target, class_weight, token_weight,
@@ -610,29 +377,31 @@ def linear_cross_entropy(
     )  # fmt: skip
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    # Equal on all ranks: they communicate after each chunk.
-    rows = chunk_rows(flat.shape[0], V if vocab_shard is None else vocab_shard.each, x.element_size(), workspace_mib)
-    told = () if vocab_shard is None else (vocab_shard.ranks.name, vocab_shard.ranks.size, vocab_shard.ranks.rank, V)
-    options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, rows)
+
+    # Rows per chunk, the same on all ranks: they communicate after each chunk.
+    shard: tuple[str | int, ...] = ()
+    words = V
+    if vocab_shard is not None:
+        ranks, words = vocab_shard.ranks, vocab_shard.shard_size
+        shard = ranks.name, ranks.size, ranks.rank, V
+    rows = chunk_rows(flat.shape[0], words, x.element_size(), workspace_mib)
+
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     factors = token_scale(
         y, class_weight, token_weight, ignore_index, reduction, num_items, torch.promote_types(x.dtype, torch.float32)
     )
 
     if reduction == "none" or return_log_probs:
         loss, z_part, log_probs, _, predicted = torch.ops.liger_models.linear_cross_entropy_tokens(
-            flat, weight, y, bias, class_weight, *options, predict, *told
+            flat, weight, y, bias, class_weight, *options, rows, predict, *shard
         )
         loss = reduce(loss * factors, reduction, target.shape)
         z_part = reduce(z_part * factors, reduction, target.shape)
         log_probs = log_probs.view(target.shape)
     else:
-        training = torch.is_grad_enabled()
-        fused = torch.ops.liger_models.linear_cross_entropy
-        run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 6, (0, 1, 3))
-        loss, z_part, predicted, *_ = run(
-            flat, weight, y, bias, class_weight, factors, *options, predict,
-            training and x.requires_grad, training and weight.requires_grad,
-            training and bias is not None and bias.requires_grad, *told,
+        loss, z_part, predicted, *_ = fused_loss(
+            torch.ops.liger_models.linear_cross_entropy, (flat, weight, y, bias, class_weight, factors),
+            *options, rows, predict, shard=shard,
         )  # fmt: skip
         log_probs = None
     return CrossEntropyOutput(

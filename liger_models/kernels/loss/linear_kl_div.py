@@ -16,8 +16,6 @@ difference of them. The probabilities are read where they are, in their own dtyp
 Source: https://arxiv.org/abs/1503.02531.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,16 +23,22 @@ from torch.nn import functional as F
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, token_scale
-from liger_models.kernels.loss.linear_cross_entropy import (
+from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, final_logits, token_scale, write_zeros
+from liger_models.kernels.loss.divergence import load_logits
+from liger_models.kernels.loss.row_chunks import (
     check_head,
     chunk_rows,
     matching_dtypes,
     walk_chunks,
-    wide_gradients_fake,
 )
-from liger_models.kernels.loss.scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, without_exponent
-from liger_models.kernels.tiles import exp, scale_and_cap
+from liger_models.kernels.loss.scalar_loss import (
+    fused_loss,
+    fused_loss_fake,
+    scalar_loss_backward,
+    scalar_loss_setup,
+    without_exponent,
+)
+from liger_models.kernels.tiles import exp, num_warps
 
 REDUCTIONS = ("batchmean", "mean", "sum")
 MAX_BLOCK = 8192
@@ -59,17 +63,15 @@ def linear_kl_div_reference(
     logits = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     p = probabilities.detach().to(wide)
     s = _log_probs(logits, temperature, softcap, logit_scale)
-    each = (p * (p.clamp_min(eps).log() - s)).sum(-1)
-    valid = torch.ones_like(each, dtype=torch.bool) if target is None else target != ignore_index
-    total = each.where(valid, 0).sum()
+    losses = (p * (p.clamp_min(eps).log() - s)).sum(-1)
+    valid = torch.ones_like(losses, dtype=torch.bool) if target is None else target != ignore_index
+    total = losses.where(valid, 0).sum()
     rows = valid.sum().clamp_min(1)
     return {"sum": total, "batchmean": total / rows, "mean": total / (rows * p.shape[-1])}[reduction]
 
 
 def _log_probs(logits: Tensor, temperature: float, softcap: float | None, logit_scale: float) -> Tensor:
-    z = logits * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
+    z = final_logits(logits, logit_scale, softcap)
     return (z / temperature).log_softmax(-1).clamp_min(LOWEST)  # for a logit of −inf and p = 0, p · s must be 0
 
 
@@ -79,38 +81,40 @@ def _linear_kl_div_kernel(
     logits_stride, p_stride, gradient_stride, V, ignore_index, eps, inverse_temperature, softcap, logit_scale,
     GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One row [V] of logits and probabilities per program: D, and with GRADIENT the gradient of the logits."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     p_ptr += row.to(tl.int64) * p_stride
     gradient_ptr += row.to(tl.int64) * gradient_stride
     columns = tl.arange(0, BLOCK)
 
+    # An ignored row: all results are 0, and its logits are not read.
     if tl.load(target_ptr + row) == ignore_index:
         tl.store(loss_ptr + row, 0.0)
         if GRADIENT:
-            for start in range(0, V, BLOCK):
-                zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
-                tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
+            write_zeros(gradient_ptr, columns, V, BLOCK)
         return
 
+    # A first read: the online softmax of the logits, and Σ p.
     maximum, total, mass = LOWEST, 0.0, 0.0
     for start in range(0, V, BLOCK):
         inside = start + columns < V
-        x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-        z = tl.where(inside, scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+        z = load_logits(logits_ptr + start, columns, inside, logit_scale, softcap, HAS_SOFTCAP)
+        z = tl.where(inside, z, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(z, 0))
         total *= exp((maximum - new_maximum) * inverse_temperature)
         total += tl.sum(exp((z - new_maximum) * inverse_temperature), 0)
         maximum = new_maximum
         mass += tl.sum(tl.load(p_ptr + start + columns, mask=inside, other=0.0).to(tl.float32), 0)
     log_total = tl.log(total)
+
+    # A second read: D, and the gradient.
     loss, factor = 0.0, 0.0
     if GRADIENT:
         factor = tl.load(factor_ptr + row) * inverse_temperature * logit_scale
     for start in range(0, V, BLOCK):
         inside = start + columns < V
-        x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-        z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
+        z = load_logits(logits_ptr + start, columns, inside, logit_scale, softcap, HAS_SOFTCAP)
         p = tl.load(p_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
         s = tl.maximum((z - maximum) * inverse_temperature - log_total, LOWEST)
         loss += tl.sum(p * (tl.log(tl.maximum(p, eps)) - s), 0)
@@ -143,14 +147,14 @@ def _rows(logits, p, gradient, target, factors, options) -> Tensor:
     temperature, eps, ignore_index, softcap, logit_scale = options
     N, V = logits.shape
     loss = torch.empty(N, dtype=torch.float32, device=logits.device)
-    written = logits if gradient is None else gradient
+    out = logits if gradient is None else gradient  # not written without a gradient
     block = min(triton.next_power_of_2(V), MAX_BLOCK)
     with on_device_of(logits):
         _linear_kl_div_kernel[(N,)](
-            logits, p, written, target, factors, loss, logits.stride(0), p.stride(0), written.stride(0), V,
+            logits, p, out, target, factors, loss, logits.stride(0), p.stride(0), out.stride(0), V,
             ignore_index, eps, 1.0 / temperature, 0.0 if softcap is None else softcap, logit_scale,
             GRADIENT=gradient is not None, HAS_SOFTCAP=softcap is not None, LOWEST=LOWEST, BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=num_warps(block),
         )  # fmt: skip
     return loss
 
@@ -165,7 +169,7 @@ LIBRARY.define(
 @torch.library.impl(LIBRARY, "linear_kl_div", "CompositeExplicitAutograd")
 def _forward(x, weight, target, bias, probabilities, factors, *rest) -> tuple[Tensor, ...]:
     *options, rows, need_dx, need_dw, need_db = rest
-    need = (need_dx, need_dw, need_db)
+    need = need_dx, need_dw, need_db
     x, target = x.contiguous(), target.contiguous()
     if probabilities.stride(-1) != 1:
         probabilities = probabilities.contiguous()
@@ -173,8 +177,8 @@ def _forward(x, weight, target, bias, probabilities, factors, *rest) -> tuple[Te
     shares, scale = without_exponent(factors, x.dtype)
 
     def divergence(logits: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor]:
-        written = gradient if any(need) else None
-        return (_rows(logits, probabilities[part], written, target[part], shares[part], options),)
+        out = gradient if any(need) else None
+        return (_rows(logits, probabilities[part], out, target[part], shares[part], options),)
 
     results, *gradients = walk_chunks(x, weight, bias, rows, need, divergence, wide)
     loss = (results[0] * factors).sum() if results else factors.new_zeros(())
@@ -183,15 +187,8 @@ def _forward(x, weight, target, bias, probabilities, factors, *rest) -> tuple[Te
 
 @torch.library.register_fake("liger_models::linear_kl_div", lib=LIBRARY)
 def _fake(x, weight, target, bias, probabilities, factors, *rest) -> tuple[Tensor, ...]:
-    *_, need_dx, need_dw, need_db = rest
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
-    return (
-        x.new_empty((), dtype=wide),
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
-        *wide_gradients_fake(weight, dw_dtype if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
-        x.new_empty((), dtype=wide),
-    )
+    loss = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+    return loss, *fused_loss_fake(x, weight, rest[-3:])
 
 
 register_autograd("linear_kl_div", scalar_loss_backward, scalar_loss_setup)
@@ -250,19 +247,17 @@ def linear_kl_div(
         target = torch.full(x.shape[:-1], 0 if ignore_index else 1, dtype=torch.int64, device=x.device)
     check_arguments(op, tuple(x.shape[:-1]), V, target, None, None, ignore_index, 0.0, softcap, "mean", None)
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
-    wide = torch.promote_types(x.dtype, torch.float32)
     y = target.flatten()
+
+    # Bytes of a row's logits and gradients, and the factor of each token's loss.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    size = wide.itemsize + (x.element_size() if x.dtype != wide else 0)
     factors = token_scale(y, None, None, ignore_index, "sum" if reduction == "sum" else "mean", None, wide)
     if reduction == "mean":
         factors = factors / V
-    size = wide.itemsize + (x.element_size() if x.dtype != wide else 0)
-    training = torch.is_grad_enabled()
-    fused = torch.ops.liger_models.linear_kl_div
-    run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 6, (0, 1, 3))
-    loss: Tensor = run(
-        x.flatten(0, -2), weight, y, bias, probabilities.detach().flatten(0, -2), factors,
+    loss, *_ = fused_loss(
+        torch.ops.liger_models.linear_kl_div,
+        (x.flatten(0, -2), weight, y, bias, probabilities.detach().flatten(0, -2), factors),
         temperature, eps, ignore_index, softcap, logit_scale, chunk_rows(len(y), V, size, workspace_mib),
-        training and x.requires_grad, training and weight.requires_grad,
-        training and bias is not None and bias.requires_grad,
-    )[0]  # fmt: skip
+    )  # fmt: skip
     return loss

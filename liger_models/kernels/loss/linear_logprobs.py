@@ -32,19 +32,26 @@ from torch.nn import functional as F
 
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, token_statistics
-from liger_models.kernels.loss.linear_cross_entropy import (
+from liger_models.kernels.loss.cross_entropy import (
+    LOWEST,
+    LossOptions,
+    check_arguments,
+    final_logits,
+    token_statistics,
+    write_zeros,
+)
+from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.loss.row_chunks import (
     Gradients,
     check_head,
     chunk_rows,
-    linear_cross_entropy,
     logits_buffer,
     matching_dtypes,
     walk_chunks,
     write_logits,
 )
-from liger_models.kernels.loss.scalar_loss import HandOver, scale_, scaled, without_exponent
-from liger_models.kernels.tiles import exp, scale_and_cap
+from liger_models.kernels.loss.scalar_loss import HandOver, gradients_fake, scale_, scaled, without_exponent
+from liger_models.kernels.tiles import exp, num_warps, scale_and_cap
 
 More = TypeVar("More")
 
@@ -69,9 +76,7 @@ def fused_linear_logprobs_reference(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies in plain torch, with all logits."""
     logits = F.linear(x, weight, bias)
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
+    z = final_logits(logits, logit_scale, softcap)
     log_p = (z / temperature).log_softmax(-1)
     valid = target != ignore_index
     chosen = log_p.gather(-1, target.where(valid, 0)[..., None])[..., 0]
@@ -85,17 +90,17 @@ def _log_probs_kernel(
     logits_stride, gradient_stride, V, ignore_index, softcap, logit_scale,
     HAS_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One row [V] of logits per program: its statistics, or with GRADIENT the gradient of its logits."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     gradient_ptr += row.to(tl.int64) * gradient_stride
     y = tl.load(target_ptr + row)
     columns = tl.arange(0, BLOCK)
 
+    # An ignored row: all results are 0, and its logits are not read.
     if y == ignore_index:
         if GRADIENT:
-            for start in range(0, V, BLOCK):
-                zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
-                tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
+            write_zeros(gradient_ptr, columns, V, BLOCK)
         else:
             tl.store(lse_ptr + 2 * row, 0.0)
             tl.store(lse_ptr + 2 * row + 1, 0.0)
@@ -109,6 +114,8 @@ def _log_probs_kernel(
         entropy = tl.load(entropy_ptr + row)
         c = tl.load(c_ptr + row)
         h = tl.load(h_ptr + row)
+
+        # dz = c · ([column = y] − p) − h · p · (log p + H)
         for start in range(0, V, BLOCK):
             inside = start + columns < V
             x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
@@ -122,7 +129,7 @@ def _log_probs_kernel(
                 dz *= 1.0 - (z / softcap) * (z / softcap)
             tl.store(gradient_ptr + start + columns, (dz * logit_scale).to(gradient_ptr.dtype.element_ty), mask=inside)
     else:
-        valid = (y >= 0) & (y < V)
+        # The online softmax, with the sum that the entropy needs.
         maximum = LOWEST
         total = 0.0
         weighted = 0.0  # Σ exp(z − maximum) · (z − maximum)
@@ -140,6 +147,8 @@ def _log_probs_kernel(
             weighted += tl.sum(e * below, 0)
             maximum = new_maximum
         log_total = tl.log(total)
+
+        valid = (y >= 0) & (y < V)
         z_y = scale_and_cap(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
         z_y = tl.where(valid, z_y, float("nan"))
         tl.store(lse_ptr + 2 * row, maximum)
@@ -152,9 +161,7 @@ def _rows_in_torch(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """z, log p, log p of the target, and the entropy, by the formulas above in plain torch, without autograd."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
+    z = final_logits(logits, logit_scale, softcap)
     log_p = z.log_softmax(-1)
     valid = target != ignore_index
     log_prob = log_p.gather(-1, target.where(valid, 0)[:, None])[:, 0].where(valid, 0)
@@ -209,7 +216,7 @@ def _launch(logits, gradient, target, upstream, lse, log_prob, entropy, ignore_i
                 logits, gradient, target, upstream[0], upstream[1], lse, log_prob, entropy,
                 logits.stride(0), gradient.stride(0), V, ignore_index, 0.0 if softcap is None else softcap, logit_scale,
                 HAS_SOFTCAP=softcap is not None, GRADIENT=backward, LOWEST=LOWEST, BLOCK=block,
-                num_warps=min(max(block // 512, 1), 32),
+                num_warps=num_warps(block, 32),
             )  # fmt: skip
 
 
@@ -256,12 +263,7 @@ def _backward(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tenso
 
 @torch.library.register_fake("liger_models::linear_logprobs_backward", lib=LIBRARY)
 def _backward_fake(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    *_, need_dx, need_dw, need_db = rest
-    return (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
-        weight.new_empty(weight.shape if need_dw else 0),
-        weight.new_empty(weight.shape[0] if need_db else 0),
-    )
+    return gradients_fake(x, weight, rest[-3:])
 
 
 def _setup(ctx, inputs, output):
@@ -356,6 +358,7 @@ def fused_linear_logprobs(
         raise ValueError(f"{op}: temperature must be positive, got {temperature}.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{op}: softcap must be positive or None, got {softcap}.")
+
     # Dividing by the temperature after the softcap equals dividing both scale and cap by it.
     softcap, logit_scale = None if softcap is None else softcap / temperature, logit_scale / temperature
     if not return_entropy:
@@ -365,6 +368,7 @@ def fused_linear_logprobs(
         ).log_probs  # fmt: skip
         assert log_probs is not None
         return log_probs
+
     check_head(op, x, weight, bias, workspace_mib)
     V = weight.shape[0]
     check_arguments(op, tuple(x.shape[:-1]), V, target, None, None, ignore_index, 0.0, softcap, "none", None)
@@ -413,6 +417,7 @@ def loss_of_log_probs(
     Raises:
         ValueError, TypeError: as in `fused_linear_logprobs`.
     """
+    # Without gradients, in fp16 and in compiled graphs the gradient is computed in the backward.
     options = {"bias": bias, "ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
     need = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     half = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
@@ -421,6 +426,7 @@ def loss_of_log_probs(
         return loss_of(
             fused_linear_logprobs(x, weight, target, temperature=temperature, workspace_mib=workspace_mib, **options)  # type: ignore[call-overload]
         )
+
     op = "loss_of_log_probs"
     if not temperature > 0:
         raise ValueError(f"{op}: temperature must be positive, got {temperature}.")
@@ -435,7 +441,7 @@ def loss_of_log_probs(
     def run(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         loss, more, gradients = _loss_and_gradients(
             loss_of, x, weight, target, bias, together, uniform, need,
-            (ignore_index, 0.0, 0.0, scaled_cap, logit_scale / temperature), workspace_mib,
+            LossOptions(ignore_index, softcap=scaled_cap, logit_scale=logit_scale / temperature), workspace_mib,
         )  # fmt: skip
         last[:] = [more]
         return loss, *gradients, loss.new_ones(())
@@ -453,44 +459,57 @@ def _loss_and_gradients(
     together: int,
     uniform: bool,
     need: tuple[bool, ...],
-    options: tuple[int, float, float, float | None, float],
+    options: LossOptions,
     workspace_mib: int | None,
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
     B, T, C = x.shape
+    """The loss, the second result of ``loss_of``, and dx, dweight and dbias.
+
+    A *unit* is a sequence, or the sequences that belong together; a group of units is processed at a time. Its logits
+    are written in parts of ``step`` rows. All parts are kept until the gradient of the group's log-probabilities is
+    known, as far as the buffer has room; the first ones are dropped, and computed again.
+    """
     V, N, unit = len(weight), B * T, together * T
+
+    # Units of a group, rows of a group and of the buffer, and rows of a part.
     rows = chunk_rows(N, V, x.element_size(), workspace_mib)
-    each = -(-rows // unit) if workspace_mib is None else max(rows // unit, 1)  # sequences (or pairs) per chunk
-    room = rows if workspace_mib is not None else max(rows, int(KEPT * N))
-    size = min(each * unit, N)
-    if uniform and size > room and workspace_mib is None and B == together <= 2:
+    group_units = -(-rows // unit) if workspace_mib is None else max(rows // unit, 1)
+    most_rows = rows if workspace_mib is not None else max(rows, int(KEPT * N))
+    group_rows = min(group_units * unit, N)
+    if uniform and group_rows > most_rows and workspace_mib is None and B == together <= 2:
         return _one_unit(loss_of, x.contiguous(), weight, target, bias, need, options, min(rows, T))
-    step = size if size <= room else rows
+    step = group_rows if group_rows <= most_rows else rows
+
     units = B // together
     x, target = x.contiguous().view(together, units, T, C), target.reshape(together, units, T)
-    groups = [slice(start, start + each) for start in range(0, units, each)]
-    gradients = Gradients(x.view(N, C), weight, need, len(groups) * -(-size // step))  # type: ignore[arg-type]
+    groups = [slice(start, start + group_units) for start in range(0, units, group_units)]
+    gradients = Gradients(x.view(N, C), weight, need, len(groups) * -(-group_rows // step))  # type: ignore[arg-type]
     dx = gradients.dx.view(x.shape) if need[0] else None
-    buffer = logits_buffer(x.view(N, C), V, size if size <= room else room // step * step)
+    buffer = logits_buffer(x.view(N, C), V, group_rows if group_rows <= most_rows else most_rows // step * step)
+    # Log-probabilities that are not known yet are −1.
     log_probs = x.new_full(target.shape, -1.0, dtype=torch.promote_types(x.dtype, torch.float32))
 
     for group in groups:
+        # Log-probabilities of the group, [n], and their logits, part by part.
         rows_x, y = x[:, group].reshape(-1, C), target[:, group].reshape(-1)
         parts = [slice(start, min(start + step, len(y))) for start in range(0, len(y), step)]
         dropped = max(len(parts) - len(buffer) // step, 0)  # parts whose logits are overwritten and recomputed
-        found, lse = log_probs.new_empty(len(y)), log_probs.new_empty(len(y), 2)
+        group_log_probs, lse = log_probs.new_empty(len(y)), log_probs.new_empty(len(y), 2)
         logits = []
         for number, part in enumerate(parts):
-            place = max(number - dropped, 0) * step
-            logits.append(buffer[place : place + part.stop - part.start])
+            start = max(number - dropped, 0) * step
+            logits.append(buffer[start : start + part.stop - part.start])
             write_logits(rows_x[part], weight, bias, logits[-1])
             statistics = token_statistics(logits[-1], y[part], None, *options)
             assert statistics is not None
-            found[part], lse[part] = statistics.log_probs, statistics.lse
-        log_probs[:, group] = found.view(log_probs[:, group].shape)
+            group_log_probs[part], lse[part] = statistics.log_probs, statistics.lse
+        log_probs[:, group] = group_log_probs.view(log_probs[:, group].shape)
+
+        # Their gradient, and those of the logits: first of the parts that are kept.
         upstream = _upstream(loss_of, log_probs.view(B, T)).view(log_probs.shape)
         a = upstream[:, group].reshape(-1)
         d_rows = gradients.dx.new_empty(rows_x.shape) if need[0] else gradients.dx
-        for number, part in sorted(enumerate(parts), key=lambda each: each[0] < dropped):
+        for number, part in sorted(enumerate(parts), key=lambda item: item[0] < dropped):
             if number < dropped:
                 write_logits(rows_x[part], weight, bias, logits[number])
             token_statistics(
@@ -499,8 +518,9 @@ def _loss_and_gradients(
             gradients.add(logits[number], rows_x[part], d_rows[part] if need[0] else None)
         if dx is not None:
             dx[:, group] = d_rows.view(dx[:, group].shape)
+
     loss, more = loss_of(log_probs.view(B, T))
-    del logits, buffer
+    del logits, buffer  # before the blocks of dweight are concatenated
     _, dweight, dbias = gradients.finish()
     return loss, more, (gradients.dx if dx is None else dx.view(B, T, C), dweight, dbias)
 
@@ -509,8 +529,8 @@ def _upstream(loss_of: Callable[[Tensor], tuple[Tensor, More]], log_probs: Tenso
     """The gradient of the loss for −log p [B, T]."""
     with torch.enable_grad():
         leaf = log_probs.detach().clone().requires_grad_()
-        (found,) = torch.autograd.grad(loss_of(leaf)[0], leaf)
-    return -found
+        (gradient,) = torch.autograd.grad(loss_of(leaf)[0], leaf)
+    return -gradient
 
 
 def _one_unit(
@@ -520,7 +540,7 @@ def _one_unit(
     target: Tensor,
     bias: Tensor | None,
     need: tuple[bool, ...],
-    options: tuple[int, float, float, float | None, float],
+    options: LossOptions,
     step: int,
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
     """`_loss_and_gradients` of one sequence or pair with the same gradient for all targets of a sequence.
@@ -535,6 +555,9 @@ def _one_unit(
     buffer = logits_buffer(x.view(B * T, C), V, step if B == 1 else T)
     log_probs = x.new_empty(B, T, dtype=torch.promote_types(x.dtype, torch.float32))
     lse = log_probs.new_empty(T, 2)
+
+    # Log-probabilities of both sequences. The gradient of the first one's logits, for the factor 1, goes into the sums;
+    # the second one's logits stay in the buffer.
     for number in range(B):
         for part in parts:
             logits = buffer[part] if number else buffer[: part.stop - part.start]
@@ -546,12 +569,16 @@ def _one_unit(
             log_probs[number, part], lse[part] = statistics.log_probs, statistics.lse
             if not number:
                 gradients.add(logits, x[0, part], None if dx is None else dx[0, part])
+
+    # The factor of the first sequence, by which the sums so far are multiplied.
     a = _upstream(loss_of, log_probs)
-    first = (target[0] != options[0]).int().argmax(0, keepdim=True)
+    first = (target[0] != options.ignore_index).int().argmax(0, keepdim=True)
     factor = a[0].gather(0, first)[0]  # without waiting for the device
     gradients.scale(factor)
     if dx is not None:
         scale_(dx[0], factor)
+
+    # The gradient of the second sequence's logits.
     for part in parts if B == 2 else ():
         token_statistics(
             buffer[part], target[1, part], None, *options, lse=lse[part], a=a[1, part], gradient=buffer[part]

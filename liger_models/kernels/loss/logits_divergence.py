@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.loss.cross_entropy import check_arguments
+from liger_models.kernels.loss.cross_entropy import check_arguments, final_logits
 from liger_models.kernels.loss.divergence import (
+    DivergenceOptions,
     check_divergence,
     divergence_of_rows,
-    final_logits,
     kind_or_limit,
     token_divergence,
 )
@@ -34,7 +34,7 @@ def logits_divergence_reference(
 ) -> tuple[Tensor, Tensor]:
     """`logits_divergence` in plain torch (differentiable in the student; fp64 stays fp64)."""
     valid = target != ignore_index
-    z, u = (final_logits(each, 1.0, None).where(valid[..., None], 0) for each in (student, teacher.detach()))
+    z, u = (final_logits(x, 1.0, None).where(valid[..., None], 0) for x in (student, teacher.detach()))
     hard = F.cross_entropy(z.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
     soft = token_divergence(kind_or_limit(divergence, beta), z, u, beta, temperature)
     return hard.view(target.shape), soft.where(valid, 0)
@@ -50,18 +50,13 @@ LIBRARY.define(
 )
 
 
-def _token_options(kind, beta, temperature, ignore_index) -> tuple[object, ...]:
-    """Options of `divergence_of_rows` for losses of weight 1, and logits without factor and softcap."""
-    return kind, beta, temperature, 1.0, 1.0, ignore_index, None, 1.0, None, 1.0
-
-
 @torch.library.impl(LIBRARY, "logits_divergence", "CompositeExplicitAutograd")
-def _forward(student, teacher, target, *options) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(student, teacher, target, kind, beta, temperature, ignore_index) -> tuple[Tensor, Tensor, Tensor]:
     statistics = student.new_zeros(len(student), 6, dtype=torch.float32)
+    options = DivergenceOptions(kind, beta, temperature, ignore_index=ignore_index)
     soft, hard = divergence_of_rows(
-        student.contiguous(), teacher.contiguous(), None, target, statistics, _token_options(*options),
-        statistics=statistics,
-    )  # fmt: skip
+        student.contiguous(), teacher.contiguous(), None, target, statistics, options, statistics=statistics
+    )
     return hard, soft, statistics
 
 
@@ -72,10 +67,11 @@ def _fake(student, *_) -> tuple[Tensor, ...]:
 
 
 @torch.library.impl(LIBRARY, "logits_divergence_backward", "CompositeExplicitAutograd")
-def _backward(d_hard, d_soft, student, teacher, target, statistics, *options) -> Tensor:
+def _backward(d_hard, d_soft, student, teacher, target, statistics, kind, beta, temperature, ignore_index) -> Tensor:
     gradient = torch.empty_like(student, memory_format=torch.contiguous_format)
+    options = DivergenceOptions(kind, beta, temperature, ignore_index=ignore_index)
     divergence_of_rows(
-        student.contiguous(), teacher.contiguous(), gradient, target, d_soft.contiguous(), _token_options(*options),
+        student.contiguous(), teacher.contiguous(), gradient, target, d_soft.contiguous(), options,
         d_hard.contiguous(), statistics,
     )  # fmt: skip
     return gradient
@@ -93,8 +89,8 @@ def _setup(ctx, inputs, output):
 
 
 def _autograd(ctx, d_hard, d_soft, _):
-    made = torch.ops.liger_models.logits_divergence_backward(d_hard, d_soft, *ctx.saved_tensors, *ctx.options)
-    return made, *(None,) * 6
+    gradient = torch.ops.liger_models.logits_divergence_backward(d_hard, d_soft, *ctx.saved_tensors, *ctx.options)
+    return gradient, *(None,) * 6
 
 
 register_autograd("logits_divergence", _autograd, _setup)

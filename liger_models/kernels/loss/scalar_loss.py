@@ -6,6 +6,7 @@ written.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
 
 def scaled(gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
     """Scale fresh gradients in place and cast them to ``dtypes``; a gradient already in its dtype is not copied."""
-    return tuple(scale_(made, factor).to(dtype) for made, dtype in zip(gradients, dtypes, strict=True))
+    return tuple(scale_(gradient, factor).to(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True))
 
 
 LIBRARY.define("scale_cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor")
@@ -63,6 +64,46 @@ def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.library.register_fake("liger_models::scale_cast", lib=LIBRARY)
 def _scale_cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
+
+
+def fused_loss(
+    op: Callable[..., Any], tensors: Sequence[Tensor | None], *options: Any, shard: Sequence[Any] = ()
+) -> tuple[Tensor, ...]:
+    """Run the op of a scalar loss of a linear layer: results without gradients follow the loss.
+
+    Args:
+        op: it takes ``tensors``, which begin with x, weight, target and bias; the options; whether x, weight and bias
+            need a gradient; and the shard. It returns what `HandOver` describes.
+    """
+    x, weight, _, bias, *_ = tensors
+    training = torch.is_grad_enabled()
+    needs = (training and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    run = op if torch.compiler.is_compiling() else partial(HandOver.apply, op, len(tensors), (0, 1, 3))
+    results: tuple[Tensor, ...] = run(*tensors, *options, *needs, *shard)
+    return results
+
+
+def fused_loss_fake(x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Fake gradients of x, weight and bias of such an op, and its scale; each gradient in the dtype of its sum."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    need_dx, need_dw, need_db = needs
+    dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
+        weight.new_empty(weight.shape, dtype=dw_dtype) if need_dw else x.new_empty(0),
+        weight.new_empty(weight.shape[0], dtype=wide) if need_db else x.new_empty(0),
+        x.new_empty((), dtype=wide),
+    )
+
+
+def gradients_fake(x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """Fake gradients of x, weight and bias of an op of token losses, in the dtypes of the inputs."""
+    need_dx, need_dw, need_db = needs
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
+        weight.new_empty(weight.shape if need_dw else 0),
+        weight.new_empty(weight.shape[0] if need_db else 0),
+    )
 
 
 def scalar_loss_setup(ctx, inputs, output):
@@ -90,18 +131,18 @@ class HandOver(torch.autograd.Function):
     """The op of a scalar loss outside compiled graphs: the backward scales the gradients in place and frees them.
 
     ``op(*inputs, *options)`` has ``tensors`` inputs. It returns the loss, other results without a gradient, the
-    gradients of the inputs at ``places`` (anything for inputs that need none), and a scale that these must still be
+    gradients of the inputs at ``indices`` (anything for inputs that need none), and a scale that these must still be
     multiplied by. A second backward (``retain_graph``) runs the op again; a second derivative (``create_graph``) is an
     error.
     """
 
     @staticmethod
-    def forward(ctx: Any, op: Callable[..., Any], tensors: int, places: tuple[int, ...], *inputs: Any) -> Any:
-        results, gradients, scale = _split_results(op(*inputs), places)
+    def forward(ctx: Any, op: Callable[..., Any], tensors: int, indices: tuple[int, ...], *inputs: Any) -> Any:
+        results, gradients, scale = _split_results(op(*inputs), indices)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results[1:])
         ctx.save_for_backward(*inputs[:tensors], scale)
-        ctx.op, ctx.places, ctx.made, ctx.rest = op, places, gradients, inputs[tensors:]
+        ctx.op, ctx.indices, ctx.gradients, ctx.options = op, indices, gradients, inputs[tensors:]
         return results
 
     @staticmethod
@@ -110,21 +151,23 @@ class HandOver(torch.autograd.Function):
             raise RuntimeError(
                 "backward: a fused loss has no second derivative, got create_graph=True. Use a loss of the logits."
             )
-        saved = ctx.saved_tensors
-        inputs, scale = saved[:-1], saved[-1]
-        gradients: list[Tensor | None] = [None] * (3 + len(inputs) + len(ctx.rest))
+        *inputs, scale = ctx.saved_tensors
+        result: list[Tensor | None] = [None] * (3 + len(inputs) + len(ctx.options))
         if upstream is None:
-            return tuple(gradients)
-        made, ctx.made = ctx.made, None
-        if made is None:
-            _, made, _scale = _split_results(ctx.op(*inputs, *ctx.rest), ctx.places)
+            return tuple(result)
+
+        # The first backward takes the forward's gradients, and so frees them; another one computes them again.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            gradients = _split_results(ctx.op(*inputs, *ctx.options), ctx.indices)[1]
         factor = upstream * scale
-        for place, gradient in zip(ctx.places, made, strict=True):
-            if ctx.needs_input_grad[3 + place]:
-                gradients[3 + place] = scale_(gradient, factor).to(inputs[place].dtype)
-        return tuple(gradients)
+        for index, gradient in zip(ctx.indices, gradients, strict=True):
+            if ctx.needs_input_grad[3 + index]:
+                result[3 + index] = scale_(gradient, factor).to(inputs[index].dtype)
+        return tuple(result)
 
 
-def _split_results(made: Any, places: tuple[int, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    results, gradients = made[: -len(places) - 1], made[-len(places) - 1 : -1]
-    return results, gradients, made[-1]
+def _split_results(outputs: Any, indices: tuple[int, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """Results, gradients and scale of an op."""
+    count = len(outputs) - len(indices) - 1
+    return outputs[:count], outputs[count:-1], outputs[-1]

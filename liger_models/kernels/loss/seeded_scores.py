@@ -47,7 +47,7 @@ def exponential_noise(seeds: Tensor, step: int | Tensor, vocab_size: int) -> Ten
 
 
 @triton.jit
-def _hashed(x):
+def _hash_uint32(x):
     """`_hash` of uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -56,12 +56,17 @@ def _hashed(x):
 
 @triton.jit
 def _seeded_scores_kernel(logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: tl.constexpr):
+    """BLOCK tokens of a row [V] per program."""
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+
+    # The hash of seed, step and token, as in `exponential_noise`.
     seed = tl.load(seed_ptr + row)
-    key = _hashed(_hashed(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
-    key = _hashed(key ^ tl.load(step_ptr + row).to(tl.uint32))
-    bits = _hashed(_hashed(token.to(tl.uint32) ^ key) ^ _hashed(key ^ 0x9E3779B9))
+    key = _hash_uint32(_hash_uint32(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
+    key = _hash_uint32(key ^ tl.load(step_ptr + row).to(tl.uint32))
+    bits = _hash_uint32(_hash_uint32(token.to(tl.uint32) ^ key) ^ _hash_uint32(key ^ 0x9E3779B9))
+
+    # E = −log(1 − u).
     u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     # The logarithm of a number near 1 has few correct digits: Taylor's series for small u.
     series = 1.0 / 6
@@ -71,6 +76,7 @@ def _seeded_scores_kernel(logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: t
     series = series * u + 1.0 / 2
     series = (series * u + 1.0) * u
     noise = tl.where(u < 1.0 / 16, series, -tl.log(1.0 - u))
+
     z = tl.load(logits_ptr + row * V + token, mask=token < V, other=0.0)
     tl.store(score_ptr + row * V + token, z - tl.log(noise), mask=token < V)
 

@@ -16,14 +16,9 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.kernels.norm.layer_norm import (
-    MAX_WIDTH,
-    layer_norm_backward,
-    layer_norm_forward,
-    layer_norm_reference,
-    layer_normed,
-)
-from liger_models.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_reference, rms_normed
+from liger_models.kernels.norm.layer_norm import layer_norm_reference
+from liger_models.kernels.norm.rms_norm import rms_norm_reference
+from liger_models.kernels.norm.row_norm import MAX_WIDTH, norm_backward, norm_forward, normed_rows
 
 KINDS = ("rms_norm", "layer_norm")
 
@@ -70,17 +65,13 @@ class FusedNorm(NamedTuple):
             h = residual if x is None else (residual + x).to(residual.dtype).contiguous()
             return h, h, h.new_empty(0, dtype=torch.float32)
         first, second = (residual, None) if x is None else (x, residual)
-        if self.kind == "layer_norm":
-            return layer_norm_forward(first, second, self.weight, self.bias, self.eps)
-        return rms_norm_forward(first, second, self.weight, self.eps, self.weight_offset, self.scale_in_fp32)
+        return norm_forward(first, second, self.weight, *self[1:])
 
     def again(self, h: Tensor, statistics: Tensor, dtype: torch.dtype) -> Tensor:
         """The forward's normed rows, cast to ``dtype``."""
         if self.weight is None:
             return h.to(dtype)
-        if self.kind == "layer_norm":
-            return layer_normed(h, self.weight, self.bias, statistics, dtype)
-        return rms_normed(h, self.weight, statistics, self.weight_offset, self.scale_in_fp32, dtype)
+        return normed_rows(h, statistics, dtype, self.weight, *self[1:])
 
     def backward(
         self, dn: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, *,
@@ -102,17 +93,10 @@ class FusedNorm(NamedTuple):
         # The kernels round their fp32 rows once, the forward to the dtype of h and then to rows_dtype. The two agree
         # only where h is in fp32.
         kernel_dtype = rows_dtype if h.dtype == torch.float32 else None
-        if self.kind == "layer_norm":
-            dx, dw, db, rows = layer_norm_backward(
-                dn, dh, h, self.weight, self.bias, statistics,
-                need_dw=need_weight, need_db=need_bias, sum_dtype=sum_dtype, need_y=need_rows, y_dtype=kernel_dtype,
-            )  # fmt: skip
-        else:
-            dx, dw, rows = rms_norm_backward(
-                dn, dh, h, self.weight, statistics, self.weight_offset, self.scale_in_fp32,
-                need_dw=need_weight, dw_dtype=sum_dtype, need_y=need_rows, y_dtype=kernel_dtype,
-            )  # fmt: skip
-            db = None
+        dx, dw, db, rows = norm_backward(
+            dn, dh, h, statistics, self.weight, *self[1:], need_dw=need_weight, need_db=need_bias, sum_dtype=sum_dtype,
+            need_y=need_rows, y_dtype=kernel_dtype,
+        )  # fmt: skip
         return dx, dw, db, None if rows is None or rows_dtype is None else rows.to(rows_dtype)
 
     def check(self, op: str, x: Tensor | None, residual: Tensor) -> None:

@@ -39,7 +39,7 @@ def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1
 
 @triton.jit
 def _rows(ptr, rows, H, outer, inner, D: tl.constexpr, BLOCK: tl.constexpr, N):
-    """Rows of x seen as [N / H, H, D] with these strides, in fp32."""
+    """Rows [ROWS, BLOCK] of x seen as [N / H, H, D] with these strides, in fp32."""
     columns = tl.arange(0, BLOCK)[None, :]
     at = (rows // H * outer + rows % H * inner)[:, None] + columns
     return tl.load(ptr + at, mask=(rows < N)[:, None] & (columns < D), other=0.0).to(tl.float32)
@@ -50,11 +50,14 @@ def _gated_norm_kernel(
     x_ptr, gate_ptr, w_ptr, y_ptr, N, H, x_outer, x_inner, gate_outer, gate_inner, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
+    """ROWS rows [D] per program."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     x = _rows(x_ptr, rows, H, x_outer, x_inner, D, BLOCK, N)
     gate = _rows(gate_ptr, rows, H, gate_outer, gate_inner, D, BLOCK, N)
     w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+
+    # y = w · n · silu(gate), with the casts of the formula.
     dtype = y_ptr.dtype.element_ty
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
     scaled = w * (x * rstd[:, None]).to(dtype).to(tl.float32)
@@ -70,6 +73,7 @@ def _gated_norm_backward_kernel(
     dy_ptr, x_ptr, gate_ptr, w_ptr, dx_ptr, d_gate_ptr, dw_ptr, N, H, dy_outer, dy_inner, x_outer, x_inner,
     gate_outer, gate_inner, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Tiles of ROWS rows: dx, dgate, and a program's part of dw [D]."""
     columns = tl.arange(0, BLOCK)
     w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -78,6 +82,8 @@ def _gated_norm_backward_kernel(
         dy = _rows(dy_ptr, rows, H, dy_outer, dy_inner, D, BLOCK, N)
         x = _rows(x_ptr, rows, H, x_outer, x_inner, D, BLOCK, N)
         gate = _rows(gate_ptr, rows, H, gate_outer, gate_inner, D, BLOCK, N)
+
+        # By the formulas of the module, [ROWS, BLOCK] each; d_scaled is dy · σ(gate).
         rstd = (1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
         n = x * rstd
         s = tl.sigmoid(gate)
@@ -86,6 +92,7 @@ def _gated_norm_backward_kernel(
         u = d_scaled * w * gate
         dx = rstd * (u - n * (tl.sum(u * n, 1) / D)[:, None])
         d_gate = d_scaled * w * n * (1.0 + gate * (1.0 - s))
+
         at = rows[:, None] * D + columns[None, :]
         mask = (rows < N)[:, None] & (columns < D)[None, :]
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -108,6 +115,7 @@ def _as_rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def _constants(D: int) -> dict[str, int]:
+    """Constants of both kernels: BLOCK columns for a row, and ROWS rows for a tile."""
     block = triton.next_power_of_2(D)
     return {"D": D, "BLOCK": block, "ROWS": max(TILE // block, 1), "num_warps": max(min(block // 512, 16), WARPS)}
 
@@ -134,11 +142,13 @@ def _gated_norm_backward(
     dx, d_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
     if not x.numel():
         return dx, d_gate, torch.zeros_like(weight)
+
+    # Programs walk over tiles of rows, as many as keep the device busy, and sum dw on their way.
     constants = _constants(x.shape[-1])
     dy, x, gate = _as_rows(dy, x, gate)
     N = x.shape[0] * x.shape[1]
     programs = min(triton.cdiv(N, constants["ROWS"]), num_programs(x, max(WARPS_PER_SM // constants["num_warps"], 1)))
-    in_flight = constants["ROWS"] * constants["BLOCK"] * sum(each.element_size() for each in (dy, x, gate))
+    in_flight = constants["ROWS"] * constants["BLOCK"] * sum(tensor.element_size() for tensor in (dy, x, gate))
     stages = fitting_stages(x, STAGES, in_flight)
     partial = torch.empty(programs, x.shape[2], dtype=torch.float32, device=x.device)
     with on_device_of(x):

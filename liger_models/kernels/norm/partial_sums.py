@@ -16,13 +16,15 @@ ROWS, COLUMNS = 256, 16
 def _sum_partials_kernel(
     partial_ptr, first_ptr, second_ptr, programs, split, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
+    """COLUMNS columns of partial [programs, width], summed. Columns from ``split`` on are the second result's."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, programs, ROWS):
         rows = start + tl.arange(0, ROWS)
         at = rows.to(tl.int64)[:, None] * width + columns[None, :]
         total += tl.load(partial_ptr + at, mask=(rows < programs)[:, None] & (columns < width)[None, :], other=0.0)
-    out = tl.sum(total, 0)
+
+    out = tl.sum(total, 0)  # [COLUMNS]
     tl.store(first_ptr + columns, out.to(first_ptr.dtype.element_ty), mask=columns < split)
     later = (columns >= split) & (columns < width)
     tl.store(second_ptr + columns - split, out.to(second_ptr.dtype.element_ty), mask=later)

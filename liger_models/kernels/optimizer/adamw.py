@@ -90,7 +90,7 @@ def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int
     wide = torch.promote_types(param.dtype, torch.float32)
     g, m, v = grad.to(wide), exp_avg.to(wide), exp_avg_sq.to(wide)
     if scales is not None:
-        m, v = (decode(*each) for each in zip((exp_avg, exp_avg_sq), (scale.to(wide) for scale in scales), strict=True))
+        m, v = (decode(codes, scale.to(wide)) for codes, scale in zip((exp_avg, exp_avg_sq), scales, strict=True))
     m = m.mul(beta1).add(g, alpha=grad_to_m)
     v = v.mul(beta2).addcmul(g, g, value=grad_to_v)
     p = param.to(wide)
@@ -127,7 +127,7 @@ def _tensor_at(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _drawn(start, seed, stream, step, BLOCK: tl.constexpr):
+def _draw(start, seed, stream, step, BLOCK: tl.constexpr):
     """Random numbers from 0 to 65535 for BLOCK elements, starting at ``start``."""
     # One call makes 16 bits for each of 8 neighbours, which one thread holds.
     eight = start // 8 + tl.arange(0, BLOCK // 8)
@@ -138,9 +138,10 @@ def _drawn(start, seed, stream, step, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, start, seed, stream, step, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
+def _round(x, start, seed, stream, step, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK elements in DTYPE, rounded to nearest or, to bfloat16, stochastically."""
     if STOCHASTIC and DTYPE.is_bf16():
-        draw = tl.reshape(_drawn(start, seed, stream, step, BLOCK), x.shape)
+        draw = tl.reshape(_draw(start, seed, stream, step, BLOCK), x.shape)
         bits = x.to(tl.uint32, bitcast=True) + draw
         # For a NaN the sum could carry into the sign bit.
         x = tl.where(x == x, (bits & 0xFFFF0000).to(tl.float32, bitcast=True), x)
@@ -148,7 +149,7 @@ def _rounded(x, start, seed, stream, step, DTYPE: tl.constexpr, STOCHASTIC: tl.c
 
 
 @triton.jit
-def _stepped(p, g, m, v, factors):
+def _step(p, g, m, v, factors):
     """Parameter and moments after a step, in fp32."""
     m = tl.load(factors) * m + tl.load(factors + 1) * g
     v = tl.load(factors + 2) * v + tl.load(factors + 3) * g * g
@@ -159,47 +160,50 @@ def _stepped(p, g, m, v, factors):
 
 @triton.jit
 def _update(
-    row, factors, start, left, seed,
+    row, factors, start, remaining, seed,
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update up to BLOCK elements of a tensor from ``start`` on; ``left`` elements remain."""
+    """Update up to BLOCK elements of a tensor from ``start`` on, of which ``remaining`` are left."""
     at = start + tl.arange(0, BLOCK)
     p_ptr = _tensor_at(row + 4, P_DTYPE, ALIGNED) + at
     g_ptr = _tensor_at(row + 5, G_DTYPE, ALIGNED) + at
     m_ptr = _tensor_at(row + 6, STATE_DTYPE, ALIGNED) + at
     v_ptr = _tensor_at(row + 7, STATE_DTYPE, ALIGNED) + at
-    inside = tl.arange(0, BLOCK) < left
+    inside = tl.arange(0, BLOCK) < remaining
+
     # These loads bypass L1, so that the table stays there.
     g = tl.load(g_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     m = tl.load(m_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     v = tl.load(v_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     p = tl.load(p_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    p, m, v = _stepped(p, g, m, v, factors)
+    p, m, v = _step(p, g, m, v, factors)
     stream = 3 * tl.load(row + 2)
     step = tl.load(row + 3)
-    tl.store(p_ptr, _rounded(p, start, seed, stream, step, P_DTYPE, STOCHASTIC, BLOCK), mask=inside)
-    tl.store(m_ptr, _rounded(m, start, seed, stream + 1, step, STATE_DTYPE, STOCHASTIC, BLOCK), mask=inside)
-    tl.store(v_ptr, _rounded(v, start, seed, stream + 2, step, STATE_DTYPE, STOCHASTIC, BLOCK), mask=inside)
+    tl.store(p_ptr, _round(p, start, seed, stream, step, P_DTYPE, STOCHASTIC, BLOCK), mask=inside)
+    tl.store(m_ptr, _round(m, start, seed, stream + 1, step, STATE_DTYPE, STOCHASTIC, BLOCK), mask=inside)
+    tl.store(v_ptr, _round(v, start, seed, stream + 2, step, STATE_DTYPE, STOCHASTIC, BLOCK), mask=inside)
 
 
 @triton.jit
 def _update_codes(
-    row, factors, start, left, seed,
+    row, factors, start, remaining, seed,
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As `_update`, with moments in 8 bits. Elements are counted as if rows were filled up to whole blocks of 128."""
+    # Rows and columns of R blocks of 128 elements, [R, 128].
     R: tl.constexpr = BLOCK // 128
     columns = tl.load(row + 10).to(tl.int32)
     if ALIGNED:
         columns = columns // 16 * 16  # tells the compiler that rows begin at vectors
-    per_row = (columns + 127) // 128
+    row_blocks = (columns + 127) // 128
     block = (start // 128).to(tl.int32) + tl.arange(0, R)
-    line = block // per_row
-    column = ((block - line * per_row) * 128)[:, None] + tl.arange(0, 128)[None, :]
-    whole = tl.arange(0, R) * 128 < left
-    inside = whole[:, None] & (column < columns)
+    line = block // row_blocks
+    column = ((block - line * row_blocks) * 128)[:, None] + tl.arange(0, 128)[None, :]
+    exists = tl.arange(0, R) * 128 < remaining
+    inside = exists[:, None] & (column < columns)
     at = line.to(tl.int64)[:, None] * columns + column
+
     p_ptr = _tensor_at(row + 4, P_DTYPE, ALIGNED) + at
     m_ptr = _tensor_at(row + 6, tl.int8, ALIGNED) + at
     v_ptr = _tensor_at(row + 7, tl.uint8, ALIGNED) + at
@@ -207,22 +211,22 @@ def _update_codes(
     v_scale_ptr = _tensor_at(row + 9, tl.float32, ALIGNED) + block
     g = tl.load(_tensor_at(row + 5, G_DTYPE, ALIGNED) + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     m = decoded(
-        tl.load(m_ptr, mask=inside, other=0, cache_modifier=".cg"), tl.load(m_scale_ptr, mask=whole, other=0.0), 127
+        tl.load(m_ptr, mask=inside, other=0, cache_modifier=".cg"), tl.load(m_scale_ptr, mask=exists, other=0.0), 127
     )
     v = decoded(
-        tl.load(v_ptr, mask=inside, other=0, cache_modifier=".cg"), tl.load(v_scale_ptr, mask=whole, other=0.0), 255
+        tl.load(v_ptr, mask=inside, other=0, cache_modifier=".cg"), tl.load(v_scale_ptr, mask=exists, other=0.0), 255
     )
     p = tl.load(p_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    p, m, v = _stepped(p, g, m, v, factors)
+    p, m, v = _step(p, g, m, v, factors)
     stream = 3 * tl.load(row + 2)
     step = tl.load(row + 3)
-    tl.store(p_ptr, _rounded(p, start, seed, stream, step, P_DTYPE, STOCHASTIC, BLOCK), mask=inside)
-    m_codes, m_scale = encoded(m, tl.reshape(_drawn(start, seed, stream + 1, step, BLOCK), (R, 128)), 127)
-    v_codes, v_scale = encoded(v, tl.reshape(_drawn(start, seed, stream + 2, step, BLOCK), (R, 128)), 255)
+    tl.store(p_ptr, _round(p, start, seed, stream, step, P_DTYPE, STOCHASTIC, BLOCK), mask=inside)
+    m_codes, m_scale = encoded(m, tl.reshape(_draw(start, seed, stream + 1, step, BLOCK), (R, 128)), 127)
+    v_codes, v_scale = encoded(v, tl.reshape(_draw(start, seed, stream + 2, step, BLOCK), (R, 128)), 255)
     tl.store(m_ptr, m_codes.to(tl.int8), mask=inside)
     tl.store(v_ptr, v_codes.to(tl.uint8), mask=inside)
-    tl.store(m_scale_ptr, m_scale, mask=whole)
-    tl.store(v_scale_ptr, v_scale, mask=whole)
+    tl.store(m_scale_ptr, m_scale, mask=exists)
+    tl.store(v_scale_ptr, v_scale, mask=exists)
 
 
 @triton.jit(do_not_specialize=["rows", "seed"])
@@ -231,6 +235,11 @@ def _adamw_kernel(
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    """Update BLOCKS blocks of one tensor. The table has a row for each tensor: 12 integers, then 8 floats.
+
+    The integers are the tensor's first program, its elements, stream and step; the addresses of parameter, gradient and
+    both moments; for moments in 8 bits the addresses of both scales, and the columns; and nothing.
+    """
     # Programs are numbered across all tensors. This program's tensor is the last one that begins at or before it.
     SPAN: tl.constexpr = BLOCK * BLOCKS
     program = tl.program_id(0)
@@ -242,10 +251,13 @@ def _adamw_kernel(
             low = middle
         else:
             high = middle
-    row = table + low * 16  # 12 integers, then 8 floats in the space of 4
+
+    row = table + low * 16  # 12 integers of 64 bits, then 8 floats in the space of 4
     factors += low * 32 + 24
     start = (program - tl.load(row)) * SPAN
     end = tl.minimum(start + SPAN, tl.load(row + 1))
+
+    # Tensors whose addresses are multiples of 16 are loaded in vectors.
     addresses = tl.load(row + 4) | tl.load(row + 5) | tl.load(row + 6) | tl.load(row + 7)
     if STATE_DTYPE.is_int8():
         aligned = ((addresses | tl.load(row + 8) | tl.load(row + 9) | tl.load(row + 10)) % 16) == 0
@@ -297,7 +309,7 @@ def _check_codes(update: Update) -> None:
         ):
             raise ValueError(
                 f"adamw: scales of a parameter {list(param.shape)} must be {shape} in float32, and parameter, codes "
-                f"and scales contiguous, got {' and '.join(f'{list(each.shape)} in {each.dtype}' for each in scales)}."
+                f"and scales contiguous, got {' and '.join(f'{list(x.shape)} in {x.dtype}' for x in scales)}."
             )
 
 
@@ -307,20 +319,23 @@ def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> 
         raise RuntimeError("adamw: a captured graph would repeat one step number. Capture without the optimizer.")
     grads = [_in_layout_of(*update[:4]) for update in updates]  # keeps copies alive until the launch
     factors = {hyper: hyper.factors() for hyper in {update.hyper for update in updates}}
+
+    # The rows of the table, see `_adamw_kernel`.
     programs = 0
     integers: list[int] = []
     floats: list[float] = []
     for (param, _, exp_avg, exp_avg_sq, hyper, stream, scales), grad in zip(updates, grads, strict=True):
-        count, of_codes = param.numel(), (0, 0, 0)
+        count, code_entries = param.numel(), (0, 0, 0)
         if scales is not None:
             count = WIDTH * scales[0].numel()
-            of_codes = (scales[0].data_ptr(), scales[1].data_ptr(), param.shape[-1])
+            code_entries = (scales[0].data_ptr(), scales[1].data_ptr(), param.shape[-1])
         integers += (programs, count, stream, hyper.step)
-        integers += (param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), *of_codes, 0)
+        integers += (param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), *code_entries, 0)
         floats += factors[hyper]
         programs += -(-count // (BLOCK * BLOCKS))
     if not programs:
         return
+
     # PyTorch's allocator reuses the pinned memory only after the copy has finished.
     table = torch.empty(len(updates), 16, dtype=torch.int64, pin_memory=first.device.type != "cpu")
     table[:, :12] = torch.tensor(integers).view(-1, 12)
@@ -333,8 +348,9 @@ def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> 
             P_DTYPE=p_dtype, G_DTYPE=g_dtype, STATE_DTYPE=state_dtype,
             STOCHASTIC=stochastic_rounding, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=NUM_WARPS,
         )  # fmt: skip
+
     # As torch's in-place operations do, so that autograd detects saved tensors that were overwritten.
-    written = [t for u in updates for t in (u.param, u.exp_avg, u.exp_avg_sq, *(u.scales or ()))]
+    written = [tensor for u in updates for tensor in (u.param, u.exp_avg, u.exp_avg_sq, *(u.scales or ()))]
     torch.autograd.graph.increment_version(written)
 
 
@@ -354,6 +370,7 @@ def adamw_(updates: Sequence[Update], *, stochastic_rounding: bool = False, seed
         TypeError: a tensor is not floating-point.
         RuntimeError: a CUDA graph is being captured.
     """
+    # Tensors of the same dtypes and devices share a launch.
     groups: dict[tuple[object, ...], list[Update]] = {}
     for update in updates:
         p, g, m, v, _, _, scales = update
@@ -364,6 +381,7 @@ def adamw_(updates: Sequence[Update], *, stochastic_rounding: bool = False, seed
         tensors = (p, g, m, v, *(scales or ()))
         key = (*(tensor.dtype for tensor in tensors), *(tensor.device for tensor in tensors))
         groups.setdefault(key, []).append(update)
+
     for group in groups.values():
         param, grad, exp_avg, exp_avg_sq, _, _, scales = group[0]
         # Codes have the dtypes that were checked above.

@@ -62,10 +62,14 @@ def encode(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None
         generator: of the numbers that round; None rounds to nearest.
     """
     levels, power = LEVELS[dtype], POWERS[dtype]
+
+    # Magnitudes relative to the largest of their block.
     blocks = F.pad(values.abs(), (0, -values.shape[-1] % WIDTH))
     scales = blocks.reshape(*scale_shape(values.shape), WIDTH).amax(-1)
     x = values.abs() / scales.where(scales >= SMALLEST, math.inf).repeat_interleave(WIDTH, -1)[..., : values.shape[-1]]
     x = x.where(x < 1, 1)  # also for NaN
+
+    # The values of the codes below and above, between which a random number decides.
     low = (x ** (1 / power) * levels).floor().clamp(max=levels - 1)
     below, above = (low / levels) ** power, ((low + 1) / levels) ** power
     draw = 0.5 if generator is None else torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
@@ -93,11 +97,13 @@ def encoded(value, draw, LEVELS: tl.constexpr):
     # As integers, the bits of magnitudes are in the same order, and those of NaN are the largest.
     scale = tl.max(size.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
     inverse = tl.where(scale >= 2.0**-126, 1.0 / tl.maximum(scale, 2.0**-126), 0.0)
-    x = size * inverse[:, None]
+    x = size * inverse[:, None]  # [R, 128], from 0 to 1
     x = tl.where(x < 1, x, 1.0)  # also for NaN
     root = tl.sqrt(x)
     if LEVELS == 255:
         root = tl.sqrt(root)
+
+    # The values of the codes below and above, between which a random number decides.
     low = tl.minimum(tl.floor(root * LEVELS), LEVELS - 1.0)
     below = low * (1.0 / LEVELS)
     above = (low + 1) * (1.0 / LEVELS)

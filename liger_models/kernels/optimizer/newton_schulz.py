@@ -39,14 +39,14 @@ def symmetric_product_reference(x: Tensor, alpha: float = 1.0, beta: float = 0.0
 
 
 @triton.jit
-def _sum_of_products(left, right, K, own, other, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Products of the rows at ``left`` and ``right``, where there are ``own`` and ``other``, summed over K columns."""
+def _sum_of_products(left, right, K, left_exists, right_exists, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Products [BLOCK, BLOCK] of the rows at ``left`` and ``right``, as far as they exist, summed over K columns."""
     step = tl.arange(0, BLOCK_K)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for start in range(0, K, BLOCK_K):
         inside = step[None, :] < K - start
-        a = tl.load(left + start, mask=own & inside, other=0.0)
-        b = tl.load(right + start, mask=other & inside, other=0.0)
+        a = tl.load(left + start, mask=left_exists & inside, other=0.0)
+        b = tl.load(right + start, mask=right_exists & inside, other=0.0)
         total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
     return total
 
@@ -69,19 +69,24 @@ def _symmetric_product_kernel(
     step = tl.arange(0, BLOCK_K)
     left = x_ptr + row[:, None].to(tl.int64) * K + step[None, :]
     right = x_ptr + column[:, None].to(tl.int64) * K + step[None, :]
-    own, other = (row < N)[:, None], (column < N)[:, None]
+    row_exists, column_exists = (row < N)[:, None], (column < N)[:, None]
+
+    # X Xᵀ, [BLOCK, BLOCK].
     if SPAN:
         total = tl.zeros([BLOCK, BLOCK], tl.float32)
         for first in range(0, K, SPAN):
             columns = tl.minimum(K - first, SPAN)
-            total += _sum_of_products(left + first, right + first, columns, own, other, BLOCK, BLOCK_K)
+            total += _sum_of_products(left + first, right + first, columns, row_exists, column_exists, BLOCK, BLOCK_K)
     else:
-        total = _sum_of_products(left, right, K, own, other, BLOCK, BLOCK_K)
+        total = _sum_of_products(left, right, K, row_exists, column_exists, BLOCK, BLOCK_K)
     total *= alpha
+
     at = row[:, None].to(tl.int64) * N + column[None, :]
     inside = (row < N)[:, None] & (column < N)[None, :]
     if ADDS:  # X is square and symmetric
         total += beta * tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+
+    # The tile, and its mirror image above the diagonal.
     out = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, out, mask=inside)
     if i != j:
@@ -122,7 +127,7 @@ def symmetric_product(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tenso
 
 def newton_schulz_reference(x: Tensor) -> Tensor:
     """`newton_schulz` in plain torch."""
-    return _iterated(x, symmetric_product_reference)
+    return _iterate(x, symmetric_product_reference)
 
 
 @torch.no_grad()
@@ -142,10 +147,11 @@ def newton_schulz(x: Tensor) -> Tensor:
     check_floating("newton_schulz", x=x)
     if x.dim() != 3:
         raise ValueError(f"newton_schulz: x must be [B, N, K], got {list(x.shape)}. Stack equal matrices.")
-    return _iterated(x, symmetric_product)
+    return _iterate(x, symmetric_product)
 
 
-def _iterated(x: Tensor, product: Callable[..., Tensor]) -> Tensor:
+def _iterate(x: Tensor, product: Callable[..., Tensor]) -> Tensor:
+    """Iterate X ← a · X + (b · A + c · A²) X with A = X Xᵀ, by ``product`` and on the shorter side of X."""
     a, b, c = COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
     x = (x.mT if tall else x).contiguous()

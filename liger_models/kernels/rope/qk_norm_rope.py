@@ -26,10 +26,17 @@ from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
-from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
-from liger_models.kernels.norm.rms_norm import _scaled, rms_norm_reference
+from liger_models.kernels.norm.rms_norm import rms_norm_reference
+from liger_models.kernels.norm.row_norm import scale_rows
 from liger_models.kernels.overlap import await_previous, overlap
+from liger_models.kernels.rope.head_norm import (
+    backward_launch,
+    inverse_rms,
+    norm_gradient,
+    store_weight_gradients,
+)
 from liger_models.kernels.rope.rope import (
     ELEMENTS_PER_WARP,
     MAX_WARPS,
@@ -46,13 +53,6 @@ from liger_models.kernels.rope.rope import (
     tiles,
 )
 from liger_models.kernels.tiles import contiguous_rows
-
-HEAD_WARPS_PER_SM, HEAD_STAGES = 64, 4
-WHOLE_WARPS_PER_SM, WHOLE_STAGES = 16, 3
-"""Warps per multiprocessor of the backward when each program sums a weight gradient over its tokens, and tokens that a
-program has in flight if shared memory holds them; HEAD for norms of single heads, WHOLE for norms of all heads. On an
-H200 the backward with 32 + 8 and 32 + 32 heads of 128 reaches 0.81 and 0.99 of copy bandwidth; with one token in flight
-0.73 and 0.87."""
 
 
 def qk_norm_rope_reference(
@@ -74,7 +74,7 @@ def qk_norm_rope_reference(
     q, k, v = split_heads(qkv, num_heads, num_kv_heads, head_dim)
 
     def normed_and_rotated(x: Tensor, weight: Tensor) -> Tensor:
-        rows = x.unflatten(2, (-1, weight.shape[0] // head_dim)).flatten(3)  # [B, T, norms, heads of each · D]
+        rows = x.unflatten(2, (-1, weight.shape[0] // head_dim)).flatten(3)  # [B, T, norms, D or heads · D]
         normed = rms_norm_reference(rows, weight, eps, weight_offset, scale_in_fp32).view_as(x)
         return normed if cos is None or sin is None else rope_reference(normed, cos, sin, interleaved)
 
@@ -82,24 +82,18 @@ def qk_norm_rope_reference(
 
 
 @triton.jit
-def _mean(x, count, WHOLE: tl.constexpr):
-    """The mean over ``count`` entries, given their sums by pair: of each row, [ROWS, 1], or with WHOLE of all rows."""
-    return (tl.sum(x) if WHOLE else tl.sum(x, 1)[:, None]) / count
-
-
-@triton.jit
-def _heads(chunk, G: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
+def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
     """The heads of a program, [ROWS, 1] each: index (queries, then keys), whether it exists, index in the packed row.
 
     With WHOLE all queries are the first chunk, all keys the second.
     """
-    H: tl.constexpr = G * QUERIES
+    H: tl.constexpr = G * GROUP
     PER_CHUNK: tl.constexpr = H if WHOLE else ROWS
     row = tl.arange(0, ROWS)[:, None]
     head = chunk * PER_CHUNK + row
-    key = (head - H) * (QUERIES + 2) + QUERIES
-    place = tl.where(head < H, head // QUERIES * (QUERIES + 2) + head % QUERIES, key)
-    return head, (row < PER_CHUNK) & (head < H + G), place
+    packed_key = (head - H) * (GROUP + 2) + GROUP
+    packed_head = tl.where(head < H, head // GROUP * (GROUP + 2) + head % GROUP, packed_key)
+    return head, (row < PER_CHUNK) & (head < H + G), packed_head
 
 
 @triton.jit
@@ -115,32 +109,38 @@ def _values(chunk, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SHARE:
 def _qk_norm_rope_kernel(
     packed_ptr, q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, T, packed_b, packed_t, table_b, table_t,
     eps, weight_offset,
-    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, SHARE_ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, SCALE_IN_FP32: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """A chunk of the heads of one token per program, and its share of the token's values."""
     await_previous(OVERLAPS)
-    H: tl.constexpr = G * QUERIES
-    W: tl.constexpr = D if WHOLE else 0
+    H: tl.constexpr = G * GROUP
+    W: tl.constexpr = D if WHOLE else 0  # from the weight of a head to that of the next one
     chunk = tl.program_id(0) % CHUNKS
     token = tl.program_id(0) // CHUNKS
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
     row = token.to(tl.int64)
+
+    # Everything that the program reads: heads and their weights [ROWS, BLOCK] x 2, values, and angles [1, BLOCK].
     packed = packed_ptr + batch * packed_b + position * packed_t
-    head, inside, place = _heads(chunk, G, QUERIES, ROWS, WHOLE)
-    x1, x2 = load_heads(packed + place * D, inside, D, HALF, BLOCK, INTERLEAVED)
+    head, inside, packed_head = _heads(chunk, G, GROUP, ROWS, WHOLE)
+    x1, x2 = load_heads(packed + packed_head * D, inside, D, HALF, BLOCK, INTERLEAVED)
     value, column, inside_values = _values(chunk, G, D, BLOCK, SHARE, SHARE_ROWS)
-    values = tl.load(packed + (value * (QUERIES + 2) + QUERIES + 1) * D + column, mask=inside_values, other=0.0)
+    values = tl.load(packed + (value * (GROUP + 2) + GROUP + 1) * D + column, mask=inside_values, other=0.0)
     weight = choose(head < H, wq_ptr + head * W, wk_ptr + (head - H) * W)
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, INTERLEAVED)
     cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, False)
+
+    # z = w · n, rounded to the dtype of the projection, and its rotation.
     dtype = packed_ptr.dtype.element_ty
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     count = tl.where(chunk == 0, H, G) * D if WHOLE else D
-    rstd = 1.0 / tl.sqrt(_mean(x1 * x1 + x2 * x2, count, WHOLE) + eps)
-    z1 = _scaled(x1 * rstd, w1, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
-    z2 = _scaled(x2 * rstd, w2, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
+    rstd = inverse_rms(x1, x2, count, eps, WHOLE)
+    z1 = scale_rows(x1 * rstd, w1, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
+    z2 = scale_rows(x2 * rstd, w2, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
     y1, y2 = rotate(z1, z2, cos, sin, True, HALF, BLOCK)
+
     split = choose(head < H, q_ptr + row * (H * D) + head * D, k_ptr + row * (G * D) + (head - H) * D)
     store_heads(split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
     tl.store(v_ptr + row * (G * D) + value * D + column, values, mask=inside_values)
@@ -150,60 +150,64 @@ def _qk_norm_rope_kernel(
 def _qk_norm_rope_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, packed_ptr, d_packed_ptr, wq_ptr, wk_ptr, dw_ptr, cos_ptr, sin_ptr, N, T,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, packed_b, packed_t, table_b, table_t, eps, weight_offset,
-    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, SHARE_ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    H: tl.constexpr = G * QUERIES
+    """A chunk of the heads of several tokens per program, whose weight gradients it sums."""
+    H: tl.constexpr = G * GROUP
     W: tl.constexpr = D if WHOLE else 0
     chunk = tl.program_id(0) % CHUNKS
     program = (tl.program_id(0) // CHUNKS).to(tl.int64)
-    head, inside, place = _heads(chunk, G, QUERIES, ROWS, WHOLE)
-    given = inside
+
+    # Heads, values and weights, which are the same for all tokens. Gradients that are absent read as 0.
+    head, inside, packed_head = _heads(chunk, G, GROUP, ROWS, WHOLE)
+    has_gradient = inside
     if not HAS_Q:
-        given = given & (head >= H)
+        has_gradient = has_gradient & (head >= H)
     if not HAS_K:
-        given = given & (head < H)
+        has_gradient = has_gradient & (head < H)
     value, column, inside_values = _values(chunk, G, D, BLOCK, SHARE, SHARE_ROWS)
     weight = choose(head < H, wq_ptr + head * W, wk_ptr + (head - H) * W)
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, INTERLEAVED)
     count = tl.where(chunk == 0, H, G) * D if WHOLE else D
+
     dw1 = tl.zeros([ROWS, BLOCK], tl.float32)
     dw2 = tl.zeros([ROWS, BLOCK], tl.float32)
     for token in tl.range(tl.program_id(0) // CHUNKS, N, tl.num_programs(0) // CHUNKS, num_stages=STAGES):
+        # Gradients, heads, angles and gradients of values of the token.
         batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
         dq = dq_ptr + batch * q_b + position * q_t + head.to(tl.int64) * q_h
         dk = dk_ptr + batch * k_b + position * k_t + (head - H).to(tl.int64) * k_h
-        g1, g2 = load_heads(choose(head < H, dq, dk), given, D, HALF, BLOCK, INTERLEAVED)
-        packed = packed_ptr + batch * packed_b + position * packed_t + place * D
+        g1, g2 = load_heads(choose(head < H, dq, dk), has_gradient, D, HALF, BLOCK, INTERLEAVED)
+        packed = packed_ptr + batch * packed_b + position * packed_t + packed_head * D
         x1, x2 = load_heads(packed, inside, D, HALF, BLOCK, INTERLEAVED)
         cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, True)
         dv = dv_ptr + batch * v_b + position * v_t + value.to(tl.int64) * v_h
         values = tl.load(dv + column, mask=inside_values & HAS_V, other=0.0)
+
+        # dz = rotated back, s = dz · w, and dx, [ROWS, BLOCK] x 2 each.
         g1, g2 = rotate(g1.to(tl.float32), g2.to(tl.float32), cos, sin, True, HALF, BLOCK)
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         s1, s2 = g1 * (w1.to(tl.float32) + weight_offset), g2 * (w2.to(tl.float32) + weight_offset)
-        rstd = 1.0 / tl.sqrt(_mean(x1 * x1 + x2 * x2, count, WHOLE) + eps)
-        along = rstd * rstd * _mean(s1 * x1 + s2 * x2, count, WHOLE)
-        dx1, dx2 = rstd * (s1 - x1 * along), rstd * (s2 - x2 * along)
+        rstd = inverse_rms(x1, x2, count, eps, WHOLE)
+        dx1, dx2 = norm_gradient(x1, x2, s1, s2, rstd, count, WHOLE)
+
         d_packed = d_packed_ptr + (batch * T + position) * ((H + 2 * G) * D)
-        store_heads(d_packed + place * D, inside, dx1, dx2, D, HALF, BLOCK, INTERLEAVED)
-        tl.store(d_packed + (value * (QUERIES + 2) + QUERIES + 1) * D + column, values, mask=inside_values)
+        store_heads(d_packed + packed_head * D, inside, dx1, dx2, D, HALF, BLOCK, INTERLEAVED)
+        tl.store(d_packed + (value * (GROUP + 2) + GROUP + 1) * D + column, values, mask=inside_values)
         if STORE_DW:
             dw1 += g1 * (x1 * rstd)
             dw2 += g2 * (x2 * rstd)
+
     if STORE_DW:
         if WHOLE:
             store_heads(dw_ptr + (program * (H + G) + head) * D, inside, dw1, dw2, D, HALF, BLOCK, INTERLEAVED)
         else:
-            one = tl.arange(0, 1)[:, None]
-            for keys in tl.static_range(2):
-                mine = (head < H) != (keys == 1)
-                sum1 = tl.sum(tl.where(mine, dw1, 0.0), 0)[None, :]
-                sum2 = tl.sum(tl.where(mine, dw2, 0.0), 0)[None, :]
-                row = (program * CHUNKS + chunk) * 2 + keys
-                store_heads(dw_ptr + row * D + one, one == 0, sum1, sum2, D, HALF, BLOCK, INTERLEAVED)
+            store_weight_gradients(
+                dw_ptr, program * CHUNKS + chunk, head < H, head >= H, dw1, dw2, D, HALF, BLOCK, INTERLEAVED
+            )
 
 
 def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | None, whole: bool) -> dict[str, int]:
@@ -217,7 +221,7 @@ def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | N
     share = triton.cdiv(num_kv_heads, chunks)
     return constants | {
         "G": num_kv_heads,
-        "QUERIES": num_heads // num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
         "CHUNKS": chunks,
         "SHARE": share,
         "SHARE_ROWS": triton.next_power_of_2(share),
@@ -271,16 +275,14 @@ def _qk_norm_rope_backward(
     chunks = constants["CHUNKS"]
     cos, sin, table_b, table_t = tables(cos, sin, qkv)
     B, T, _ = qkv.shape
-    shares = B * T  # programs that share the tokens, for each chunk of heads
-    warps, stages = (WHOLE_WARPS_PER_SM, WHOLE_STAGES) if whole else (HEAD_WARPS_PER_SM, HEAD_STAGES)
-    in_flight = 2 * constants["ROWS"] * 2 * constants["BLOCK"] * qkv.element_size()
-    stages = fitting_stages(qkv, stages, in_flight)
-    if need_dw:
-        shares = min(shares, max(num_programs(qkv, warps // constants["num_warps"]) // chunks, 1))
+    shares, stages = backward_launch(qkv, constants, need_dw, whole)
+
+    # Partial sums of the weight gradients: of each head, or one for the queries and one for the keys.
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     rows, q_rows = (num_heads + num_kv_heads, num_heads) if whole else (2, 1)
     partials = (shares if whole else shares * chunks) if need_dw else 0
     partial = torch.empty(partials, rows, head_dim, dtype=torch.float32, device=qkv.device)
+
     # A part that the constants disable must still be a tensor with strides.
     parts = [qkv.unsqueeze(2) if grad is None else grad for grad in grads]
     if qkv.numel():

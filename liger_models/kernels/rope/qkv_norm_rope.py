@@ -23,13 +23,20 @@ from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
-from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.norm.rms_norm import rms_norm_reference
 from liger_models.kernels.overlap import await_previous, overlap
-from liger_models.kernels.rope.qk_norm_rope import HEAD_STAGES, HEAD_WARPS_PER_SM
+from liger_models.kernels.rope.head_norm import (
+    backward_launch,
+    inverse_rms,
+    norm_gradient,
+    store_weight_gradients,
+)
 from liger_models.kernels.rope.rope import (
-    _check_tables,
+    check_even,
+    check_heads,
+    check_tables,
     choose,
     load_angles,
     load_heads,
@@ -71,105 +78,114 @@ def qkv_norm_rope_reference(
 
 
 @triton.jit
-def _slots(chunk, G: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """The heads of a program in the packed row, [ROWS, 1] each: index, KV head, place in its group, if it exists."""
+def _slots(chunk, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """The heads of a program in the packed row, [ROWS, 1] each: index, KV head, index in its group, if it exists."""
     slot = chunk * ROWS + tl.arange(0, ROWS)[:, None]
-    return slot, slot // (QUERIES + PARTS), slot % (QUERIES + PARTS), slot < G * (QUERIES + PARTS)
+    return slot, slot // (GROUP + PARTS), slot % (GROUP + PARTS), slot < G * (GROUP + PARTS)
 
 
 @triton.jit
 def _weights(
-    slot, member, inside, wq_ptr, wk_ptr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    slot, member, inside, wq_ptr, wk_ptr, GROUP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The norm's weight of each head in fp32, in the layout of `load_heads`; 1 for values."""
-    weight = choose(member < QUERIES, wq_ptr + slot * 0, wk_ptr + slot * 0)
+    weight = choose(member < GROUP, wq_ptr + slot * 0, wk_ptr + slot * 0)
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, False)
-    scaled = member <= QUERIES
+    scaled = member <= GROUP
     return tl.where(scaled, w1.to(tl.float32), 1.0), tl.where(scaled, w2.to(tl.float32), 1.0)
 
 
 @triton.jit
 def _qkv_norm_rope_kernel(
     packed_ptr, q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, T, packed_b, packed_t, table_b, table_t, eps,
-    G: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """A chunk of the heads of one token per program."""
     await_previous(OVERLAPS)
-    H: tl.constexpr = G * QUERIES
+    H: tl.constexpr = G * GROUP
     chunk = tl.program_id(0) % CHUNKS
     token = tl.program_id(0) // CHUNKS
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
     row = token.to(tl.int64)
-    slot, group, member, inside = _slots(chunk, G, QUERIES, PARTS, ROWS)
+
+    # Heads and their weights [ROWS, BLOCK] x 2, and angles [1, BLOCK].
+    slot, group, member, inside = _slots(chunk, G, GROUP, PARTS, ROWS)
     x1, x2 = load_heads(packed_ptr + batch * packed_b + position * packed_t + slot * D, inside, D, HALF, BLOCK, False)
-    w1, w2 = _weights(slot, member, inside, wq_ptr, wk_ptr, QUERIES, D, HALF, BLOCK)
+    w1, w2 = _weights(slot, member, inside, wq_ptr, wk_ptr, GROUP, D, HALF, BLOCK)
     cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, False)
+
+    # The norm of every head, and the rotation of queries and keys.
     dtype = packed_ptr.dtype.element_ty
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
-    rstd = 1.0 / tl.sqrt((tl.sum(x1 * x1 + x2 * x2, 1) / D)[:, None] + eps)
+    rstd = inverse_rms(x1, x2, D, eps, False)
     n1, n2 = x1 * rstd, x2 * rstd
     z1, z2 = (n1 * w1).to(dtype).to(tl.float32), (n2 * w2).to(dtype).to(tl.float32)
-    y1, y2 = rotate(z1, z2, cos, sin, member <= QUERIES, HALF, BLOCK)
-    q = q_ptr + row * (H * D) + (group * QUERIES + member) * D
+    y1, y2 = rotate(z1, z2, cos, sin, member <= GROUP, HALF, BLOCK)
+
+    # A key that is also the value is stored twice, the second time as n.
+    q = q_ptr + row * (H * D) + (group * GROUP + member) * D
     value = v_ptr + row * (G * D) + group * D
     if PARTS == 0:
         store_heads(q, inside, y1, y2, D, HALF, BLOCK, False)
     else:
         key = k_ptr + row * (G * D) + group * D
-        split = choose(member < QUERIES, q, choose(member == QUERIES, key, value))
+        split = choose(member < GROUP, q, choose(member == GROUP, key, value))
         store_heads(split, inside, y1, y2, D, HALF, BLOCK, False)
     if PARTS == 1:
-        store_heads(value, inside & (member == QUERIES), n1, n2, D, HALF, BLOCK, False)
+        store_heads(value, inside & (member == GROUP), n1, n2, D, HALF, BLOCK, False)
 
 
 @triton.jit
 def _qkv_norm_rope_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, packed_ptr, d_packed_ptr, wq_ptr, wk_ptr, dw_ptr, cos_ptr, sin_ptr, N, T,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, packed_b, packed_t, table_b, table_t, eps,
-    G: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """A chunk of the heads of several tokens per program, whose weight gradients it sums."""
     chunk = tl.program_id(0) % CHUNKS
     program = (tl.program_id(0) // CHUNKS).to(tl.int64)
-    slot, group, member, inside = _slots(chunk, G, QUERIES, PARTS, ROWS)
+    slot, group, member, inside = _slots(chunk, G, GROUP, PARTS, ROWS)
     group, member = group.to(tl.int64), member.to(tl.int64)
-    w1, w2 = _weights(slot, member, inside, wq_ptr, wk_ptr, QUERIES, D, HALF, BLOCK)
+    w1, w2 = _weights(slot, member, inside, wq_ptr, wk_ptr, GROUP, D, HALF, BLOCK)
     dw1 = tl.zeros([ROWS, BLOCK], tl.float32)
     dw2 = tl.zeros([ROWS, BLOCK], tl.float32)
     for token in tl.range(tl.program_id(0) // CHUNKS, N, tl.num_programs(0) // CHUNKS, num_stages=STAGES):
+        # The gradient of each head, from dq, dk or dv; the heads; and the angles.
         batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
-        source = dq_ptr + batch * q_b + position * q_t + (group * QUERIES + member) * q_h
+        source = dq_ptr + batch * q_b + position * q_t + (group * GROUP + member) * q_h
         value = dv_ptr + batch * v_b + position * v_t + group * v_h
         if PARTS > 0:
             key = dk_ptr + batch * k_b + position * k_t + group * k_h
-            source = choose(member < QUERIES, source, choose(member == QUERIES, key, value))
+            source = choose(member < GROUP, source, choose(member == GROUP, key, value))
         g1, g2 = load_heads(source, inside, D, HALF, BLOCK, False)
         packed = packed_ptr + batch * packed_b + position * packed_t + slot * D
         x1, x2 = load_heads(packed, inside, D, HALF, BLOCK, False)
         cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, True)
-        g1, g2 = rotate(g1.to(tl.float32), g2.to(tl.float32), cos, sin, member <= QUERIES, HALF, BLOCK)
+
+        # s and dx, [ROWS, BLOCK] x 2 each. A key that is also the value has a second gradient.
+        g1, g2 = rotate(g1.to(tl.float32), g2.to(tl.float32), cos, sin, member <= GROUP, HALF, BLOCK)
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         s1, s2 = g1 * w1, g2 * w2
         if PARTS == 1:
-            v1, v2 = load_heads(value, inside & (member == QUERIES), D, HALF, BLOCK, False)
+            v1, v2 = load_heads(value, inside & (member == GROUP), D, HALF, BLOCK, False)
             s1 += v1.to(tl.float32)
             s2 += v2.to(tl.float32)
-        rstd = 1.0 / tl.sqrt((tl.sum(x1 * x1 + x2 * x2, 1) / D)[:, None] + eps)
-        along = rstd * rstd * (tl.sum(s1 * x1 + s2 * x2, 1) / D)[:, None]
-        d_packed = d_packed_ptr + (batch * T + position) * (G * (QUERIES + PARTS) * D) + slot * D
-        store_heads(d_packed, inside, rstd * (s1 - x1 * along), rstd * (s2 - x2 * along), D, HALF, BLOCK, False)
+        rstd = inverse_rms(x1, x2, D, eps, False)
+        dx1, dx2 = norm_gradient(x1, x2, s1, s2, rstd, D, False)
+
+        d_packed = d_packed_ptr + (batch * T + position) * (G * (GROUP + PARTS) * D) + slot * D
+        store_heads(d_packed, inside, dx1, dx2, D, HALF, BLOCK, False)
         if STORE_DW:
             dw1 += g1 * (x1 * rstd)
             dw2 += g2 * (x2 * rstd)
+
     if STORE_DW:
-        one = tl.arange(0, 1)[:, None]
-        for keys in tl.static_range(2):
-            mine = (member == QUERIES) if keys == 1 else (member < QUERIES)
-            sum1 = tl.sum(tl.where(mine, dw1, 0.0), 0)[None, :]
-            sum2 = tl.sum(tl.where(mine, dw2, 0.0), 0)[None, :]
-            row = (program * CHUNKS + chunk) * 2 + keys
-            store_heads(dw_ptr + row * D + one, one == 0, sum1, sum2, D, HALF, BLOCK, False)
+        store_weight_gradients(
+            dw_ptr, program * CHUNKS + chunk, member < GROUP, member == GROUP, dw1, dw2, D, HALF, BLOCK, False
+        )
 
 
 def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor) -> dict[str, int]:
@@ -178,7 +194,7 @@ def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
     constants = tiles(slots, head_dim, cos)
     return constants | {
         "G": num_kv_heads,
-        "QUERIES": num_heads // num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
         "PARTS": (slots - num_heads) // num_kv_heads,
         "CHUNKS": triton.cdiv(slots, constants["ROWS"]),
     }
@@ -232,11 +248,7 @@ def _qkv_norm_rope_backward(
     chunks = constants["CHUNKS"]
     cos, sin, table_b, table_t = tables(cos, sin, packed)
     B, T, _ = packed.shape
-    shares = B * T  # programs that share the tokens, for each chunk of heads
-    in_flight = 2 * constants["ROWS"] * 2 * constants["BLOCK"] * packed.element_size()
-    stages = fitting_stages(packed, HEAD_STAGES, in_flight)
-    if need_dw:
-        shares = min(shares, max(num_programs(packed, HEAD_WARPS_PER_SM // constants["num_warps"]) // chunks, 1))
+    shares, stages = backward_launch(packed, constants, need_dw)
     d_packed = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
     partial = torch.empty(shares * chunks if need_dw else 0, 2, head_dim, dtype=torch.float32, device=packed.device)
     weights = [q_norm_weight if weight is None else weight for weight in (q_norm_weight, k_norm_weight)]
@@ -317,10 +329,8 @@ def qkv_norm_rope(
     """
     op = "qkv_norm_rope"
     check_floating(op, packed=packed, cos=cos, sin=sin, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
-    if not (num_kv_heads > 0 and num_heads % num_kv_heads == 0):
-        raise ValueError(f"{op}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).")
-    if head_dim % 2 != 0:
-        raise ValueError(f"{op}: head_dim must be even, got {head_dim}.")
+    check_heads(op, num_heads, num_kv_heads)
+    check_even(op, head_dim)
     parts = (0,) if k_norm_weight is None else (1, 2)
     widths = [(num_heads + part * num_kv_heads) * head_dim for part in parts]
     if packed.dim() != 3 or packed.shape[-1] not in widths:
@@ -328,7 +338,7 @@ def qkv_norm_rope(
             f"{op}: packed must be [B, T, W] with W {' or '.join(map(str, widths))} "
             f"{'without' if k_norm_weight is None else 'with'} k_norm_weight, got {list(packed.shape)}."
         )
-    _check_tables(op, packed, cos, sin, head_dim)
+    check_tables(op, packed, cos, sin, head_dim)
     for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
         if weight is not None and tuple(weight.shape) != (head_dim,):
             raise ValueError(f"{op}: {name} must be [{head_dim}], got {list(weight.shape)}.")

@@ -12,7 +12,8 @@ The backward is the rotation by the opposite angle, ``dx = rope(dy, cos, −sin)
 tables, which get no gradient. Tables hold one entry per pair (half width). The result is rounded once, to the input
 dtype.
 
-The packed projection is grouped by KV head: for each KV head its H / G query heads, then k, then v.
+The packed projection is grouped by KV head: for each KV head its H / G query heads, then k, then v. In the kernels
+GROUP is H / G, and x_b, x_t and x_h are the strides of x along batch, tokens and heads.
 
 Source: https://arxiv.org/abs/2104.09864.
 """
@@ -43,8 +44,8 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fals
     rotary, rest = x.split([2 * half, x.shape[-1] - 2 * half], -1)
     pairs = rotary.unflatten(-1, (half, 2) if interleaved else (2, half)).to(compute)
     first, second = pairs.unbind(-1 if interleaved else -2)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    rotated = torch.stack(turned, -1 if interleaved else -2).flatten(-2)
+    rotated_pairs = (first * cos - second * sin, second * cos + first * sin)
+    rotated = torch.stack(rotated_pairs, -1 if interleaved else -2).flatten(-2)
     return torch.cat([rotated.to(x.dtype), rest], -1)
 
 
@@ -101,48 +102,48 @@ def load_angles(
 def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """The D / 2 pairs of a head in half-split order, [1, BLOCK] each: columns of x1, of x2, and which pairs exist."""
     pair = tl.arange(0, BLOCK)[None, :]
-    turned = pair < HALF  # the other pairs take the entries after the rotary width, one from each half
-    return pair + tl.where(turned, 0, HALF), pair + tl.where(turned, HALF, D // 2), pair < D // 2
+    rotated = pair < HALF  # the other pairs take the entries after the rotary width, one from each half
+    return pair + tl.where(rotated, 0, HALF), pair + tl.where(rotated, HALF, D // 2), pair < D // 2
 
 
 @triton.jit
 def load_heads(
-    source, given, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
+    source, mask, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """x1 and x2 [ROWS, BLOCK] of all pairs, one head per row of ``source`` [ROWS, 1]; rows not ``given`` read as 0."""
+    """x1 and x2 [ROWS, BLOCK] of all pairs, one head per row of ``source`` [ROWS, 1]; masked rows read as 0."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
-        x = tl.load(source + column, mask=given & (column < D), other=0.0)
+        x = tl.load(source + column, mask=mask & (column < D), other=0.0)
         x1, x2 = tl.split(tl.reshape(x, [source.shape[0], BLOCK, 2]))
     else:
         first, second, inside = _columns(D, HALF, BLOCK)
-        x1 = tl.load(source + first, mask=given & inside, other=0.0)
-        x2 = tl.load(source + second, mask=given & inside, other=0.0)
+        x1 = tl.load(source + first, mask=mask & inside, other=0.0)
+        x2 = tl.load(source + second, mask=mask & inside, other=0.0)
     return x1, x2
 
 
 @triton.jit
 def store_heads(
-    target, given, y1, y2, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
+    target, mask, y1, y2, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """The inverse of `load_heads`, rounding to the pointers' dtype; rows not ``given`` are not written."""
+    """The inverse of `load_heads`, rounding to the pointers' dtype; masked rows are not written."""
     y1, y2 = y1.to(target.dtype.element_ty), y2.to(target.dtype.element_ty)
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
-        tl.store(target + column, tl.interleave(y1, y2), mask=given & (column < D))
+        tl.store(target + column, tl.interleave(y1, y2), mask=mask & (column < D))
     else:
         first, second, inside = _columns(D, HALF, BLOCK)
-        tl.store(target + first, y1, mask=given & inside)
-        tl.store(target + second, y2, mask=given & inside)
+        tl.store(target + first, y1, mask=mask & inside)
+        tl.store(target + second, y2, mask=mask & inside)
 
 
 @triton.jit
 def rotate(x1, x2, cos, sin, rotary, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """Rotate the first HALF pairs of the rows marked ``rotary``; everything else is returned bit for bit."""
-    turned = rotary
+    rotated = rotary
     if HALF < BLOCK:
-        turned = rotary & (tl.arange(0, BLOCK)[None, :] < HALF)
-    return tl.where(turned, x1 * cos - x2 * sin, x1), tl.where(turned, x2 * cos + x1 * sin, x2)
+        rotated = rotary & (tl.arange(0, BLOCK)[None, :] < HALF)
+    return tl.where(rotated, x1 * cos - x2 * sin, x1), tl.where(rotated, x2 * cos + x1 * sin, x2)
 
 
 @triton.jit
@@ -151,6 +152,7 @@ def _rope_kernel(
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """ROWS heads of one token per program; INVERSE rotates by the opposite angle."""
     await_previous(OVERLAPS)
     CHUNKS: tl.constexpr = (H + ROWS - 1) // ROWS
     token = tl.program_id(0) // CHUNKS
@@ -158,6 +160,8 @@ def _rope_kernel(
     head = tl.program_id(0) % CHUNKS * ROWS + tl.arange(0, ROWS)[:, None]
     inside = head < H
     cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, INVERSE)
+
+    # [ROWS, BLOCK] x 2, from x with any strides to y, which is contiguous.
     x = x_ptr + batch * x_b + position * x_t + head.to(tl.int64) * x_h
     y = y_ptr + token.to(tl.int64) * (H * D) + head * D
     x1, x2 = load_heads(x, inside, D, HALF, BLOCK, INTERLEAVED)
@@ -169,34 +173,39 @@ def _rope_kernel(
 def _rope_qkv_kernel(
     packed_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, T, packed_b, packed_t,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, table_b, table_t,
-    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """ROWS heads of one token per program, from the packed projection to q, k and v, or BACKWARD."""
     await_previous(OVERLAPS)
-    SLOTS: tl.constexpr = G * (QUERIES + 2)
+    SLOTS: tl.constexpr = G * (GROUP + 2)
     CHUNKS: tl.constexpr = (SLOTS + ROWS - 1) // ROWS
     token = tl.program_id(0) // CHUNKS
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
     slot = tl.program_id(0) % CHUNKS * ROWS + tl.arange(0, ROWS)[:, None]
-    group = (slot // (QUERIES + 2)).to(tl.int64)
-    member = slot % (QUERIES + 2)  # the group's queries, then its key, then its value
+    group = (slot // (GROUP + 2)).to(tl.int64)
+    member = slot % (GROUP + 2)  # the group's queries, then its key, then its value
     cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, BACKWARD)
+
+    # Where the heads lie in the packed row, and in the parts: [ROWS, 1] each.
     packed = packed_ptr + batch * packed_b + position * packed_t + slot * D
-    q = q_ptr + batch * q_b + position * q_t + (group * QUERIES + member) * q_h
+    q = q_ptr + batch * q_b + position * q_t + (group * GROUP + member) * q_h
     k = k_ptr + batch * k_b + position * k_t + group * k_h
     v = v_ptr + batch * v_b + position * v_t + group * v_h
-    split = choose(member < QUERIES, q, choose(member == QUERIES, k, v))
+    split = choose(member < GROUP, q, choose(member == GROUP, k, v))
     inside = slot < SLOTS
-    given = inside
+
+    # Gradients that are absent read as 0.
+    present = inside
     if not HAS_Q:
-        given = given & (member >= QUERIES)
+        present = present & (member >= GROUP)
     if not HAS_K:
-        given = given & (member != QUERIES)
+        present = present & (member != GROUP)
     if not HAS_V:
-        given = given & (member <= QUERIES)
-    x1, x2 = load_heads(split if BACKWARD else packed, given, D, HALF, BLOCK, INTERLEAVED)
-    y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin, member <= QUERIES, HALF, BLOCK)
+        present = present & (member <= GROUP)
+    x1, x2 = load_heads(split if BACKWARD else packed, present, D, HALF, BLOCK, INTERLEAVED)
+    y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin, member <= GROUP, HALF, BLOCK)
     store_heads(packed if BACKWARD else split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
 
 
@@ -214,7 +223,7 @@ def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Te
 
 
 def tiles(heads: int, head_dim: int, cos: Tensor | None) -> dict[str, int]:
-    """Constants of a launch over the heads of a token."""
+    """Constants of a launch over the heads of a token: BLOCK pairs of ROWS heads for a program."""
     block = triton.next_power_of_2(head_dim // 2)
     warps = min(max(block // PAIRS_PER_WARP, MIN_WARPS), MAX_WARPS)
     return {
@@ -250,6 +259,7 @@ def _launch_qkv(
     constants = tiles(slots, head_dim, cos)
     cos, sin, table_b, table_t = tables(cos, sin, packed)
     B, T, _ = packed.shape
+
     # A part that the constants disable must still be a tensor with strides.
     parts = [packed.unsqueeze(2) if part is None else part for part in (q, k, v)]
     if packed.numel():
@@ -257,7 +267,7 @@ def _launch_qkv(
             _rope_qkv_kernel[(B * T * triton.cdiv(slots, constants["ROWS"]),)](
                 packed, *parts, cos, sin, T, *packed.stride()[:2],
                 *(stride for part in parts for stride in part.stride()[:3]), table_b, table_t,
-                G=num_kv_heads, QUERIES=queries, INTERLEAVED=interleaved, BACKWARD=backward,
+                G=num_kv_heads, GROUP=queries, INTERLEAVED=interleaved, BACKWARD=backward,
                 HAS_Q=q is not None, HAS_K=k is not None, HAS_V=v is not None, **constants, **overlap(packed),
             )  # fmt: skip
 
@@ -364,12 +374,20 @@ register_autograd("rope_qkv", _qkv_backward, _qkv_setup)
 # Sizes are put into a message only when it is raised: in a graph they may be symbolic, which Dynamo cannot format.
 
 
-def _check_even(op: str, head_dim: int) -> None:
+def check_heads(op: str, num_heads: int, num_kv_heads: int) -> None:
+    """Raise unless the query heads can be grouped by KV head."""
+    if num_kv_heads <= 0 or num_heads % num_kv_heads:
+        raise ValueError(f"{op}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).")
+
+
+def check_even(op: str, head_dim: int) -> None:
+    """Raise if a head can't be split into pairs."""
     if head_dim % 2:
         raise ValueError(f"{op}: head_dim must be even, got {head_dim}.")
 
 
-def _check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
+def check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
+    """Raise unless the tables match the tokens of x [B, T, ...] and the heads."""
     B, T = x.shape[:2]
     if not (cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, B) and cos.shape[1] == T):
         raise ValueError(
@@ -386,19 +404,18 @@ def check_qkv(
     op: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
     """Raise unless the packed projection, the tables (or None) and the sizes match."""
-    if num_kv_heads <= 0 or num_heads % num_kv_heads:
-        raise ValueError(f"{op}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).")
+    check_heads(op, num_heads, num_kv_heads)
     width = (num_heads + 2 * num_kv_heads) * head_dim
     if qkv.dim() != 3 or qkv.shape[-1] != width:
         raise ValueError(
             f"{op}: qkv must be [B, T, (H + 2 G) · D] with a last dimension of {width}, got {list(qkv.shape)}."
         )
-    _check_even(op, head_dim)
+    check_even(op, head_dim)
     check_floating(op, qkv=qkv, cos=cos, sin=sin)
     if (cos is None) != (sin is None):
         raise ValueError(f"{op}: cos and sin must both be given, or both be None for no rotation.")
     if cos is not None and sin is not None:
-        _check_tables(op, qkv, cos, sin, head_dim)
+        check_tables(op, qkv, cos, sin, head_dim)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -419,9 +436,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
     """
     if x.dim() != 4:
         raise ValueError(f"rope: x must be [B, T, H, D], got {list(x.shape)}.")
-    _check_even("rope", x.shape[-1])
+    check_even("rope", x.shape[-1])
     check_floating("rope", x=x, cos=cos, sin=sin)
-    _check_tables("rope", x, cos, sin, x.shape[-1])
+    check_tables("rope", x, cos, sin, x.shape[-1])
     if not use_triton(x):
         return rope_reference(x, cos, sin, interleaved)
     y: Tensor = torch.ops.liger_models.rope(x, cos, sin, False, interleaved)

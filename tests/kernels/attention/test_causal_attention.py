@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from liger_models.kernels.attention import causal_attention as module
+from liger_models.kernels.attention import workspace
 from liger_models.kernels.attention.causal_attention import causal_attention, causal_attention_reference
 
 from ..oracle import assert_close_to_truth, opcheck
@@ -27,8 +28,10 @@ def small_tiles(monkeypatch):
         "TILE": (16, 32, 16), "PRODUCT_COLUMNS": 16, "PRODUCT_STEP": 16,
     }.items():  # fmt: skip
         monkeypatch.setattr(module, name, {2: value, 4: value})
-    for name, value in {"PAIRS": 2048, "LEAST_ROWS": 16, "PARTS": 2, "SUMS_PROGRAMS": 3}.items():
+    for name, value in {"PARTS": 2, "SUMS_PROGRAMS": 3}.items():
         monkeypatch.setattr(module, name, value)
+    for name, value in {"PAIRS": 2048, "LEAST_ROWS": 16}.items():
+        monkeypatch.setattr(workspace, name, value)
 
 
 def make(shape, dtype, device):
@@ -103,11 +106,11 @@ def test_strided_inputs_and_gradients(backend, small_tiles):
 @pytest.mark.parametrize("shape", [(1, 40, 40, 2, 1, 10), (2, 19, 50, 1, 1, 7), (1, 90, 90, 6, 2, 16)], ids=str)
 def test_several_launches_and_heads_of_any_width(backend, shape, small_tiles, poisoned_empty, monkeypatch):
     """Rows of such heads don't begin at a multiple of 16 bytes, which loads of whole tiles need."""
-    monkeypatch.setattr(module, "PAIRS", 256)
-    monkeypatch.setattr(module, "LEAST_ROWS", 1)
+    monkeypatch.setattr(workspace, "PAIRS", 256)
+    monkeypatch.setattr(workspace, "LEAST_ROWS", 1)
     B, T, S, *_ = shape
     for matrices in (1, 2):
-        _, parts = module._parts(T, S, 16, 32, matrices)
+        _, parts = workspace.parts_of_queries(T, S, 16, 32, matrices)
         assert len(parts) > 1
         assert sum(tiles for _, tiles, _ in parts) == -(-T // 16)
     for dtype in dtypes(backend):
@@ -117,8 +120,8 @@ def test_several_launches_and_heads_of_any_width(backend, shape, small_tiles, po
 
 def test_launches_of_some_heads_of_a_key(backend, small_tiles, poisoned_empty, monkeypatch):
     """The backward takes two of the three query heads of each KV head, and then the third."""
-    monkeypatch.setattr(module, "PAIRS", 20000)
-    assert module._parts(90, 90, 16, 32, 2)[0] == 4
+    monkeypatch.setattr(workspace, "PAIRS", 20000)
+    assert workspace.parts_of_queries(90, 90, 16, 32, 2)[0] == 4
     for dtype in dtypes(backend):
         check((1, 90, 90, 6, 2, 16), dtype, backend)
         check((1, 90, 90, 6, 2, 16), dtype, backend, documents=documents_of("left", 1, 90))
@@ -172,8 +175,8 @@ def test_fp32_on_gpu():
 @pytest.mark.gpu
 def test_many_keys(monkeypatch):
     """Beyond the keys of one workspace, and beyond 2^31 elements of it counted over all heads."""
-    monkeypatch.setattr(module, "PAIRS", 2**18)
-    monkeypatch.setattr(module, "LEAST_ROWS", 256)
+    monkeypatch.setattr(workspace, "PAIRS", 2**18)
+    monkeypatch.setattr(workspace, "LEAST_ROWS", 256)
     check((1, 2100, 2100, 4, 2, 512), torch.bfloat16, "cuda", scale=0.06)
 
 

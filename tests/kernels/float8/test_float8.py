@@ -22,7 +22,7 @@ from liger_models.kernels.float8.float8 import (
     tensor_scale,
     transposed,
 )
-from liger_models.kernels.norm.rms_norm import rms_norm_forward, rms_normed
+from liger_models.kernels.norm.fused_norm import FusedNorm
 
 SHAPES = [(1, 16), (37, 48), (130, 80), (3, 2064)]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -57,10 +57,11 @@ def matrices(N: int, C: int, device: str, dtype: torch.dtype):
     yield plain(x), x
     weight = draw(1, C, device=device, dtype=dtype)[0] + 1
     for offset, scale_in_fp32 in ((0.0, False), (1.0, True))[: 2 if N * C < 2000 else 1]:
-        _, h, rstd = rms_norm_forward(x, None, weight, 1e-6, offset, scale_in_fp32)
+        norm = FusedNorm(weight, weight_offset=offset, scale_in_fp32=scale_in_fp32)
+        _, h, rstd = norm.forward(None, x)
         yield (
             normed_matrix(h, weight, rstd, offset, scale_in_fp32),
-            rms_normed(h, weight, rstd, offset, scale_in_fp32, dtype),
+            norm.again(h, rstd, dtype),
         )
     gate_up = draw(N, 2 * C, device=device, dtype=dtype)
     for act in ACTIVATIONS if N * C < 2000 else ["silu"]:
@@ -122,11 +123,10 @@ def test_norm_rounds_its_rows(kernel_device, recipe, C, poisoned_empty):
         for branch in (x, None):
             amax = torch.zeros(1, device=kernel_device)
             rows, h, rstd = rms_norm_round(branch, residual, weight, 1e-6, 1.0, True, options, amax)
-            want, stream, _ = rms_norm_forward(
-                residual if branch is None else x, None if branch is None else residual, weight, 1e-6, 1.0, True
-            )
+            norm = FusedNorm(weight, weight_offset=1.0, scale_in_fp32=True)
+            want, stream, _ = norm.forward(branch, residual)
             assert torch.equal(h, stream)
-            again = rms_normed(h, weight, rstd, 1.0, True, dtype)
+            again = norm.again(h, rstd, dtype)
             torch.testing.assert_close(again, want)
             assert_equal(rows, round_reference(again, E4M3, options.by_row, options.power_of_2), E4M3)
             assert options.by_row or amax == again.abs().max()

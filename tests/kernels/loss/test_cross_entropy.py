@@ -4,13 +4,8 @@ from torch.nn import functional as F
 
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.kernels.loss.cross_entropy import cross_entropy, cross_entropy_reference
-from liger_models.kernels.loss.linear_cross_entropy import (
-    BF16_CHUNKS,
-    chunk_rows,
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-    logits_buffer,
-)
+from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from liger_models.kernels.loss.row_chunks import BF16_CHUNKS, chunk_rows, logits_buffer
 
 from ..norm.test_rms_norm import dtypes
 from ..oracle import assert_close_to_truth, opcheck, run
@@ -77,7 +72,7 @@ def test_cross_entropy_matches_fp64(backend, options, poisoned_empty):
 @pytest.fixture
 def four_rows_a_chunk(monkeypatch):
     """13 rows end in a chunk of one."""
-    monkeypatch.setattr("liger_models.kernels.loss.linear_cross_entropy.BF16_CHUNKS", 1)
+    monkeypatch.setattr("liger_models.kernels.loss.row_chunks.BF16_CHUNKS", 1)
     monkeypatch.setattr("liger_models.kernels.loss.linear_cross_entropy.chunk_rows", lambda *_: 4)
 
 
@@ -111,7 +106,7 @@ def test_linear_cross_entropy_matches_fp64(backend, options, with_bias, poisoned
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_odd_vocabulary(backend, reduction, poisoned_empty, four_rows_a_chunk, monkeypatch):
     """37 words are taken as 32 and five."""
-    monkeypatch.setattr("liger_models.kernels.loss.linear_cross_entropy.COLUMN_MULTIPLE", 8)
+    monkeypatch.setattr("liger_models.kernels.loss.row_chunks.COLUMN_MULTIPLE", 8)
     target, options = targets(backend), {"reduction": reduction}
     inputs, bias = linear_inputs(backend, torch.float32)
     for extra in ([], [bias]):
@@ -327,7 +322,7 @@ def test_weight_gradient_is_summed_in_fp32(backend, four_rows_a_chunk):
 @pytest.mark.parametrize("in_bf16", [True, False])
 def test_weight_gradient_of_bf16(backend, four_rows_a_chunk, monkeypatch, in_bf16):
     """Summed in bf16, or in fp32 in two blocks of 16 and one of five."""
-    module = "liger_models.kernels.loss.linear_cross_entropy"
+    module = "liger_models.kernels.loss.row_chunks"
     monkeypatch.setattr(f"{module}.BF16_CHUNKS", 4 if in_bf16 else 3)
     monkeypatch.setattr(f"{module}.ROW_MULTIPLE", 16)
     monkeypatch.setattr(f"{module}.COLUMN_MULTIPLE", 8)

@@ -26,7 +26,7 @@ OPTIONS = {
 @pytest.fixture
 def four_rows_a_chunk(monkeypatch):
     for module in ("linear_cross_entropy", "linear_logprobs"):
-        monkeypatch.setattr(f"liger_models.kernels.{module}.chunk_rows", lambda *_: 4)
+        monkeypatch.setattr(f"liger_models.kernels.loss.{module}.chunk_rows", lambda *_: 4)
 
 
 def inputs(device, dtype=torch.float32, rows=N):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from liger_models.kernels.norm import rms_norm
+from liger_models.kernels.norm import row_norm
 from liger_models.kernels.norm.layer_norm import (
     MAX_WIDTH,
     add_layer_norm,
@@ -40,7 +40,7 @@ def test_the_reference_is_torchs():
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_fp64(backend, shape, with_bias, eps, poisoned_empty, monkeypatch):
-    monkeypatch.setattr(rms_norm, "BACKWARD_TILE", 64)  # several programs, and several tiles of rows for each
+    monkeypatch.setattr(row_norm, "BACKWARD_TILE", 64)  # several programs, and several tiles of rows for each
     for dtype in dtypes(backend):
         x, residual, weight, bias, upstream = make(shape, dtype, backend)
         weights = [weight, bias] if with_bias else [weight]
@@ -144,9 +144,10 @@ def test_opcheck(kernel_device):
     x, residual, weight, bias, _ = make((3, 24), torch.float32, kernel_device)
     for tensor in (x, residual, weight, bias):
         tensor.requires_grad_()
+    constants = "layer_norm", 1e-6, 0.0, True
     for bias_or_none in (bias, None):
-        opcheck(torch.ops.liger_models.layer_norm, (x, weight, bias_or_none, 1e-6))
-        opcheck(torch.ops.liger_models.add_layer_norm, (x, residual, weight, bias_or_none, 1e-6))
+        opcheck(torch.ops.liger_models.norm, (x, weight, bias_or_none, *constants))
+        opcheck(torch.ops.liger_models.add_norm, (x, residual, weight, bias_or_none, *constants))
 
 
 def test_bad_arguments():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from liger_models.kernels.norm import rms_norm as module
+from liger_models.kernels.norm import row_norm as module
 from liger_models.kernels.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
 from ..oracle import assert_close_to_truth, opcheck, run
@@ -135,8 +135,8 @@ def test_opcheck(kernel_device):
     x, residual, weight, _ = make((3, 24), torch.float32, kernel_device)
     for tensor in (x, residual, weight):
         tensor.requires_grad_()
-    opcheck(torch.ops.liger_models.rms_norm, (x, weight, 1e-6, 0.0, False))
-    opcheck(torch.ops.liger_models.add_rms_norm, (x, residual, weight, 1e-6, 1.0, True))
+    opcheck(torch.ops.liger_models.norm, (x, weight, None, "rms_norm", 1e-6, 0.0, False))
+    opcheck(torch.ops.liger_models.add_norm, (x, residual, weight, None, "rms_norm", 1e-6, 1.0, True))
 
 
 def test_bad_arguments():
