@@ -249,7 +249,7 @@ def make_datasets(
     packing: dict[str, Any] = {
         "length": options.length, "overflow": options.overflow, "field": options.field, "format": options.format,
         "broken_media": options.broken_media, "batch_size": options.batch_size, "seed": options.seed,
-        "rank": data_rank, "ranks": data_ranks,
+        "rank": data_rank, "ranks": data_ranks
     }  # fmt: skip
     data = objective.dataset(
         options.data, model, max_samples=options.max_samples, shares=options.data_shares or None, **packing
@@ -385,7 +385,7 @@ def announce(
         *banner(
             model, name=options.model, device=device, memory=peak, output=output, rows=options.batch_size,
             length=options.length, accumulate=options.accumulate, ranks=dist.get_world_size(), sharing=options.sharing,
-            start=start, steps=progress.steps, epochs=progress.epochs,
+            start=start, steps=progress.steps, epochs=progress.epochs
         )
     )  # fmt: skip
     is_first_rank = dist.get_rank() == 0
@@ -538,7 +538,7 @@ def make_optimizer(model: CausalLM, options: TrainOptions, plan: MemoryPlan | No
         return LigerMuon(model, lr, options.weight_decay, adamw_lr=options.lr, stochastic_rounding=rounding)
     return LigerAdamW(
         parameter_groups(model, options), lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=rounding,
-        state_dtype=torch.int8 if options.moments_8bit else None, offload=plan.moments(model) if plan else (),
+        state_dtype=torch.int8 if options.moments_8bit else None, offload=plan.moments(model) if plan else ()
     )  # fmt: skip
 
 

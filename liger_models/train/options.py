@@ -42,7 +42,7 @@ def option(
     """
     checks = {
         "at_least": at_least, "more_than": more_than, "is_share": is_share, "may_be_infinite": may_be_infinite,
-        "choices": choices, "needs": needs, "read_by": read_by,
+        "choices": choices, "needs": needs, "read_by": read_by
     }  # fmt: skip
     metadata = {"help": help, **checks}
     if default == []:

@@ -64,7 +64,7 @@ class Checked:
     """Options with checks."""
 
     mode: str = checked("mode", "fast", choices=("fast", "slow"))
-    modes: list[str] = checked("modes", [], choices=("fast", "slow"))
+    modes: list[str] = checked("modes", [], choices=("fast", "slow"))  # noqa: RUF009
     size: int | None = checked("size", None, at_least=2)
     limit: float = checked("limit", 1.0, more_than=0, may_be_infinite=True)
     share: float = checked("share", 0.5, is_share=True)
