@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from liger_models.train.loop import TrainOptions, train
 from liger_models.train.options import read_options
 
-from ..runs import log, no_group_is_left, on_the_cpu  # noqa: F401
+from .runs import log, no_group_is_left, on_the_cpu  # noqa: F401
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 
