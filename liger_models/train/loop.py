@@ -377,18 +377,12 @@ def announce(
     options: TrainOptions, model: CausalLM, data: PackedDataset, plan: MemoryPlan | None, progress: Progress, start: int
 ) -> None:
     """Print what is trained on what, and write the plan if there is one."""
-    device, output, peak = model.device, Path(options.output), None
+    output, is_first_rank, peak = Path(options.output), dist.get_rank() == 0, None
     can_estimate = make_objective(options).shares_rows and options.tensor_parallel == 1 and model.visual is None
-    if plan is None and can_estimate and device.type != "cpu":
+    if plan is None and can_estimate and model.device.type != "cpu":
         peak = estimate_step(options, model).peak(options.checkpointing or "selective", options.accumulate)
-    say(
-        *banner(
-            model, name=options.model, device=device, memory=peak, output=output, rows=options.batch_size,
-            length=options.length, accumulate=options.accumulate, ranks=dist.get_world_size(), sharing=options.sharing,
-            start=start, steps=progress.steps, epochs=progress.epochs
-        )
-    )  # fmt: skip
-    is_first_rank = dist.get_rank() == 0
+    ranks, steps, epochs = dist.get_world_size(), progress.steps, progress.epochs
+    say(*banner(model, options, ranks=ranks, memory=peak, start=start, steps=steps, epochs=epochs))
     if plan is not None and is_first_rank:
         say(*str(plan).splitlines())
         (output / "memory.json").write_text(json.dumps({**asdict(plan), "peak": plan.peak}, indent=2) + "\n")

@@ -65,13 +65,13 @@ class ObjectiveOptions:
     weight_soft_loss: float | None = _of("distill", "weight of the divergence (default: 0.5)")
 
     reward: str | None = _of("grpo", "function that rewards answers: module:function or file.py:function")
-    num_generations: int | None = _of("grpo", "answers to each prompt (default: 8)")
-    max_new_tokens: int | None = _of("grpo", "the most tokens of an answer (default: 256)")
+    num_generations: int | None = _of("grpo", "answers to each prompt (default: 8)", at_least=2)
+    max_new_tokens: int | None = _of("grpo", "the most tokens of an answer (default: 256)", at_least=1)
     epsilon: float | None = _of(
         "grpo", "how far the ratio of probabilities is clipped (default: 0.2)", may_be_infinite=True
     )
     epsilon_high: float | None = _of("grpo", "the same upwards (default: epsilon)", may_be_infinite=True)
-    num_iterations: int | None = _of("grpo", "steps on the same answers (default: 1)")
+    num_iterations: int | None = _of("grpo", "steps on the same answers (default: 1)", at_least=1)
     scale_rewards: bool | None = _of("grpo", "divide by the rewards' deviation in a group (default: true)")
     replay_routing: bool | None = _of("grpo", "train through the experts that sampled the answers (default: false)")
     deterministic_rollouts: bool | None = _of(
