@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 examples/train_fsdp.py examples/train.yaml --output run
     python examples/train_fsdp.py --help
 
-The loop is liger_models/train/loop.py, about 300 lines from the options to the export. To change it, copy that file
-over this one: it uses only public functions.
+The loop is `train` in liger_models/train/loop.py, about 100 lines from the process group to the export. To change it,
+copy that file over this one.
 """
 
 from liger_models.train import main

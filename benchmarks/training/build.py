@@ -48,7 +48,7 @@ def build(config: dict, mode: Mode) -> nn.Module:
     if "medusa" in mode:
         from .medusa import MedusaLoss
 
-        return MedusaLoss(model, liger="liger" in mode)
+        return MedusaLoss(model, MEDUSA_HEADS, liger="liger" in mode)
     return adapt_hf(model, nf4="nf4" in mode) if "lora" in mode else model
 
 

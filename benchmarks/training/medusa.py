@@ -4,8 +4,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .build import MEDUSA_HEADS
-
 DECAY = 0.8
 
 
@@ -30,13 +28,14 @@ class MedusaLoss(nn.Module):
 
     Args:
         model: a model of transformers.
+        heads: number of heads.
         liger: by Liger Kernel's fused linear cross entropy, without logits; otherwise by cross entropy of all logits.
     """
 
-    def __init__(self, model: nn.Module, liger: bool) -> None:
+    def __init__(self, model: nn.Module, heads: int, liger: bool) -> None:
         super().__init__()
         self.model = model.requires_grad_(False)
-        self.heads = nn.ModuleList(Head(model.lm_head) for _ in range(MEDUSA_HEADS))
+        self.heads = nn.ModuleList(Head(model.lm_head) for _ in range(heads))
         self.fused = None
         if liger:
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss

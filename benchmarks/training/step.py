@@ -87,7 +87,7 @@ def make_optimizer(model: nn.Module, mode: Mode, lr: float, plan: Any = None) ->
     if "adamw" not in mode and "inbackward" not in mode:
         return torch.optim.AdamW(trained, lr=lr, fused=True)
     from liger_models import LigerAdamW, step_in_backward  # not imported by processes of transformers
-    from liger_models.memory.plan import host_blocks
+    from liger_models.memory.search import host_blocks
 
     body = model.model if "medusa" in mode else model
     total = len(body.layers)

@@ -5,7 +5,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,8 +57,8 @@ Mxfp4 = Annotated[
 ]
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         from liger_models import __version__
 
         print(__version__)
@@ -87,15 +87,15 @@ def list_command(as_json: AsJson = False) -> None:
     """List the architectures that can be loaded, with the checkpoints that each reads."""
     from liger_models.arch.auto import get_arch, list_archs
 
-    found = []
+    families = []
     for name in list_archs():
         model_class = get_arch(name)
         reads = (getattr(sys.modules.get(model_class.__module__), "__doc__", None) or "").partition(":")[0]
-        found.append({"model_type": name, "class": model_class.__name__, "reads": reads})
+        families.append({"model_type": name, "class": model_class.__name__, "reads": reads})
     if as_json:
-        return _print_json(found)
+        return _print_json(families)
     table = Table("model_type", "class", "reads")
-    for row in found:
+    for row in families:
         table.add_row(*row.values())
     screen.print(table)
 
@@ -120,18 +120,16 @@ def info(
     from liger_models.memory.estimate import training_memory
     from liger_models.memory.plan import plan_memory
 
-    made = _empty_model(model, revision)
-    memory = training_memory(made, tokens, _dtype(dtype), moments_8bit=moments_8bit, muon=muon)
-    plan = (
-        None
-        if budget is None
-        else plan_memory(made, tokens, budget, memory=memory, host_moments=not muon, in_backward=not muon)
-    )
-    sizes = {k: v for k, v in dataclasses.asdict(made.config).items() if v is not None}
+    empty = _empty_model(model, revision)
+    memory = training_memory(empty, tokens, _dtype(dtype), moments_8bit=moments_8bit, muon=muon)
+    plan = None
+    if budget is not None:  # Muon's momentum stays on the device, and Muon needs whole gradients
+        plan = plan_memory(empty, tokens, budget, memory=memory, host_moments=not muon, in_backward=not muon)
+    sizes = {name: value for name, value in dataclasses.asdict(empty.config).items() if value is not None}
     result: dict[str, Any] = {
-        "class": type(made).__name__,
-        "parameters": made.num_parameters(),
-        "parameters_without_embedding": made.num_parameters(exclude_embeddings=True),
+        "class": type(empty).__name__,
+        "parameters": empty.num_parameters(),
+        "parameters_without_embedding": empty.num_parameters(exclude_embeddings=True),
         "config": sizes,
         "training": {
             "tokens": tokens,
@@ -145,14 +143,14 @@ def info(
         return _print_json(result)
     table = Table(show_header=False)
     table.add_row("class", result["class"])
-    table.add_row("parameters", f"{made.num_parameters():,}")
+    table.add_row("parameters", f"{result['parameters']:,}")
     table.add_row("without the embedding", f"{result['parameters_without_embedding']:,}")
     for name, value in sizes.items():
         table.add_row(name, str(value))
     screen.print(table)
     table = Table("policy", "activations", "peak", title=f"Training on {tokens:,} tokens in {dtype}, estimate in GiB")
-    for policy, kept in memory.activations.items():
-        table.add_row(policy, f"{kept / 2**30:.2f}", f"{memory.peak(policy) / 2**30:.2f}")
+    for policy, size in memory.activations.items():
+        table.add_row(policy, f"{size / 2**30:.2f}", f"{memory.peak(policy) / 2**30:.2f}")
     screen.print(table)
     fixed = f"weights {memory.weights / 2**30:.2f}, gradients {memory.gradients / 2**30:.2f}"
     screen.print(f"{fixed}, AdamW {memory.optimizer / 2**30:.2f} GiB")
@@ -290,14 +288,14 @@ def recipe(
         size = int(torch.get_device_module().get_device_properties().total_memory)
     else:
         size = parse_memory("recipe: memory", memory, torch.accelerator.current_accelerator(check_available=True))
-    found = Planner(_empty_model(model, revision).config).plan(size, method, length)
+    chosen = Planner(_empty_model(model, revision).config).plan(size, method, length)
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
-    text = found.yaml(model, f"{name.lower()}-{found.method}")
+    text = chosen.yaml(model, f"{name.lower()}-{chosen.method}")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
     if as_json:
-        return _print_json({**found._asdict(), "output": None if output is None else str(output)})
+        return _print_json({**chosen._asdict(), "output": None if output is None else str(output)})
     print(text if output is None else output, end="" if output is None else "\n")
 
 
@@ -349,87 +347,46 @@ def generate(
         raise typer.BadParameter("--system needs --chat: give both")
     import torch
 
-    from liger_models.base.vision_language import VisionLanguageModel
-    from liger_models.data.pixels import make_pixels
-    from liger_models.data.prompts import encode_prompt
+    from liger_models.cli.conversation import Conversation, open_medium
 
-    given = {"image": image or (), "video": video or ()}
-    media = [_open_medium(kind, each) for kind, sources in given.items() for each in sources]
+    # Media are opened before a large model is loaded.
+    sources = [("image", source) for source in image or ()] + [("video", source) for source in video or ()]
+    media = [open_medium(medium, source) for medium, source in sources]
     if seed is not None:
         torch.manual_seed(seed)
     loaded = _load(model, revision, dtype, _device(device), adapter, progress=not as_json)
-    tokenizer = loaded.tokenizer
-    processor: Any = loaded.processor if isinstance(loaded, VisionLanguageModel) else None
-    kinds = () if processor is None else processor.kinds
-
-    def check_kind(option: str, kind: str) -> None:
-        if kind not in kinds:
-            raise ValueError(
-                f"generate: {option} needs a model with {kind}s, got {type(loaded).__name__}. Leave it out."
-            )
-
-    for part in media:
-        check_kind(f"--{part['type']}", part["type"])
-    chat = chat or bool(media)
     settings: dict[str, Any] = {"do_sample": sample, "temperature": temperature, "top_p": top_p, "min_p": min_p}
-    settings["stop_strings"] = stop or None
+    settings |= {"max_new_tokens": max_new_tokens, "stop_strings": stop or None}
     if draft_model is not None:
         settings["draft_model"] = _load(draft_model, None, dtype, _device(device), None, progress=not as_json)
         settings["seed"] = torch.initial_seed() % 2**62
+    conversation = Conversation(loaded, settings, media, chat or bool(media), system)
 
-    def answer(ids: Any, inputs: dict[str, Any]) -> Iterator[str]:
-        """The generated text, in pieces of whole characters."""
-        made: list[int] = []
-        shown = ""
-        for step in loaded.stream(ids, max_new_tokens=max_new_tokens, **inputs, **settings):
-            made.append(int(step))
-            text = tokenizer.decode(made)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield text[len(shown) :]
-                shown = text
-        text = tokenizer.decode(made)
-        # A character that is not complete can make a decoder replace complete ones before it, which are shown.
-        yield text[len(shown) :] if text.startswith(shown) else "\N{REPLACEMENT CHARACTER}"
-
-    history: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-    asked = prompt
+    if as_json:
+        return _print_json({"prompt": prompt, "text": "".join(conversation.answer(prompt or ""))})
+    if prompt is not None:
+        return _print_pieces(conversation.answer(prompt))
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 that is typed must not end the chat
     while True:
-        if asked is None:
-            try:
-                asked = input("> ")
-            except EOFError:
-                return
-            command, _, path = asked.partition(" ")
-            if command in ("/image", "/video"):
-                try:
-                    check_kind(command, command[1:])
-                    media.append(_open_medium(command[1:], path.strip()))
-                except (OSError, ValueError) as error:
-                    messages.print(str(error), markup=False, highlight=False, soft_wrap=True)
-                asked = None
-                continue
-        inputs: dict[str, Any] = {}
-        if chat:
-            content: Any = [*media, {"type": "text", "text": asked}] if media else asked
-            history.append({"role": "user", "content": content})
-            ids, found = encode_prompt("generate", {"prompt": history}, processor or tokenizer)
-            inputs, media = make_pixels(found, processor), []
-        else:
-            ids = tokenizer.encode(asked)
-        pieces = []
-        for piece in answer(ids, inputs):
-            pieces.append(piece)
-            if not as_json:
-                print(piece, end="", flush=True)
-        if as_json:
-            return _print_json({"prompt": asked, "text": "".join(pieces)})
-        print()
-        if prompt is not None:
+        try:
+            line = input("> ")
+        except EOFError:
             return
-        history.append({"role": "assistant", "content": "".join(pieces)})
-        asked = None
+        command, _, path = line.partition(" ")
+        if command not in ("/image", "/video"):
+            _print_pieces(conversation.answer(line))
+            continue
+        try:
+            conversation.attach(command, path.strip())
+        except (OSError, ValueError) as error:
+            messages.print(str(error), markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_pieces(pieces: Iterable[str]) -> None:
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
 
 
 @app.command()
@@ -451,44 +408,47 @@ def bench(
     from liger_models.train.metrics import PEAK_FLOPS, flops
     from liger_models.train.optimizer import LigerAdamW
 
-    place = _device(device)
-    config = _empty_model(model, revision)
-    made = type(config).from_config(config.config, dtype=_dtype(dtype), device=place)
-    made.set_checkpointing(checkpointing)
-    optimizer = LigerAdamW(made.parameters(), lr=1e-5)
-    ids = random_text(made.config, rows, length).to(place)
-    bounds = torch.arange(0, rows * length + 1, length)
-    accelerated = place != "cpu"
+    # The model with random weights, and random tokens.
+    target = _device(device)
+    empty = _empty_model(model, revision)
+    loaded = type(empty).from_config(empty.config, dtype=_dtype(dtype), device=target)
+    loaded.set_checkpointing(checkpointing)
+    optimizer = LigerAdamW(loaded.parameters(), lr=1e-5)
+    ids = random_text(loaded.config, rows, length).to(target)
+    accelerated = target != "cpu"
 
     def step() -> None:
-        made(ids, labels=ids).loss.backward()
+        loaded(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if accelerated:
             torch.accelerator.synchronize()
 
+    # The first step warms up.
     step()
     start = time.perf_counter()
     for _ in track(range(steps), "Steps", console=messages, disable=as_json):
         step()
     seconds = (time.perf_counter() - start) / steps
-    operations = flops(made, [{"input_ids": ids.cpu(), "cu_seqlens": bounds}])
-    name = torch.get_device_module(place).get_device_name() if accelerated else "cpu"
+
+    bounds = torch.arange(0, rows * length + 1, length)
+    operations = flops(loaded, [{"input_ids": ids.cpu(), "cu_seqlens": bounds}])
+    name = torch.get_device_module(target).get_device_name() if accelerated else "cpu"
     peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
     result: dict[str, Any] = {
         "device": name,
         "tokens_per_second": rows * length / seconds,
         "seconds_per_step": seconds,
         "mfu": None if peak is None else operations / seconds / peak,
-        "peak_memory": torch.get_device_module(place).max_memory_allocated() if accelerated else None,
+        "peak_memory": torch.get_device_module(target).max_memory_allocated() if accelerated else None,
     }
     if as_json:
         return _print_json(result)
     table = Table(show_header=False)
     for key, value in result.items():
         if value is not None:
-            shown = f"{value / 2**30:.2f} GiB" if key == "peak_memory" else value
-            table.add_row(key.replace("_", " "), f"{shown:,.3f}" if isinstance(shown, float) else str(shown))
+            text = f"{value / 2**30:.2f} GiB" if key == "peak_memory" else value
+            table.add_row(key.replace("_", " "), f"{text:,.3f}" if isinstance(text, float) else str(text))
     screen.print(table)
 
 
@@ -529,18 +489,6 @@ def new_arch_command(
     messages.print("Next:", *steps, sep="\n", markup=False, highlight=False, soft_wrap=True)
 
 
-def _open_medium(kind: str, source: str) -> dict[str, Any]:
-    """The part of a message for an image, decoded, or for a video, whose header is read so that errors come early."""
-    from liger_models.base.images import locate_image, open_image
-    from liger_models.base.videos import read_header
-
-    if kind == "image":
-        return {"type": kind, kind: open_image(source)}
-    found: Any = locate_image(source)
-    read_header(found)
-    return {"type": kind, kind: found}
-
-
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
 
@@ -557,15 +505,15 @@ def _dtype(name: str) -> Any:
 def _device(name: str | None) -> str:
     import torch
 
-    place = name or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    device = name or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
-        torch.empty(0, device=place)
+        torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise typer.BadParameter(
-            f"device must be one of this machine and this PyTorch, got {place!r}: {reason}"
+            f"device must be one of this machine and this PyTorch, got {device!r}: {reason}"
         ) from error
-    return place
+    return device
 
 
 def _load(
@@ -575,12 +523,8 @@ def _load(
     from liger_models.adapters.peft_files import load_adapter
     from liger_models.arch.auto import load_by_name
 
-    options: dict[str, Any] = {
-        "dtype": None if dtype == "auto" else _dtype(dtype),
-        "device": device,
-        "progress": progress,
-    }
-    loaded = load_by_name(model, revision=revision, **options)
+    target = None if dtype == "auto" else _dtype(dtype)
+    loaded = load_by_name(model, revision=revision, dtype=target, device=device, progress=progress)
     return loaded if adapter is None else merge_lora(load_adapter(loaded, adapter))
 
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from liger_models.generation.loop import generate as generate
     from liger_models.generation.loop import stream as stream
     from liger_models.generation.options import Options as Options
-    from liger_models.generation.rollouts import Completion as Completion
     from liger_models.generation.rollouts import rollout as rollout
+    from liger_models.generation.scheduler import Completion as Completion
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -21,6 +21,7 @@ else:
             "graphs": ["release_steps"],
             "loop": ["GenerateOutput", "generate", "stream"],
             "options": ["Options"],
-            "rollouts": ["Completion", "rollout"],
+            "rollouts": ["rollout"],
+            "scheduler": ["Completion"],
         },
     )

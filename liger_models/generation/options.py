@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,27 +25,58 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``(input_ids [B, T], logits [B, V]) -> logits [B, V]``."""
 
-NOT_HERE = (
+NOT_IMPLEMENTED = (
     "num_beams", "top_h", "min_length", "sequence_bias", "begin_suppress_tokens", "forced_eos_token_id",
 )  # fmt: skip
-"""Keys of generation_config.json that affect the tokens but are not implemented. A warning names them."""
+"""Keys of generation_config.json that affect the tokens but are ignored. A warning names them."""
 
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Options that have no effect without ``do_sample``."""
-
-NUMBERS: dict[str, Any] = {
-    "max_new_tokens": Integral, "top_k": Integral, **dict.fromkeys(
-        ("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"), Real
-    ),
-}  # fmt: skip
-"""Options that must be numbers, before anything compares them."""
 
 UNFILTERED: dict[str, Any] = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": [], "suppress_tokens": [],
     "min_new_tokens": 0, "stop_strings": [],
 }  # fmt: skip
-"""Options with which tokens are drawn from the model's own distribution, and only stop tokens end a row."""
+"""Options with which tokens are drawn from the model's own distribution, and only stop tokens end a row. These are also
+the defaults."""
+
+
+class Range(NamedTuple):
+    """The values that an option may have, and what to do instead of passing another.
+
+    Attributes:
+        allows: whether a value is in the range.
+        text: the range, as the end of a sentence that begins with "must be".
+        advice: what to pass to switch the option off.
+        number: the type of the number.
+    """
+
+    allows: Callable[[Any], bool]
+    text: str
+    advice: str = ""
+    number: type = Real
+
+
+FOR_ALL = "Set 0 for all tokens."
+RANGES = {
+    "max_new_tokens": Range(lambda value: value >= 1, "at least 1", "", Integral),
+    "temperature": Range(lambda value: value > 0, "positive", "For the most likely tokens set do_sample=False."),
+    "top_k": Range(lambda value: value >= 0, "at least 1", FOR_ALL, Integral),
+    "top_p": Range(lambda value: 0 < value <= 1, "in (0, 1]", "Set 1 for all tokens."),
+    "min_p": Range(lambda value: 0 <= value <= 1, "in [0, 1]", FOR_ALL),
+    "typical_p": Range(lambda value: 0 < value <= 1, "in (0, 1]", "Set 1 for all tokens."),
+    "epsilon_cutoff": Range(lambda value: 0 <= value < 1, "in [0, 1)", FOR_ALL),
+    "eta_cutoff": Range(lambda value: 0 <= value < 1, "in [0, 1)", FOR_ALL),
+    "repetition_penalty": Range(lambda value: value > 0, "positive", "Set 1 for no penalty."),
+}
+COUNTS = {
+    "no_repeat_ngram_size": (0, "Set 0 for no such rule."),
+    "min_new_tokens": (0, "Set 0 for no minimum."),
+    "num_return_sequences": (1, "Set 1 for one continuation of each prompt."),
+    "num_draft_tokens": (1, "Omit draft_model for no drafts."),
+}
+"""Options that are integers -> the smallest one, and what to do instead of passing another value."""
 
 
 class PromptInputs(TypedDict, total=False):
@@ -146,8 +177,8 @@ def shows_options(function: Function) -> Function:
     signature = inspect.signature(function)
     *usual, _ = signature.parameters.values()
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in Options.__annotations__.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+        for name, hint in Options.__annotations__.items()
     ]
     function.__signature__ = signature.replace(parameters=[*usual, *options])  # type: ignore[attr-defined]
     return function
@@ -184,44 +215,18 @@ class Settings:
     num_draft_tokens: int
 
     def __post_init__(self) -> None:
-        for name, kind in NUMBERS.items():
+        for name, allowed in RANGES.items():
             value = getattr(self, name)
-            if not isinstance(value, Tensor) and (not isinstance(value, kind) or isinstance(value, bool)):
-                raise ValueError(
-                    f"generate: {name} must be {'an integer' if kind is Integral else 'a number'}, got {value!r}."
-                )
-        if not self.max_new_tokens >= 1:
-            raise ValueError(f"generate: max_new_tokens must be at least 1, got {self.max_new_tokens}.")
-        if not self.temperature > 0:
-            raise ValueError(
-                f"generate: temperature must be positive, got {self.temperature}. For the most likely tokens set "
-                "do_sample=False."
-            )
-        if not self.top_k >= 0:
-            raise ValueError(f"generate: top_k must be at least 1, got {self.top_k}. Set 0 for all tokens.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"generate: top_p must be in (0, 1], got {self.top_p}. Set 1 for all tokens.")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"generate: min_p must be in [0, 1], got {self.min_p}. Set 0 for all tokens.")
-        if not 0 < self.typical_p <= 1:
-            raise ValueError(f"generate: typical_p must be in (0, 1], got {self.typical_p}. Set 1 for all tokens.")
-        for name in ("epsilon_cutoff", "eta_cutoff"):
-            share = getattr(self, name)
-            if not 0 <= share < 1:
-                raise ValueError(f"generate: {name} must be in [0, 1), got {share}. Set 0 for all tokens.")
-        if not self.repetition_penalty > 0:
-            raise ValueError(
-                f"generate: repetition_penalty must be positive, got {self.repetition_penalty}. Set 1 for no penalty."
-            )
-        for name, least, todo in (
-            ("no_repeat_ngram_size", 0, "Set 0 for no such rule."),
-            ("min_new_tokens", 0, "Set 0 for no minimum."),
-            ("num_return_sequences", 1, "Set 1 for one continuation of each prompt."),
-            ("num_draft_tokens", 1, "Omit draft_model for no drafts."),
-        ):
+            is_number = isinstance(value, Tensor) or (isinstance(value, allowed.number) and not isinstance(value, bool))
+            if not is_number:
+                article = "an integer" if allowed.number is Integral else "a number"
+                raise ValueError(f"generate: {name} must be {article}, got {value!r}.")
+            if not allowed.allows(value):
+                raise ValueError(f"generate: {name} must be {allowed.text}, got {value}. {allowed.advice}".rstrip())
+        for name, (least, advice) in COUNTS.items():
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= least):
-                raise ValueError(f"generate: {name} must be an integer of at least {least}, got {value!r}. {todo}")
+                raise ValueError(f"generate: {name} must be an integer of at least {least}, got {value!r}. {advice}")
         if self.num_return_sequences != 1 and not self.do_sample:
             raise ValueError(
                 f"generate: num_return_sequences must be 1 without do_sample, got {self.num_return_sequences}. The "
@@ -230,90 +235,93 @@ class Settings:
         if not all(map(callable, self.logits_processor)):
             raise ValueError(
                 "generate: logits_processor must be a function or a list of functions, got "
-                f"{', '.join(type(each).__name__ for each in self.logits_processor)}."
+                f"{', '.join(type(processor).__name__ for processor in self.logits_processor)}."
             )
 
 
 def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     """Fill in the defaults of the checkpoint, and check that all options are valid."""
-    known = [key for key in Options.__annotations__ if key not in PromptInputs.__annotations__]
-    known += model.prompt_inputs
-    options = cast(Options, translate("generate", options, ["max_new_tokens", *known]))
+    # The options of the call come before those of the checkpoint.
+    names = [name for name in Options.__annotations__ if name not in PromptInputs.__annotations__]
+    options = cast(Options, translate("generate", options, ["max_new_tokens", *names, *model.prompt_inputs]))
     stored = _generation_config(model)
 
-    def said(name: str, *otherwise: Any) -> Any:
-        return _first(options.get(name), stored.get(name), *otherwise)
+    def option(name: str, *defaults: Any) -> Any:
+        return _first(options.get(name), stored.get(name), *defaults)
 
-    do_sample = bool(said("do_sample", False))
+    # Options of sampling have no effect without it.
+    do_sample = bool(option("do_sample", False))
     if not do_sample:
         stored = {name: value for name, value in stored.items() if name not in DRAWING}
         idle = {name: value for name, value in options.items() if name in DRAWING and value not in (None, 0, 1)}
         if idle:
             warnings.warn(f"generate: {idle} has no effect without do_sample=True.", stacklevel=3)
-    stops: Any = said("eos_token_id", getattr(model.config, "eos_token_id", None), [])
+
+    # Tokens that end rows and fill them.
+    vocab = model.config.vocab_size
+    stops: Any = option("eos_token_id", getattr(model.config, "eos_token_id", None), [])
     stops = stops.tolist() if hasattr(stops, "tolist") else stops
     eos: list[Any] = [stops] if isinstance(stops, str | Real) else [*stops]
     if not all(isinstance(token, int) for token in eos):
         raise ValueError(f"generate: eos_token_id must be a token or a list of tokens, got {stops!r}.")
-    vocab, pad, generator = model.config.vocab_size, options.get("pad_token_id"), options.get("generator")
+    pad = options.get("pad_token_id")
     if pad is not None and not 0 <= pad < vocab:
         raise ValueError(
             f"generate: pad_token_id must be in [0, {vocab}), got {pad}. Omit it to pad with the stop token."
         )
     # Some checkpoints use −1 for no padding token.
     pads = [pad, stored.get("pad_token_id"), getattr(model.config, "pad_token_id", None), *eos]
-    if generator is not None and generator.device.type != model.device.type:
-        raise ValueError(
-            f"generate: generator must be on {model.device.type} like the model, got "
-            f"{None if generator is None else generator.device}. Use torch.Generator({model.device.type!r})."
-        )
-
-    def known_tokens(tokens: Any) -> bool:
-        return isinstance(tokens, Sequence) and all(isinstance(token, int) and 0 <= token < vocab for token in tokens)
-
-    strings, tokenizer = said("stop_strings", []), options.get("tokenizer")
+    strings, tokenizer = option("stop_strings", []), options.get("tokenizer")
     strings = list(strings) if isinstance(strings, list | tuple) else [strings]
     if strings and tokenizer is None and "tokenizer.json" in model.assets:
         tokenizer = getattr(model, "tokenizer")  # noqa: B009  not of `Decoder`
-    seed: Any = options.get("seed")
+
+    # Tokens that are not generated.
+    def are_tokens(tokens: Any) -> bool:
+        return isinstance(tokens, Sequence) and all(isinstance(token, int) and 0 <= token < vocab for token in tokens)
+
+    words, suppressed = option("bad_words_ids", []), option("suppress_tokens", [])
+    if not isinstance(words, Sequence) or not all(are_tokens(word) and len(word) for word in words):
+        raise ValueError(f"generate: bad_words_ids must be lists of tokens in [0, {vocab}), got {words}.")
+    if not are_tokens(suppressed):
+        raise ValueError(f"generate: suppress_tokens must be tokens in [0, {vocab}), got {suppressed}.")
+    # The checkpoint's minimum may be more than a short call asks for.
+    least, most = options.get("min_new_tokens"), cast(Any, max_new_tokens)
+    if isinstance(least, int) and isinstance(most, Real) and least > max_new_tokens:
+        raise ValueError(f"generate: min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {least}.")
+
+    # Random numbers: a generator or seeds.
+    generator, seed = options.get("generator"), cast(Any, options.get("seed"))
+    if generator is not None and generator.device.type != model.device.type:
+        raise ValueError(
+            f"generate: generator must be on {model.device.type} like the model, got {generator.device}. Use "
+            f"torch.Generator({model.device.type!r})."
+        )
     seeds = seed if isinstance(seed, Sequence) else [] if seed is None else [seed]
     if seed is not None and generator is not None:
         raise ValueError("generate: seed and generator exclude each other, got both. Pass one.")
-    if not all(isinstance(each, int) and 0 <= each < 2**62 for each in seeds):
+    if not all(isinstance(number, int) and 0 <= number < 2**62 for number in seeds):
         raise ValueError(f"generate: seed must be an integer in [0, 2**62) or a list of them, got {seed!r}.")
-    kept, given = options.get("cache"), [name for name in model.prompt_inputs if options.get(name) is not None]
-    if kept is not None and (not isinstance(kept, DecodeCache) or options.get("use_cache") is False or given):
+
+    # A cache that is kept holds tokens only.
+    cache, inputs = options.get("cache"), [name for name in model.prompt_inputs if options.get(name) is not None]
+    if cache is not None and (not isinstance(cache, DecodeCache) or options.get("use_cache") is False or inputs):
         raise ValueError(
-            f"generate: cache must be a DecodeCache, without {', '.join(given) or 'use_cache=False'}, got "
-            f"{type(kept).__name__}."
+            f"generate: cache must be a DecodeCache, without {', '.join(inputs) or 'use_cache=False'}, got "
+            f"{type(cache).__name__}."
         )
-    # The checkpoint's may be more than a short call asks for.
-    least, most = options.get("min_new_tokens"), cast(Any, max_new_tokens)
-    if (isinstance(least, int) and isinstance(most, Real)) and not least <= max_new_tokens:
-        raise ValueError(f"generate: min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {least}.")
     processors: Any = _first(options.get("logits_processor"), [])
-    several = isinstance(processors, Sequence) and not callable(processors)
-    words, suppressed = said("bad_words_ids", []), said("suppress_tokens", [])
-    if not isinstance(words, Sequence) or not all(known_tokens(word) and len(word) for word in words):
-        raise ValueError(f"generate: bad_words_ids must be lists of tokens in [0, {vocab}), got {words}.")
-    if not known_tokens(suppressed):
-        raise ValueError(f"generate: suppress_tokens must be tokens in [0, {vocab}), got {suppressed}.")
+    is_list = isinstance(processors, Sequence) and not callable(processors)
+    numbers = {name: option(name, UNFILTERED.get(name, 1.0)) for name in RANGES if name != "max_new_tokens"}
     return Settings(
+        **numbers,
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
-        temperature=said("temperature", 1.0),
-        top_k=said("top_k", 0),
-        top_p=said("top_p", 1.0),
-        min_p=said("min_p", 0.0),
-        typical_p=said("typical_p", 1.0),
-        epsilon_cutoff=said("epsilon_cutoff", 0.0),
-        eta_cutoff=said("eta_cutoff", 0.0),
-        repetition_penalty=said("repetition_penalty", 1.0),
-        no_repeat_ngram_size=said("no_repeat_ngram_size", 0),
+        no_repeat_ngram_size=option("no_repeat_ngram_size", 0),
         bad_words_ids=[list(word) for word in words],
         suppress_tokens=list(suppressed),
-        logits_processor=list(processors) if several else [processors],
-        min_new_tokens=said("min_new_tokens", 0),
+        logits_processor=list(processors) if is_list else [processors],
+        min_new_tokens=option("min_new_tokens", 0),
         eos_token_id=eos,
         stop_strings=StopStrings(strings, tokenizer) if strings else None,
         pad_token_id=next((pad for pad in pads if pad is not None and 0 <= pad < vocab), None),
@@ -321,7 +329,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         generator=generator,
         seed=list(seeds) if isinstance(seed, Sequence) else seed,
         use_cache=_first(options.get("use_cache"), True),
-        cache=kept,
+        cache=cache,
         draft_model=options.get("draft_model"),
         num_draft_tokens=_draft_tokens(model, options, do_sample),
     )
@@ -332,13 +340,13 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
     draft, count = options.get("draft_model"), options.get("num_draft_tokens")
     if draft is None:
         return _first(count, 1)  # type: ignore[no-any-return]
-    model_of_its_own = isinstance(draft, Decoder)
-    if not model_of_its_own and (not hasattr(draft, "draft_logits") or draft.model is not model):
+    is_model = isinstance(draft, Decoder)
+    if not is_model and (not hasattr(draft, "draft_logits") or draft.model is not model):
         raise ValueError(
             "generate: draft_model must be a model of this package, or LigerMedusa around this model, got "
             f"{type(draft).__name__}."
         )
-    if model_of_its_own and draft.device != model.device:
+    if is_model and draft.device != model.device:
         raise ValueError(
             f"generate: draft_model must be on {model.device} like the model, got {getattr(draft, 'device', None)}."
         )
@@ -349,10 +357,10 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
             "generate: draft_model needs seed with do_sample=True, because other draws would depend on the drafts. "
             "Pass seed=0, or do_sample=False."
         )
-    if model_of_its_own:
+    if is_model:
         return _first(count, 5)  # type: ignore[no-any-return]
     heads = len(draft.heads)
-    if count is not None and not count <= heads:
+    if count is not None and count > heads:
         raise ValueError(f"generate: num_draft_tokens must be at most the number of heads ({heads}), got {count}.")
     return heads if count is None else count
 
@@ -370,7 +378,7 @@ def _generation_config(model: Decoder) -> dict[str, Any]:
     """The content of the checkpoint's generation_config.json; {} if it has none."""
     name = "generation_config.json"
     stored = parse_json(model.assets.get(name, b"{}"), name)
-    absent = [key for key in NOT_HERE if stored.get(key) not in (None, 0, 1, [])]
+    absent = [key for key in NOT_IMPLEMENTED if stored.get(key) not in (None, 0, 1, [])]
     if absent:
         names = ", ".join(absent)
         warnings.warn(f"generation_config.json: not implemented and ignored: {names}.", stacklevel=4)

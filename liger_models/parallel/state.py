@@ -95,10 +95,12 @@ def save_state(
         raise ValueError(
             f"save_state: the previous save in {folder} must be finished, got one in progress. Call its result() first."
         )
-    place, temporary = _place(folder, step), folder / f".step-{step:08d}.tmp"
+    checkpoint, temporary = _checkpoint(folder, step), folder / f".step-{step:08d}.tmp"
     group = _cpu_group()
     reshard(model)
     described = _describe(model)
+
+    # What torch.save writes: first the shared state by rank 0, which creates the folder; then each rank's own.
     with raise_on_all_ranks(group):
         shared = {
             "step": step,
@@ -110,14 +112,13 @@ def save_state(
         of_rank = {"random": _random_state(), "data": None if data is None else data.state_dict()}
         with _write_errors(folder):
             if rank() == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
-                for stale in [*folder.glob(".step-*.tmp"), *replaced]:  # left by a run that died
-                    shutil.rmtree(stale)
+                _remove_stale(folder)
                 temporary.mkdir()
                 torch.save(shared, temporary / SHARED)
     with raise_on_all_ranks(group), _write_errors(folder):
         torch.save(of_rank, temporary / f"rank-{rank()}.pt")
+
+    # What torch.distributed.checkpoint writes.
     tensors = _tensors(model)
     if optimizer is not None:
         fresh = not optimizer.state
@@ -125,49 +126,74 @@ def save_state(
         if fresh:  # PyTorch has created a state by a step with zero gradients, which would count as a step
             optimizer.state.clear()
             tensors["optimizer"]["state"] = {}
-    done: Future[None] = Future()
 
-    def publish() -> None:
-        if rank() == 0:
-            old = place.with_suffix(".old")
-            if place.exists():
-                place.rename(old)
-            temporary.rename(place)
-            pointer = folder / f".{LATEST}.tmp"
-            pointer.write_text(place.name + "\n")
-            pointer.replace(folder / LATEST)
-            shutil.rmtree(old, ignore_errors=True)
-            steps = _steps(folder)
-            for outdated in [each for each in steps if each != place][: max(len(steps) - (keep or len(steps)), 0)]:
-                shutil.rmtree(outdated)
-
-    def written(saving: "Future[Any]") -> None:
-        _in_flight.discard(folder)
-        try:
-            with _checkpoint_errors(place):
-                saving.result()
-            publish()
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    with _checkpoint_errors(place):
+    finished: Future[None] = Future()
+    with _checkpoint_errors(checkpoint):
         if background:
-            _in_flight.add(folder)
-            try:
-                saving = async_save(tensors, checkpoint_id=temporary, process_group=group)
-            except BaseException:
-                _in_flight.discard(folder)
-                raise
-            saving = saving if isinstance(saving, Future) else saving.upload_completion
-            saving.add_done_callback(written)
-            return done
+            _save_in_background(tensors, temporary, checkpoint, keep, group, finished)
+            return finished
         save(tensors, checkpoint_id=temporary, process_group=group)
     with raise_on_all_ranks(group), _write_errors(folder):
-        publish()
-    done.set_result(None)
-    return done
+        _publish(temporary, checkpoint, keep)
+    finished.set_result(None)
+    return finished
+
+
+def _remove_stale(folder: Path) -> None:
+    """Create the folder of a run, or remove unfinished and replaced checkpoints of a run that died."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
+    for stale in [*folder.glob(".step-*.tmp"), *replaced]:
+        shutil.rmtree(stale)
+
+
+def _save_in_background(
+    tensors: dict[str, Any], temporary: Path, checkpoint: Path, keep: int | None, group: Any, finished: "Future[None]"
+) -> None:
+    """Copy the tensors to host memory, and write and publish them while training goes on; then set ``finished``."""
+    folder = checkpoint.parent
+
+    def publish_when_written(saving: "Future[Any]") -> None:
+        _in_flight.discard(folder)
+        try:
+            with _checkpoint_errors(checkpoint):
+                saving.result()
+            _publish(temporary, checkpoint, keep)
+        except BaseException as error:
+            finished.set_exception(error)
+        else:
+            finished.set_result(None)
+
+    _in_flight.add(folder)
+    try:
+        saving = async_save(tensors, checkpoint_id=temporary, process_group=group)
+    except BaseException:
+        _in_flight.discard(folder)
+        raise
+    saving = saving if isinstance(saving, Future) else saving.upload_completion
+    saving.add_done_callback(publish_when_written)
+
+
+def _publish(temporary: Path, checkpoint: Path, keep: int | None) -> None:
+    """Give a complete checkpoint its name and delete outdated ones, on rank 0.
+
+    At each moment ``latest`` or its ``.old`` names a complete checkpoint: the old one of this step is moved away, the
+    new one takes its name, ``latest`` is replaced, and only then are others deleted.
+    """
+    if rank() != 0:
+        return
+    folder, old = checkpoint.parent, checkpoint.with_suffix(".old")
+    if checkpoint.exists():
+        checkpoint.rename(old)
+    temporary.rename(checkpoint)
+    pointer = folder / f".{LATEST}.tmp"
+    pointer.write_text(checkpoint.name + "\n")
+    pointer.replace(folder / LATEST)
+    shutil.rmtree(old, ignore_errors=True)
+    steps = _steps(folder)
+    surplus = len(steps) - (keep or len(steps))
+    for outdated in [step for step in steps if step != checkpoint][: max(surplus, 0)]:
+        shutil.rmtree(outdated)
 
 
 def load_state(
@@ -203,41 +229,48 @@ def load_state(
         OSError: the checkpoint is damaged, or is of another optimizer. The message names the file and the checkpoint
             before it.
     """
+    # Rank 0 chooses the checkpoint.
     folder = Path(folder).absolute()
     group = _cpu_group()
     with raise_on_all_ranks(group):
-        found = [_find(folder, step) if rank() == 0 else None]
+        chosen = [_find(folder, step) if rank() == 0 else None]
     if group is not None:
-        dist.broadcast_object_list(found, 0, group)
-    place = found[0]
-    if place is None:
+        dist.broadcast_object_list(chosen, 0, group)
+    checkpoint = chosen[0]
+    if checkpoint is None:
         return None
+
+    # Everything is checked before anything is loaded.
     reshard(model)
     described = _describe(model)
     with raise_on_all_ranks(group):
-        shared = _load(place / SHARED)
-        _check_model(place, described, shared.get("model"))
-        metadata = _read_metadata(place)
-        _check_tensors(place, _tensors(model)["model"], metadata)
-        of_rank = _state_of_rank(place, shared["ranks"], data is not None)
+        shared = _load(checkpoint / SHARED)
+        _check_model(checkpoint, described, shared.get("model"))
+        metadata = _read_metadata(checkpoint)
+        _check_tensors(checkpoint, _tensors(model)["model"], metadata)
+        of_rank = _state_of_rank(checkpoint, shared["ranks"], data is not None)
         for name, part, saved in (("scheduler", scheduler, shared["scheduler"]), ("data", data, of_rank.get("data"))):
             if part is not None and saved is None:
                 raise ValueError(
-                    f"load_state: {name} must have a state in {place}, got none: save_state was called without it. "
-                    "Leave it out."
+                    f"load_state: {name} must have a state in {checkpoint}, got none: save_state was called without "
+                    "it. Leave it out."
                 )
         paths = (metadata.planner_data or {}).values()
-        with_state = {path[2] for path in paths if path[:2] == ("optimizer", "state")}  # parameters
+        with_state = {path[2] for path in paths if path[:2] == ("optimizer", "state")}  # names of parameters
+
+    # Model and optimizer.
     tensors = _tensors(model)
     if optimizer is not None:
         tensors["optimizer"] = _optimizer_state(model, optimizer, with_state)
     parameters = [group["params"] for group in tensors.get("optimizer", {}).get("param_groups", [])]
-    with _checkpoint_errors(place):
-        load(tensors, checkpoint_id=place, process_group=group)
+    with _checkpoint_errors(checkpoint):
+        load(tensors, checkpoint_id=checkpoint, process_group=group)
     if optimizer is not None:
         for options, names in zip(tensors["optimizer"]["param_groups"], parameters, strict=True):
             options["params"] = names  # loading has put in the saved names, of which some may be frozen now
         optimizer.load_state_dict(tensors["optimizer"])
+
+    # The rest. Random numbers come last, because other parts may draw some.
     if scheduler is not None:
         scheduler.load_state_dict(shared["scheduler"])
     if data is not None:
@@ -260,12 +293,12 @@ def _tensors(model: nn.Module) -> dict[str, Any]:
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) -> dict[str, Any]:
     """An optimizer state to load into, for the named parameters: those that never had a gradient have no state."""
-    found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    if not names <= found["state"].keys():  # PyTorch creates it only if there is neither state nor gradient
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    if not names <= state["state"].keys():  # PyTorch creates it only if there is neither state nor gradient
         optimizer.state.clear()
         optimizer.zero_grad()
-        found = get_optimizer_state_dict(model, optimizer)
-    return {**found, "state": {name: value for name, value in found["state"].items() if name in names}}
+        state = get_optimizer_state_dict(model, optimizer)
+    return {**state, "state": {name: value for name, value in state["state"].items() if name in names}}
 
 
 def _describe(model: nn.Module) -> dict[str, str]:
@@ -274,53 +307,56 @@ def _describe(model: nn.Module) -> dict[str, str]:
     These are the settings of the model and of its adapters, its tied tensors, and what tells the frozen weights under
     adapters from others: the sum of the bits of its vectors, such as those of the norms.
     """
+    # The settings.
     configs = (getattr(module, "config", None) for module in model.modules())
-    found = _flatten("config", next((config for config in configs if dataclasses.is_dataclass(config)), None))
-    found |= _flatten("adapters", adapter_config(model))
+    adapters = adapter_config(model)
+    description = _flatten("config", next((config for config in configs if dataclasses.is_dataclass(config)), None))
+    description |= _flatten("adapters", adapters)
+
+    # Names of the same tensor.
     names: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)
-    found["tied weights"] = ", ".join(" = ".join(each) for each in names.values() if len(each) > 1) or "none"
-    if adapter_config(model) is not None:
-        vectors = [each.detach() for each in model.parameters() if each.dim() == 1 and not each.requires_grad]
-        whole = (each.full_tensor() if isinstance(each, DTensor) else each for each in vectors)
-        bits = sum(int(each.float().view(torch.int32).sum(dtype=torch.int64)) for each in whole)
-        found["checksum of the frozen weights"] = str(bits)
-    return found
+    ties = [" = ".join(aliases) for aliases in names.values() if len(aliases) > 1]
+    description["tied weights"] = ", ".join(ties) or "none"
+
+    # Frozen vectors.
+    if adapters is not None:
+        vectors = [value.detach() for value in model.parameters() if value.dim() == 1 and not value.requires_grad]
+        whole = (vector.full_tensor() if isinstance(vector, DTensor) else vector for vector in vectors)
+        bits = sum(int(vector.float().view(torch.int32).sum(dtype=torch.int64)) for vector in whole)
+        description["checksum of the frozen weights"] = str(bits)
+    return description
 
 
 def _flatten(name: str, value: Any) -> dict[str, str]:
     """The fields of a dataclass and of those in it, by their names with dots; the type under ``name`` itself."""
     if not dataclasses.is_dataclass(value):
         return {name: repr(value)}
-    found = {name: type(value).__name__}
+    settings = {name: type(value).__name__}
     for field in dataclasses.fields(value):
-        own = getattr(value, field.name)
-        former = (field.name, own) == ("target_parameters", ())  # a former version had no such field
-        if not former and not field.name.endswith(MAY_DIFFER):
-            found |= _flatten(f"{name}.{field.name}", own)
-    return found
+        setting = getattr(value, field.name)
+        is_new = (field.name, setting) == ("target_parameters", ())  # a former version had no such field
+        if not is_new and not field.name.endswith(MAY_DIFFER):
+            settings |= _flatten(f"{name}.{field.name}", setting)
+    return settings
 
 
-def _check_model(place: Path, now: Mapping[str, str], saved: Mapping[str, str] | None) -> None:
-    """Raise ValueError if the model is not what was saved; None if a former version saved it, without a description."""
+def _check_model(checkpoint: Path, now: Mapping[str, str], saved: Mapping[str, str] | None) -> None:
+    """Raise ValueError if the model is not the saved one; None if a former version saved it, without a description."""
     saved = now if saved is None else saved
-    other = [
-        f"{name} {now.get(name)} instead of {saved.get(name)}"
-        for name in {**saved, **now}
-        if saved.get(name) != now.get(name)
-    ]
-    if other:
-        raise ValueError(f"load_state: the model must be that of {place}, got {'; '.join(other)}. {_ANOTHER}")
+    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    if names:
+        changes = "; ".join(f"{name} {now.get(name)} instead of {saved.get(name)}" for name in names)
+        raise ValueError(f"load_state: the model must be that of {checkpoint}, got {changes}. {_ANOTHER}")
 
 
-def _check_tensors(place: Path, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
+def _check_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
     """Raise ValueError unless the checkpoint has these tensors and no others, in these shapes."""
-    prefix, stored = "model.", metadata.state_dict_metadata
     saved = {
-        name.removeprefix(prefix): tuple(getattr(each, "size", ()))
-        for name, each in stored.items()
-        if name.startswith(prefix)
+        name.removeprefix("model."): tuple(getattr(tensor, "size", ()))
+        for name, tensor in metadata.state_dict_metadata.items()
+        if name.startswith("model.")
     }
     now = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     faults = {
@@ -328,33 +364,35 @@ def _check_tensors(place: Path, tensors: Mapping[str, Tensor], metadata: Metadat
         "with also": [name for name in now if name not in saved],
         "with another shape of": [name for name in saved if now.get(name, saved[name]) != saved[name]],
     }
-    other = [
+    changes = [
         f"one {fault} {', '.join(names[:3])}{', ...' * (len(names) > 3)}" for fault, names in faults.items() if names
     ]
-    if other:
-        raise ValueError(f"load_state: the model must have the tensors of {place}, got {'; '.join(other)}. {_ANOTHER}")
+    if changes:
+        raise ValueError(
+            f"load_state: the model must have the tensors of {checkpoint}, got {'; '.join(changes)}. {_ANOTHER}"
+        )
 
 
 _ANOTHER = "Resume with the model and the options that the run began with, or start another run in another folder."
 
 
-def _read_metadata(place: Path) -> Metadata:
+def _read_metadata(checkpoint: Path) -> Metadata:
     """The metadata of a checkpoint: its tensors and their files; raises OSError if a file has been truncated."""
     try:
-        metadata = FileSystemReader(place).read_metadata()
+        metadata = FileSystemReader(checkpoint).read_metadata()
     except Exception as error:
-        raise _incomplete(place, rank(), error, ".metadata") from error
+        raise _incomplete(checkpoint, rank(), error, ".metadata") from error
     ends: dict[str, int] = {}
     for part in (metadata.storage_data or {}).values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
     for name, end in ends.items():
-        size = (place / name).stat().st_size if (place / name).is_file() else 0
+        size = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else 0
         if size < end:
-            raise _incomplete(place, rank(), EOFError(f"{size} of {end} bytes"), name)
+            raise _incomplete(checkpoint, rank(), EOFError(f"{size} of {end} bytes"), name)
     return metadata
 
 
-def _place(folder: Path, step: int) -> Path:
+def _checkpoint(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
@@ -368,17 +406,19 @@ def _find(folder: Path, step: int | None) -> Path | None:
         if not named:  # deleted, or emptied by a machine that lost power; complete checkpoints alone have such names
             warnings.warn(f"{pointer} names no checkpoint. Resuming from {steps[-1].name}.", stacklevel=3)
             return steps[-1]
-        place = folder / named
+        checkpoint = folder / named
     else:
-        place = _place(folder, step)
-    found = next((each for each in (place, place.with_suffix(".old")) if each.is_dir()), None)
-    if found is None and step is None and steps:
-        warnings.warn(f"{folder}: {place.name} is not there any more. Resuming from {steps[-1].name}.", stacklevel=3)
+        checkpoint = _checkpoint(folder, step)
+
+    # The checkpoint, or the one that it was replacing when the run died.
+    for path in (checkpoint, checkpoint.with_suffix(".old")):
+        if path.is_dir():
+            return path
+    if step is None and steps:
+        warnings.warn(f"{folder}: {checkpoint.name} does not exist. Resuming from {steps[-1].name}.", stacklevel=3)
         return steps[-1]
-    if found is None:
-        there = ", ".join(each.name for each in steps) or "no checkpoint"
-        raise FileNotFoundError(f"{place}: must be a checkpoint, got {there} in {folder}. Choose one of them.")
-    return found
+    names = ", ".join(path.name for path in steps) or "no checkpoint"
+    raise FileNotFoundError(f"{checkpoint}: must be a checkpoint, got {names} in {folder}. Choose one of them.")
 
 
 def _steps(folder: Path) -> list[Path]:
@@ -386,19 +426,19 @@ def _steps(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-" + "[0-9]" * 8))
 
 
-def _state_of_rank(place: Path, ranks: int, with_data: bool) -> dict[str, Any]:
+def _state_of_rank(checkpoint: Path, ranks: int, with_data: bool) -> dict[str, Any]:
     """The state of the calling rank; if the number of ranks has changed, the parts of it that exist."""
-    file = place / f"rank-{rank()}.pt"
+    file = checkpoint / f"rank-{rank()}.pt"
     if ranks == world_size():
         return _load(file)
-    states = [_load(place / f"rank-{rank}.pt") for rank in range(ranks)] if with_data else []
+    states = [_load(checkpoint / f"rank-{rank}.pt") for rank in range(ranks)] if with_data else []
     if any(not _equal(state["data"], states[0]["data"]) for state in states):
         raise ValueError(
             f"load_state: data must have one state for all ranks to resume with {world_size()} instead of {ranks}, got "
             f"different ones. Save the position in the whole data set, or resume with {ranks} ranks."
         )
-    found = _load(file) if file.is_file() else {}
-    return {**found, "data": states[0]["data"] if states else None}
+    state = _load(file) if file.is_file() else {}
+    return {**state, "data": states[0]["data"] if states else None}
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -457,7 +497,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _checkpoint_errors(place: Path) -> Iterator[None]:
+def _checkpoint_errors(checkpoint: Path) -> Iterator[None]:
     """Raise the errors of torch.distributed.checkpoint as OSError."""
     if not is_distributed():  # PyTorch warns about a single process
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -465,24 +505,24 @@ def _checkpoint_errors(place: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:  # a BaseException
         rank, (reason, _) = next(iter(error.failures.items()))
-        raise _incomplete(place, rank, reason) from error
+        raise _incomplete(checkpoint, rank, reason) from error
 
 
-def _incomplete(place: Path, rank: int, reason: BaseException, file: str = "") -> OSError:
+def _incomplete(checkpoint: Path, rank: int, reason: BaseException, file: str = "") -> OSError:
     """The error of a checkpoint that could not be written or read.
 
     Args:
-        place: folder of the checkpoint.
+        checkpoint: its folder.
         rank: where it failed.
         reason: what went wrong.
         file: name of the damaged file, if it is known.
     """
     got = f"{file}, " * bool(file) + f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
-    message = f"{place}: must be written and read in full by all ranks, got on rank {rank}: {got}."
-    if not place.exists():  # it was being written
+    message = f"{checkpoint}: must be written and read in full by all ranks, got on rank {rank}: {got}."
+    if not checkpoint.exists():  # it was being written
         return OSError(f"{message} Check the free space. Earlier checkpoints are unchanged.")
     hint = "Use another folder for another optimizer, or moments in another format. If the checkpoint is damaged"
-    others = [each.name for each in _steps(place.parent) if each.name < place.name]
-    if others:
-        return OSError(f"{message} {hint}, delete {place} to resume from {others[-1]}, which is unchanged.")
-    return OSError(f"{message} {hint}, delete {place.parent} to start again: there is no earlier checkpoint.")
+    earlier = [path.name for path in _steps(checkpoint.parent) if path.name < checkpoint.name]
+    if earlier:
+        return OSError(f"{message} {hint}, delete {checkpoint} to resume from {earlier[-1]}, which is unchanged.")
+    return OSError(f"{message} {hint}, delete {checkpoint.parent} to start again: there is no earlier checkpoint.")

@@ -40,39 +40,32 @@ class GRPOObjective(Objective):
     formats = ("prompt",)
     shares_rows, compares = False, True
 
-    def __init__(self, options: Any, **given: Any) -> None:
+    def __init__(self, options: Any, **settings: Any) -> None:
         super().__init__(options)
-        if "reward" not in given:
+        if "reward" not in settings:
             raise ValueError(
                 "TrainOptions: objective grpo needs a reward, got none. Name a function: file.py:function."
             )
-        self.reward_name = given.pop("reward")
+        self.reward_name = settings.pop("reward")
         self.reward = load_function(self.reward_name)
-        self.reference = Reference(options, given.pop("ref_model", None))
-        self.generations, self.new = given.pop("num_generations", 8), given.pop("max_new_tokens", 256)
-        self.repeats, self.scales = given.pop("num_iterations", 1), given.pop("scale_rewards", True)
-        self.replays = given.pop("replay_routing", False)
-        self.deterministic = given.pop("deterministic_rollouts", False)
-        for name, value, least in (
-            ("num_generations", self.generations, 2),
-            ("max_new_tokens", self.new, 1),
-            ("num_iterations", self.repeats, 1),
-        ):
-            if not value >= least:
-                raise ValueError(f"TrainOptions: {name} must be at least {least}, got {value}.")
+        self.reference = Reference(options, settings.pop("ref_model", None))
+        self.generations, self.new = settings.pop("num_generations", 8), settings.pop("max_new_tokens", 256)
+        self.repeats, self.scales = settings.pop("num_iterations", 1), settings.pop("scale_rewards", True)
+        self.replays = settings.pop("replay_routing", False)
+        self.deterministic = settings.pop("deterministic_rollouts", False)
         if options.save_every % self.repeats != 0:
             raise ValueError(
                 f"TrainOptions: save_every must be a multiple of num_iterations, got {options.save_every} and "
                 f"{self.repeats}: a checkpoint does not hold sampled answers."
             )
-        if not options.length > self.new:
+        if options.length <= self.new:
             raise ValueError(
                 f"TrainOptions: length must be more than max_new_tokens, got {options.length} and {self.new}."
             )
-        self.temperature = given.get("temperature", 1.0)
-        low = given.pop("epsilon", 0.2)
-        ranges = {"epsilon_low": low, "epsilon_high": given.pop("epsilon_high", low)}
-        self.settings: dict[str, Any] = {"beta": 0.0, "max_completion_length": self.new, **ranges, **given}
+        self.temperature = settings.get("temperature", 1.0)
+        low = settings.pop("epsilon", 0.2)
+        ranges = {"epsilon_low": low, "epsilon_high": settings.pop("epsilon_high", low)}
+        self.settings: dict[str, Any] = {"beta": 0.0, "max_completion_length": self.new, **ranges, **settings}
         self.function = LigerFusedLinearGRPOLoss(**self.settings)
 
     def prepare(self, model: CausalLM, load: Load) -> None:
@@ -101,33 +94,32 @@ class GRPOObjective(Objective):
         With ``replay_routing`` also the experts that they passed, as ``routed_experts``, and with
         ``deterministic_rollouts`` the log-probabilities that the policy needs later, as ``old``.
         """
+        # Answers, and their rewards relative to the group of answers to the same prompt.
         answers, experts, log_probs = self._answers(model, rows)
         reshard(model)
         rows = [row for row in rows for _ in range(self.generations)]
         prompts, pixels = [row["ids"] for row in rows], [row["pixels"] for row in rows]
         with raise_on_all_ranks():
-            found = self._rewards(model, [row["example"] for row in rows], answers)
-        rewards = torch.tensor(found, dtype=torch.float64)  # those of a group may be large and differ by little
+            numbers = self._rewards(model, [row["example"] for row in rows], answers)
+        rewards = torch.tensor(numbers, dtype=torch.float64)  # rewards of a group may be large and differ by little
         groups = rewards.view(-1, self.generations)
         advantages = groups - groups.mean(1, keepdim=True)
         if self.scales:
             advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
-        documents = [
-            torch.tensor([*(~token for token in prompt), *answer])
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+
+        # Rows [B, T] of prompts, whose tokens have no label, and answers.
+        pairs = zip(prompts, answers, strict=True)
+        documents = [torch.tensor([*(~token for token in prompt), *answer]) for prompt, answer in pairs]
         batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id, pixels)
-        if self.replays:
-            T = batch["input_ids"].shape[1]
-            batch["routed_experts"] = torch.stack(
-                [F.pad(each, (0, 0, 0, 0, 0, T - len(each)), value=-1) for each in experts]
-            )
+        T = batch["input_ids"].shape[1]
+        if self.replays:  # [B, T, L, K]
+            padding = (0, 0, 0, 0, 0)
+            batch["routed_experts"] = torch.stack([F.pad(ids, (*padding, T - len(ids)), value=-1) for ids in experts])
         if self.deterministic and self.repeats > 1 and self.temperature == 1:
             # The log-probability of a token is where the token before it is.
-            T, starts = batch["input_ids"].shape[1], [len(prompt) - 1 for prompt in prompts]
-            batch["old"] = torch.stack(
-                [F.pad(each, (n, T - n - len(each))) for n, each in zip(starts, log_probs, strict=True)]
-            )
+            starts = [len(prompt) - 1 for prompt in prompts]
+            rows_of = zip(starts, log_probs, strict=True)
+            batch["old"] = torch.stack([F.pad(row, (start, T - start - len(row))) for start, row in rows_of])
         return {**batch, "rewards": rewards.float(), "advantages": advantages.float().flatten()}
 
     def _answers(self, model: CausalLM, rows: Any) -> tuple[list[list[int]], list[Any], list[Tensor]]:
@@ -145,11 +137,9 @@ class GRPOObjective(Objective):
         with unsharded(model) if gathers else nullcontext(model) as policy:
             refused = refusal(policy, longest + self.new, prompts[0]) if not inputs else "prompts must have no images"
             if refused is None:
-                found = policy.rollout(
-                    prompts, **options, record_routing=self.replays, deterministic=self.deterministic
-                )
-                answers, experts = [each.tokens.tolist() for each in found], [each.routed_experts for each in found]
-                return answers, experts, [each.log_probs for each in found]
+                rows = policy.rollout(prompts, **options, record_routing=self.replays, deterministic=self.deterministic)
+                answers = [row.tokens.tolist() for row in rows]
+                return answers, [row.routed_experts for row in rows], [row.log_probs for row in rows]
             if self.replays:
                 raise ValueError(
                     f"TrainOptions: replay_routing needs rollout, which records experts, but {refused}. Leave it out."
@@ -191,13 +181,15 @@ class GRPOObjective(Objective):
         return targets_per_rank(batches) * world_size() if self.function.loss_type in TOKEN_MEANS else None
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
-        """See `Objective.loss`. What the policy that sampled and the reference said is kept in ``batch``."""
+        """See `Objective.loss`. Log-probabilities of the sampling policy and the reference are kept in ``batch``."""
         inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         replayed = {"routed_experts": batch["routed_experts"]} if self.replays else {}
 
         def log_probs(model: CausalLM, **more: Tensor) -> Tensor:
-            found: Tensor = model(**inputs, **more, loss_function=self._log_probs).loss
-            return found
+            values: Tensor = model(**inputs, **more, loss_function=self._log_probs).loss
+            return values
+
+        # The policy that sampled, and the reference, on the first pass over the batch.
 
         if self.repeats > 1 and "old" not in batch:
             with torch.no_grad(), self._forward(model):
@@ -205,30 +197,30 @@ class GRPOObjective(Objective):
             reshard(model)
         if self.function.beta and "reference" not in batch:
             batch["reference"] = self.reference(model, log_probs)
-        with self._forward(model):
-            out = model(
-                **inputs,
-                **replayed,
-                loss_function=lambda x, weight, target: self.function(
-                    x, weight, target, target != -100, batch["advantages"], num_items_in_batch=num_items,
-                    ref_per_token_logps=batch.get("reference"), old_per_token_logps=batch.get("old"),
-                ),
+
+        def policy_loss(x: Tensor, weight: Tensor, target: Tensor) -> Any:
+            return self.function(
+                x, weight, target, target != -100, batch["advantages"], num_items_in_batch=num_items,
+                ref_per_token_logps=batch.get("reference"), old_per_token_logps=batch.get("old"),
             )  # fmt: skip
+
+        with self._forward(model):
+            out = model(**inputs, **replayed, loss_function=policy_loss)
         loss, metrics = out.loss
         loss = loss / (1 if num_items is not None else self.accumulate)
         loss = loss if out.aux_loss is None else loss + out.aux_loss / self.accumulate
         tokens = (batch["labels"] != -100).sum()
         names = ("kl", "clip_ratio") if self.function.beta else ("clip_ratio",)
-        found = {name: pair(value * tokens, tokens) for name, value in zip(names, metrics, strict=True)}
-        return loss, {**self.evaluate(model, batch), **found}
+        means = {name: pair(value * tokens, tokens) for name, value in zip(names, metrics, strict=True)}
+        return loss, {**self.evaluate(model, batch), **means}
 
     def _forward(self, model: CausalLM) -> AbstractContextManager[None]:
         """The context of the policy's forwards."""
         return deterministic_forward(model) if self.deterministic else nullcontext()
 
     def _log_probs(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        found: Tensor = fused_linear_logprobs(x, weight, target, temperature=self.temperature, **self.head)
-        return found
+        values: Tensor = fused_linear_logprobs(x, weight, target, temperature=self.temperature, **self.head)
+        return values
 
     def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
         """See `Objective.evaluate`: rewards, and no loss."""
@@ -247,13 +239,13 @@ def load_function(name: str) -> Reward:
     Raises:
         ValueError: there is no such file, module or function.
     """
-    place, _, function = name.rpartition(":")
-    if not place or not function:
+    source, _, function = name.rpartition(":")
+    if not source or not function:
         raise ValueError(f"reward: must be module:function or file.py:function, got {name!r}.")
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise ValueError(f"reward: {place} must be a file, got nothing there. Correct the path.")
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    if source.endswith(".py"):
+        if not Path(source).is_file():
+            raise ValueError(f"reward: {source} must be a file, got nothing there. Correct the path.")
+        spec = importlib.util.spec_from_file_location(Path(source).stem, source)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -262,16 +254,15 @@ def load_function(name: str) -> Reward:
         if os.getcwd() not in sys.path:  # a console script does not search there
             sys.path.append(os.getcwd())
         try:
-            module = importlib.import_module(place)
+            module = importlib.import_module(source)
         except ModuleNotFoundError as error:
             raise ValueError(
-                f"reward: {place} must be a module, got: {error}. Name the file: file.py:{function}."
+                f"reward: {source} must be a module, got: {error}. Name the file: file.py:{function}."
             ) from error
-    found: Any = getattr(module, function, None)
-    if not callable(found):
-        raise ValueError(f"reward: {place} must have a function {function}, got none.")
-    reward: Reward = found
-    return reward
+    reward: Any = getattr(module, function, None)
+    if not callable(reward):
+        raise ValueError(f"reward: {source} must have a function {function}, got none.")
+    return reward  # type: ignore[no-any-return]
 
 
 def _has_room(model: CausalLM) -> bool:

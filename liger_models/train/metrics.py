@@ -42,23 +42,28 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     lengths = torch.cat([batch["cu_seqlens"].diff() for batch in batches]).double()
     rows = dict.fromkeys(model.layers.modules(), tokens) | dict.fromkeys(model.lm_head.modules(), targets)
     attention: dict[nn.Module, AttentionSpec | None] = {layer: layer.attention for layer in layers_of(model.layers)}
-    each_token: dict[nn.Module, float] = {layer: layer.token_flops for layer in layers_of(model.layers)}
+    token_work: dict[nn.Module, float] = {layer: layer.token_flops for layer in layers_of(model.layers)}
     active: dict[nn.Module, float] = {layer: layer.active_share for layer in layers_of(model)}
     total, before = 0.0, False
     for module in model.modules():  # in the order in which they run
-        spec, work = attention.get(module), each_token.get(module, 0) * all_tokens
+        # Attention: pairs of tokens grow with the square of a length up to the window, and linearly past it.
+        spec, work = attention.get(module), token_work.get(module, 0) * all_tokens
         if spec is not None:
-            seen = lengths if spec.window is None else lengths.clamp(max=spec.window)  # constant past the window
-            work += spec.pair_flops * (seen * seen / 2 + (lengths - seen) * seen).sum().item()
-        if work:
-            inside = (each for name, each in module.named_parameters() if not name.startswith(("o_proj", "out_proj")))
-            backward = before or any(each.requires_grad for each in inside)
+            near = lengths if spec.window is None else lengths.clamp(max=spec.window)
+            work += spec.pair_flops * (near * near / 2 + (lengths - near) * near).sum().item()
+        if work:  # the output projection comes after attention
+            inputs = (
+                weight for name, weight in module.named_parameters() if not name.startswith(("o_proj", "out_proj"))
+            )
+            backward = before or any(weight.requires_grad for weight in inputs)
             total += (3.0 if backward else 1.0) * work
-        for each, size in own_parameters(module).items():
-            if module in rows and each.dim() > 1:
-                products = 2.0 + 2.0 * before + 2.0 * each.requires_grad
+
+        # Products with the module's own matrices.
+        for weight, size in own_parameters(module).items():
+            if module in rows and weight.dim() > 1:
+                products = 2.0 + 2.0 * before + 2.0 * weight.requires_grad
                 total += products * active.get(module, 1.0) * size * rows[module]
-            before = before or each.requires_grad
+            before = before or weight.requires_grad
     return total
 
 
@@ -124,13 +129,13 @@ class Log:
         if not self.tokens:
             return {}
         seconds = time.perf_counter() - self.since
-        found = {"tokens_per_s": self.tokens * self.ranks / seconds}
+        rates = {"tokens_per_s": self.tokens * self.ranks / seconds}
         if self.peak is not None:
-            found["mfu"] = self.operations / seconds / self.peak
+            rates["mfu"] = self.operations / seconds / self.peak
         if self.device.type != "cpu":
-            found["memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
+            rates["memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
         self.restart()
-        return found
+        return rates
 
     def write(self, step: int, *, epochs: float | None = None, **values: float | str) -> None:
         """Write a line of the log.
@@ -182,10 +187,9 @@ class _WandB:
         except ImportError as error:
             raise _missing("wandb", "Weights & Biases") from error
         file = folder / "wandb.id"
-        known = file.read_text().strip() if file.is_file() else None
-        self._run = wandb.init(
-            dir=str(folder), name=folder.name, id=known, resume="allow", config=None if options is None else {**options}
-        )
+        run_id = file.read_text().strip() if file.is_file() else None
+        config = None if options is None else {**options}
+        self._run = wandb.init(dir=str(folder), name=folder.name, id=run_id, resume="allow", config=config)
         file.write_text(f"{self._run.id}\n")
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:

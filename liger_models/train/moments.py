@@ -35,30 +35,30 @@ def moment_dtype(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
     return torch.int8 if coded else torch.promote_types(param.dtype, torch.float32)
 
 
-def zero_moments(param: Tensor, dtype: torch.dtype, **place: Any) -> dict[str, Tensor]:
-    """The moments of a parameter before its first step; ``place`` is passed to ``torch.zeros_like``."""
+def zero_moments(param: Tensor, dtype: torch.dtype, **memory: Any) -> dict[str, Tensor]:
+    """The moments of a parameter before its first step; ``memory`` is passed to ``torch.zeros_like``."""
     if dtype != torch.int8:
-        return {name: torch.zeros_like(param, dtype=dtype, **place) for name in MOMENTS}
+        return {name: torch.zeros_like(param, dtype=dtype, **memory) for name in MOMENTS}
     scale = _as_of(param, torch.empty(scale_shape(local(param).shape), device=param.device))
-    made = {f"{name}_codes": torch.zeros_like(param, dtype=codes, **place) for name, codes in MOMENTS.items()}
-    return made | {f"{name}_scale": torch.zeros_like(scale, **place) for name in MOMENTS}
+    moments = {f"{name}_codes": torch.zeros_like(param, dtype=codes, **memory) for name, codes in MOMENTS.items()}
+    return moments | {f"{name}_scale": torch.zeros_like(scale, **memory) for name in MOMENTS}
 
 
 def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> dict[str, Any]:
     """A saved state with its moments in the format of a dtype; those in another one are rounded to nearest."""
-    found = {name: value for name, value in saved.items() if name not in NAMES}
-    for name, kind in MOMENTS.items():
+    state = {name: value for name, value in saved.items() if name not in NAMES}
+    for name, code_dtype in MOMENTS.items():
         codes: Any = saved.get(f"{name}_codes")
         scale: Any = saved.get(f"{name}_scale")
         value: Any = saved.get(name)
         if dtype != torch.int8:
-            found[name] = value if codes is None else _as_of(param, decode(local(codes), local(scale)))
+            state[name] = value if codes is None else _as_of(param, decode(local(codes), local(scale)))
             continue
         if codes is None:
-            parts = encode(local(value).to(torch.float32).contiguous(), kind)
+            parts = encode(local(value).to(torch.float32).contiguous(), code_dtype)
             codes, scale = (_as_of(param, part) for part in parts)
-        found |= {f"{name}_codes": codes.contiguous(), f"{name}_scale": scale.contiguous()}
-    return found
+        state |= {f"{name}_codes": codes.contiguous(), f"{name}_scale": scale.contiguous()}
+    return state
 
 
 def moments(state: Mapping[str, Any]) -> list[Tensor]:

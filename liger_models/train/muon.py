@@ -20,7 +20,7 @@ SCALES = {
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
 }
-"""What an orthogonal update is multiplied by, besides the learning rate."""
+"""Factors of an orthogonal update, besides the learning rate."""
 
 
 class LigerMuon(LigerAdamW):
@@ -97,21 +97,25 @@ class LigerMuon(LigerAdamW):
             raise ValueError(
                 "LigerMuon: state_dtype must be a floating-point dtype, got torch.int8. Use LigerAdamW for 8 bits."
             )
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        matrices = {name: each for name, each in model.hidden_matrices().items() if each.requires_grad}
+
+        # The matrices, by the rows that each has in its parameter, and all other parameters.
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        matrices = {name: weight for name, weight in model.hidden_matrices().items() if weight.requires_grad}
         if len(matrices) == 0:
             raise ValueError(
                 "LigerMuon: weights of linear layers or experts must be trained, got none. Use LigerAdamW for adapters."
             )
-        known = format_of(type(model)).weight_map(model.config).entries
+        entries = format_of(type(model)).weight_map(model.config).entries
         self.nesterov, self.adjust_lr_fn = nesterov, adjust_lr_fn
-        self._rows = {each: matrix_rows(known.get(name, Name(name)), each.shape) for name, each in matrices.items()}
-        others = [each for each in trained.values() if each not in self._rows]
+        self._rows = {
+            weight: matrix_rows(entries.get(name, Name(name)), weight.shape) for name, weight in matrices.items()
+        }
+        others = [weight for weight in trained.values() if weight not in self._rows]
         rest = {"lr": lr if adamw_lr is None else adamw_lr}
         groups: list[dict[str, Any]] = [
             {"params": [*self._rows], "momentum": momentum},
-            {"params": [each for each in others if each.dim() > 1], **rest},
-            {"params": [each for each in others if each.dim() <= 1], **rest, "weight_decay": 0.0},
+            {"params": [weight for weight in others if weight.dim() > 1], **rest},
+            {"params": [weight for weight in others if weight.dim() <= 1], **rest, "weight_decay": 0.0},
         ]
         super().__init__(
             groups, lr, betas, eps, weight_decay, stochastic_rounding=stochastic_rounding, state_dtype=state_dtype,
@@ -119,8 +123,8 @@ class LigerMuon(LigerAdamW):
         )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("nesterov", "adjust_lr_fn", "_rows")}
-        return {**super().__getstate__(), **own}
+        state = {name: getattr(self, name) for name in ("nesterov", "adjust_lr_fn", "_rows")}
+        return {**super().__getstate__(), **state}
 
     def _loaded(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
         if param not in self._rows:
@@ -131,12 +135,15 @@ class LigerMuon(LigerAdamW):
 
     @torch.no_grad()
     def _apply(self, parameters: Iterable[tuple[int, Tensor, int]]) -> None:
-        every = [*parameters]
-        super()._apply(entry for entry in every if entry[1] not in self._rows)
+        # AdamW for all other parameters.
+        entries = [*parameters]
+        super()._apply(entry for entry in entries if entry[1] not in self._rows)
+
+        # The state of each matrix with a gradient.
         matrices = [*self._rows]
         if self._shared is None:
             self._shared = SharedMatrices(matrices, [*self._rows.values()])
-        options = {param: (self.param_groups[number], stream) for number, param, stream in every}
+        options = {param: (self.param_groups[number], stream) for number, param, stream in entries}
         active = {number for number, param in enumerate(matrices) if param in options and param.grad is not None}
         steps = []
         for number in active:
@@ -185,14 +192,15 @@ class LigerMuon(LigerAdamW):
     def _orthogonal(self, stacks: list[Tensor]) -> list[Tensor]:
         """The scaled updates of stacks of matrices [k, n, c]; those of one shape, or its transpose, are one batch."""
         batches: dict[tuple[int, ...], list[int]] = {}
-        for place, each in enumerate(stacks):
-            batches.setdefault(tuple(sorted(each.shape[1:])), []).append(place)
+        for index, stack in enumerate(stacks):
+            batches.setdefault(tuple(sorted(stack.shape[1:])), []).append(index)
         results = [*stacks]
-        for places in batches.values():
-            wide = [each.mT if each.shape[1] > each.shape[2] else each for each in (stacks[p] for p in places)]
-            made = newton_schulz(torch.cat(wide)).split([len(each) for each in wide])
-            for place, update in zip(places, made, strict=True):
-                _, rows, columns = stacks[place].shape
+        for indices in batches.values():
+            selected = (stacks[index] for index in indices)
+            wide = [stack.mT if stack.shape[1] > stack.shape[2] else stack for stack in selected]
+            updates = newton_schulz(torch.cat(wide)).split([len(stack) for stack in wide])
+            for index, update in zip(indices, updates, strict=True):
+                _, rows, columns = stacks[index].shape
                 update = update * SCALES[self.adjust_lr_fn](rows, columns)
-                results[place] = update.mT if rows > columns else update
+                results[index] = update.mT if rows > columns else update
         return results

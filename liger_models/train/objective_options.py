@@ -1,7 +1,6 @@
 """The options of the training objectives, and which objective reads which."""
 
 from dataclasses import dataclass, fields
-from dataclasses import field as option
 from typing import Any
 
 from liger_models.train.grpo import GRPOObjective
@@ -15,6 +14,7 @@ from liger_models.train.objectives import (
     PretrainObjective,
     SimPOObjective,
 )
+from liger_models.train.options import option
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "sft": Objective,
@@ -29,22 +29,25 @@ OBJECTIVES: dict[str, type[Objective]] = {
 }
 
 
-def _of(objectives: str, help: str) -> Any:
+def _of(objectives: str, help: str, **checks: Any) -> Any:
     """An option that some objectives read."""
-    return option(default=None, metadata={"help": f"{objectives}: {help}", "objectives": objectives.split(", ")})
+    return option(f"{objectives}: {help}", None, read_by=("objective", objectives.split(", ")), **checks)
 
 
 @dataclass(kw_only=True)
 class ObjectiveOptions:
-    """The objective and its options, under TRL's names. None means the default of the objective."""
+    """Objective.
+
+    The objective and its options, under TRL's names. None means the default of the objective.
+    """
 
     objective: str = option(
-        default="sft", metadata={"help": "what is learnt: sft, pretrain, dpo, orpo, cpo, simpo, kto, distill or grpo"}
+        "what is learnt: sft, pretrain, dpo, orpo, cpo, simpo, kto, distill or grpo", "sft", choices=tuple(OBJECTIVES)
     )
     beta: float | None = _of(
         "dpo, orpo, cpo, simpo, kto, distill, grpo",
-        "strength of the preference (default: 0.1); place of the Jensen-Shannon divergence between forward and reverse "
-        "KL (0.5); weight of the KL divergence from the reference (0)",
+        "strength of the preference (default: 0.1); position of the Jensen-Shannon divergence between forward and "
+        "reverse KL (0.5); weight of the KL divergence from the reference (0)",
     )
     loss_type: str | None = _of("dpo, cpo, grpo", "form of the loss (default: sigmoid; for grpo dapo)")
     label_smoothing: float | None = _of("dpo, cpo, simpo", "probability that a label is wrong (default: 0)")
@@ -62,44 +65,29 @@ class ObjectiveOptions:
     weight_soft_loss: float | None = _of("distill", "weight of the divergence (default: 0.5)")
 
     reward: str | None = _of("grpo", "function that rewards answers: module:function or file.py:function")
-    num_generations: int | None = _of("grpo", "answers to each prompt (default: 8)")
-    max_new_tokens: int | None = _of("grpo", "the most tokens of an answer (default: 256)")
-    epsilon: float | None = _of("grpo", "how far the ratio of probabilities is clipped (default: 0.2)")
-    epsilon_high: float | None = _of("grpo", "the same upwards (default: epsilon)")
-    num_iterations: int | None = _of("grpo", "steps on the same answers (default: 1)")
+    num_generations: int | None = _of("grpo", "answers to each prompt (default: 8)", at_least=2)
+    max_new_tokens: int | None = _of("grpo", "the most tokens of an answer (default: 256)", at_least=1)
+    epsilon: float | None = _of(
+        "grpo", "how far the ratio of probabilities is clipped (default: 0.2)", may_be_infinite=True
+    )
+    epsilon_high: float | None = _of("grpo", "the same upwards (default: epsilon)", may_be_infinite=True)
+    num_iterations: int | None = _of("grpo", "steps on the same answers (default: 1)", at_least=1)
     scale_rewards: bool | None = _of("grpo", "divide by the rewards' deviation in a group (default: true)")
     replay_routing: bool | None = _of("grpo", "train through the experts that sampled the answers (default: false)")
     deterministic_rollouts: bool | None = _of(
         "grpo", "sample and train with the same bits of log-probabilities, which is slower (default: false)"
     )
 
-    def given(self) -> dict[str, Any]:
-        """The options of the objective that are not None.
-
-        Raises:
-            ValueError: the objective is unknown, or does not read one of them.
-        """
-        name = self.objective
-        if name not in OBJECTIVES:
-            raise ValueError(f"TrainOptions: objective must be one of {', '.join(OBJECTIVES)}, got {name!r}.")
-        found = {}
-        for each in fields(ObjectiveOptions):
-            value, readers = getattr(self, each.name), each.metadata.get("objectives")
-            if readers is not None and value is not None:
-                if name not in readers:
-                    raise ValueError(
-                        f"TrainOptions: {each.name} is an option of objective {', '.join(readers)}, got {value!r} with "
-                        f"{name}. Leave it out."
-                    )
-                found[each.name] = value
-        return found
-
 
 def make_objective(options: Any) -> Objective:
-    """The objective of a run.
+    """The objective of a run, from its checked options.
 
     Raises:
-        ValueError: the objective is unknown, does not read an option, or an option is out of range.
+        ValueError: an option is out of the objective's range.
     """
-    given = options.given()
-    return OBJECTIVES[options.objective](options, **given)
+    settings = {
+        field.name: getattr(options, field.name)
+        for field in fields(ObjectiveOptions)
+        if field.name != "objective" and getattr(options, field.name) is not None
+    }
+    return OBJECTIVES[options.objective](options, **settings)

@@ -71,23 +71,23 @@ class Reference:
 
     @torch.no_grad()
     def __call__(self, model: CausalLM, run: Callable[[CausalLM], Tensor]) -> Tensor:
-        """What ``run`` returns for the reference of ``model``."""
+        """The result of ``run`` for the reference of ``model``."""
         with without_adapters(model) if self.by_adapters else nullcontext():
-            found = run(self.model or model)
+            log_probs = run(self.model or model)
         reshard(self.model or model)
-        return found
+        return log_probs
 
 
 INPUTS = frozenset({"input_ids", "labels", "cu_seqlens", *PromptInputs.__annotations__})
-"""What a model's forward takes of a batch."""
+"""The parts of a batch that a model's forward takes."""
 
 
 class Objective:
     """Learning texts: the mean cross entropy of all tokens that have a label.
 
     Args:
-        options: all options of the run, of which it has its own and ``accumulate``.
-        **given: its own options that are not None.
+        options: all options of the run.
+        **settings: the objective's options that are not None.
 
     Raises:
         ValueError: an option is out of range.
@@ -102,8 +102,8 @@ class Objective:
     compares = False
     """Whether examples are answers to compare, which are not packed into rows."""
 
-    def __init__(self, options: Any, **given: Any) -> None:
-        self.name, self.accumulate, self.given = options.objective, options.accumulate, given
+    def __init__(self, options: Any, **settings: Any) -> None:
+        self.accumulate = options.accumulate
 
     def prepare(self, model: CausalLM, load: Load) -> None:
         """Load what is needed besides the model."""
@@ -117,12 +117,11 @@ class Objective:
         return self.dataset(source, model, shuffle=False, **options)
 
     def batch(self, model: CausalLM, batch: Any) -> Batch:
-        """What is trained on, of a batch of the data. Every rank must call it."""
-        given: Batch = batch
-        return given
+        """The batch to train on, from a batch of the data. Every rank must call it."""
+        return batch  # type: ignore[no-any-return]
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
-        """What the losses of a step's batches are divided by, from all of these batches."""
+        """The divisor of the losses of a step's batches, from all of these batches."""
         return targets_per_rank(batches)
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
@@ -152,15 +151,15 @@ class Compared(Objective):
     needs_reference = False
     rows_of_example = 2
 
-    def __init__(self, options: Any, **given: Any) -> None:
-        super().__init__(options, **given)
-        self.reference = Reference(options, given.pop("ref_model", None))
-        self.settings = self._settings(given)
+    def __init__(self, options: Any, **settings: Any) -> None:
+        super().__init__(options)
+        self.reference = Reference(options, settings.pop("ref_model", None))
+        self.settings = self._settings(settings)
         self.function = type(self).make(**self.settings)  # refuses options before a model is loaded
 
-    def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the loss."""
-        return given
+        return options
 
     def prepare(self, model: CausalLM, load: Load) -> None:
         """See `Objective.prepare`."""
@@ -198,19 +197,20 @@ class Compared(Objective):
         reference = {"ref_log_probs": self.reference(model, _log_probs(batch))} if self.needs_reference else {}
         # The loss runs inside the head, where FSDP has gathered its weight.
         out = model(**batch, loss_function=lambda x, weight, target: self.function(weight, x, target, **reference))
-        found = out.loss[1]
+        values = out.loss[1]
         means = {
-            "rewards/chosen": found.chosen_rewards,
-            "rewards/rejected": found.rejected_rewards,
-            "rewards/accuracies": found.accuracies,
-            "logps/chosen": found.chosen_logps,
-            "logps/rejected": found.rejected_logps,
+            "rewards/chosen": values.chosen_rewards,
+            "rewards/rejected": values.rejected_rewards,
+            "rewards/accuracies": values.accuracies,
+            "logps/chosen": values.chosen_logps,
+            "logps/rejected": values.rejected_logps,
         }
         if self.function.compute_nll_loss:
-            means["nll_loss"] = found.nll_loss
-        means |= {name: getattr(found, name) for name in ("log_odds_ratio", "log_odds_chosen") if hasattr(found, name)}
+            means["nll_loss"] = values.nll_loss
+        odds = ("log_odds_ratio", "log_odds_chosen")
+        means |= {name: getattr(values, name) for name in odds if hasattr(values, name)}
         counted = self._counted(batch)
-        return out, {name: pair((values * counted).float().sum(), counted.sum()) for name, values in means.items()}
+        return out, {name: pair((mean * counted).float().sum(), counted.sum()) for name, mean in means.items()}
 
     def _counted(self, batch: Batch) -> Tensor:
         """Which examples of a batch count in metrics: those with labels, [examples] bool."""
@@ -235,10 +235,10 @@ class CPOObjective(Compared):
     make: Callable[..., Any] = LigerFusedLinearCPOLoss
     alpha = 1.0
 
-    def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
-        alpha = given.pop("cpo_alpha", self.alpha)
+    def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
+        alpha = options.pop("cpo_alpha", self.alpha)
         names = {"simpo_gamma": "gamma"}
-        settings = {names.get(name, name): value for name, value in given.items()}
+        settings = {names.get(name, name): value for name, value in options.items()}
         return {**settings, "alpha": alpha or 1.0, "compute_nll_loss": alpha != 0}
 
 
@@ -255,16 +255,16 @@ class KTOObjective(Compared):
     formats = ("kto",)
     make, needs_reference, rows_of_example = LigerFusedLinearKTOLoss, True, 1
 
-    def __init__(self, options: Any, **given: Any) -> None:
-        if not options.batch_size >= 2:
+    def __init__(self, options: Any, **settings: Any) -> None:
+        if options.batch_size < 2:
             raise ValueError(
                 "TrainOptions: batch_size must be at least 2 with objective kto, which compares the answers of a "
                 f"batch, got {options.batch_size}."
             )
-        super().__init__(options, **given)
+        super().__init__(options, **settings)
 
-    def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
-        return {**given, "use_ref_model": True}
+    def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {**options, "use_ref_model": True}
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
         answers = {name: tensor for name, tensor in batch.items() if name in INPUTS}
@@ -282,12 +282,12 @@ class KTOObjective(Compared):
                 x, weight, target, preference_labels=good, kl=z, ref_log_probs=log_probs
             ),
         )
-        found, goods, bads = out.loss[1], good.sum(), (~good).sum()
+        sums, goods, bads = out.loss[1], good.sum(), (~good).sum()
         return out, {
-            "rewards/chosen": pair(found.chosen_rewards_sum, goods),
-            "rewards/rejected": pair(found.rejected_rewards_sum, bads),
-            "logps/chosen": pair(found.chosen_logps_sum, goods),
-            "logps/rejected": pair(found.rejected_logps_sum, bads),
+            "rewards/chosen": pair(sums.chosen_rewards_sum, goods),
+            "rewards/rejected": pair(sums.rejected_rewards_sum, bads),
+            "logps/chosen": pair(sums.chosen_logps_sum, goods),
+            "logps/rejected": pair(sums.rejected_logps_sum, bads),
             "kl": pair(z, 1),
         }
 
@@ -297,15 +297,15 @@ class DistillObjective(Objective):
 
     shares_rows = False
 
-    def __init__(self, options: Any, **given: Any) -> None:
+    def __init__(self, options: Any, **settings: Any) -> None:
         super().__init__(options)
-        if "teacher" not in given:
+        if "teacher" not in settings:
             raise ValueError("TrainOptions: objective distill needs a teacher, got none. Name a model.")
-        self.teacher_name, divergence = given.pop("teacher"), given.pop("divergence", "jsd")
+        self.teacher_name, divergence = settings.pop("teacher"), settings.pop("divergence", "jsd")
         if divergence not in DIVERGENCES:
             raise ValueError(f"TrainOptions: divergence must be one of {', '.join(DIVERGENCES)}, got {divergence!r}.")
         self.make = DIVERGENCES[divergence]
-        self.settings = {**given, "return_soft_hard_loss": True}
+        self.settings = {**settings, "return_soft_hard_loss": True}
         self.function = self.make(**self.settings)
 
     def prepare(self, model: CausalLM, load: Load) -> None:
@@ -337,7 +337,7 @@ class DistillObjective(Objective):
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
         """The output of the model, whose loss is the mean losses and the number of targets, and the metrics."""
         with torch.no_grad():
-            hidden, head, _ = self.teacher(**batch, loss_function=lambda *given: given).loss
+            hidden, head, _ = self.teacher(**batch, loss_function=lambda *inputs: inputs).loss
 
         def compare(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, Tensor]:
             # Quantised weights are not sharded on one GPU; adapters then compute in float32, unlike the teacher.
@@ -355,26 +355,28 @@ def _log_probs(batch: Batch) -> Callable[[CausalLM], Tensor]:
     """A function from a model to the log-probabilities [rows, T] of the targets of a batch."""
 
     def run(model: CausalLM) -> Tensor:
-        found: Tensor = model(**batch, return_log_probs=True).log_probs
-        return found
+        log_probs: Tensor = model(**batch, return_log_probs=True).log_probs
+        return log_probs
 
     return run
 
 
-def add_metrics(total: Metrics, found: Metrics) -> None:
-    """Add the sums and numbers of ``found`` to those of ``total``, in place."""
-    for name, pair in found.items():
+def add_metrics(total: Metrics, metrics: Metrics) -> None:
+    """Add the sums and numbers of ``metrics`` to those of ``total``, in place."""
+    for name, pair in metrics.items():
         total[name] = total[name] + pair if name in total else pair.detach()
 
 
 def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, float]:
-    """The metrics over all ranks, of which every one must call it. One that nothing was added to is left out."""
+    """The metrics over all ranks, of which every one must call it. A metric without summands is left out."""
     if not total:
         return {}
     pairs = mean_over_ranks(torch.stack([pair.float() for pair in total.values()])).tolist()
-    found = {prefix + name: added / number for name, (added, number) in zip(total, pairs, strict=True) if number}
-    chosen, rejected = (found.get(f"{prefix}rewards/{name}") for name in ("chosen", "rejected"))
-    return found if chosen is None or rejected is None else {**found, f"{prefix}rewards/margins": chosen - rejected}
+    means = {prefix + name: added / number for name, (added, number) in zip(total, pairs, strict=True) if number}
+    chosen, rejected = (means.get(f"{prefix}rewards/{name}") for name in ("chosen", "rejected"))
+    if chosen is not None and rejected is not None:
+        means[f"{prefix}rewards/margins"] = chosen - rejected
+    return means
 
 
 def pair(total: Tensor, number: Tensor | float) -> Tensor:

@@ -71,14 +71,11 @@ class LigerAdamW(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         name = type(self).__name__
-        if not lr >= 0:
-            raise ValueError(f"{name}: lr must not be negative, got {lr}.")
+        for option, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise ValueError(f"{name}: {option} must not be negative, got {value}.")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"{name}: betas must be in [0, 1), got {betas}.")
-        if not eps >= 0:
-            raise ValueError(f"{name}: eps must not be negative, got {eps}.")
-        if not weight_decay >= 0:
-            raise ValueError(f"{name}: weight_decay must not be negative, got {weight_decay}.")
         if state_dtype is not None and state_dtype not in STATE_DTYPES:
             raise ValueError(
                 f"{name}: state_dtype must be None or one of {', '.join(map(str, STATE_DTYPES))}, got {state_dtype}. "
@@ -94,8 +91,8 @@ class LigerAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
-        own = {name: getattr(self, name) for name in ("stochastic_rounding", "state_dtype", "offload", "seed")}
-        return {**super().__getstate__(), **own}
+        names = ("stochastic_rounding", "state_dtype", "offload", "seed")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         amsgrad = any(group.get("amsgrad") for group in state["param_groups"])
@@ -145,14 +142,14 @@ class LigerAdamW(torch.optim.Optimizer):
             if name not in NAMES:  # the step is a CPU tensor, so that reading it does not wait for the device
                 state[name] = torch.tensor(float(value), dtype=torch.float32)
                 continue
-            like = value if dtype == torch.int8 else param
-            kind = value.dtype if dtype == torch.int8 else dtype
+            # Moments have the layout of the parameter; codes and scales keep theirs.
+            like, target = (value, value.dtype) if dtype == torch.int8 else (param, dtype)
             if self._offloads(param):
-                state[name] = torch.empty_like(like, dtype=kind, device="cpu", pin_memory=True).copy_(value)
+                state[name] = torch.empty_like(like, dtype=target, device="cpu", pin_memory=True).copy_(value)
                 continue
-            value = value.to(param.device, kind)
-            same = value.stride() == like.stride()
-            state[name] = value if same else torch.empty_like(like, dtype=kind).copy_(value)
+            value = value.to(param.device, target)
+            is_alike = value.stride() == like.stride()
+            state[name] = value if is_alike else torch.empty_like(like, dtype=target).copy_(value)
         return state
 
     def _moment_bytes(self, param: Tensor) -> list[int]:
@@ -212,15 +209,19 @@ class LigerAdamW(torch.optim.Optimizer):
                 raise RuntimeError(
                     "LigerAdamW: gradients must not be sparse, got one that is. Use torch.optim.SparseAdam for it."
                 )
+
+            # Moments, zero before the first step, on the parameter's device.
             state, group, offloads = self.state[param], self.param_groups[number], self._offloads(param)
             if not state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                place: dict[str, Any] = {"device": "cpu", "pin_memory": True} if offloads else {}
-                state.update(zero_moments(param, moment_dtype(param, self.state_dtype), **place))
+                memory: dict[str, Any] = {"device": "cpu", "pin_memory": True} if offloads else {}
+                state.update(zero_moments(param, moment_dtype(param, self.state_dtype), **memory))
             if param.device.type == "cpu" and param in self.offload:  # the parameter was moved from a GPU
                 self._settle()
             staging = self._stage(param.device) if offloads else None
             visit = staging.take(param, self.state) if staging else None
+
+            # The update of this rank's shard.
             placements = getattr(param, "placements", None)
             if placements is not None:
                 wrappers.append(param)
@@ -235,9 +236,9 @@ class LigerAdamW(torch.optim.Optimizer):
                 maximize=group["maximize"],
                 step=int(state["step"]) + 1,
             )
-            first, second, *scales = visit.here if visit else moments(state)
-            of_codes = (scales[0], scales[1]) if scales else None
-            update = Update(local(param), local(grad), first, second, hyper, stream, of_codes)
+            first, second, *scales = visit.staged if visit else moments(state)
+            code_scales = (scales[0], scales[1]) if scales else None
+            update = Update(local(param), local(grad), first, second, hyper, stream, code_scales)
             steps.append(state["step"])
             if staging and visit:
                 run([update])

@@ -1,9 +1,12 @@
-"""Read the options of a command, a dataclass, from the command line and from YAML and JSON files."""
+"""Options of a command: a dataclass whose fields carry help and checks, read from a command line and from files."""
 
 import argparse
 import dataclasses
 import difflib
+import inspect
 import json
+import math
+import os
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +16,91 @@ from typing import Any, TypeVar
 Options = TypeVar("Options")
 
 
+def option(
+    help: str,
+    default: Any = dataclasses.MISSING,
+    *,
+    at_least: float | None = None,
+    more_than: float | None = None,
+    is_share: bool = False,
+    may_be_infinite: bool = False,
+    choices: Sequence[str] | None = None,
+    needs: str | None = None,
+    read_by: tuple[str, Sequence[str]] | None = None,
+) -> Any:
+    """A field of a dataclass of options, with the checks of `check_options`.
+
+    Args:
+        help: its help text.
+        default: its default; ``[]`` for a list. Without one the option must be given.
+        at_least, more_than: bounds of a number.
+        is_share: whether the number must be from 0 to 1.
+        may_be_infinite: whether a float may be infinite, which limits nothing.
+        choices: the allowed values, of each item if it is a list.
+        needs: name of an option without which this one has no effect.
+        read_by: name of an option, and those of its values that read this one: ("optimizer", ["muon"]).
+    """
+    checks = {
+        "at_least": at_least, "more_than": more_than, "is_share": is_share, "may_be_infinite": may_be_infinite,
+        "choices": choices, "needs": needs, "read_by": read_by
+    }  # fmt: skip
+    metadata = {"help": help, **checks}
+    if default == []:
+        return dataclasses.field(default_factory=list, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_options(options: Any) -> None:
+    """Check each field by its metadata, see `option`. A path or str in place of a list becomes a list of one.
+
+    Raises:
+        ValueError: a value is not allowed.
+    """
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if typing.get_origin(field.type) is list and isinstance(value, str | os.PathLike):
+            setattr(options, field.name, [os.fspath(value)])
+        wrong = _fault(options, field)
+        if wrong:
+            raise ValueError(f"{type(options).__name__}: {field.name} {wrong}")
+
+
+def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
+    """What is wrong with the value of a field, as the end of a sentence that begins with its name; None if nothing."""
+    value, checks = getattr(options, field.name), field.metadata
+    if value is None:
+        return None
+
+    # Numbers. A comparison with nan is False, so that nan is out of every bound.
+    at_least, more_than = checks.get("at_least"), checks.get("more_than")
+    if at_least is not None and not value >= at_least:
+        return f"must be at least {at_least}, got {value}."
+    if more_than is not None and not value > more_than:
+        return f"must be more than {more_than}, got {value}."
+    if checks.get("is_share") and not 0 <= value <= 1:
+        return f"must be a share from 0 to 1, got {value}."
+    if isinstance(value, float) and not math.isfinite(value) and not checks.get("may_be_infinite"):
+        return f"must be finite, got {value}."
+
+    # Names.
+    choices = checks.get("choices")
+    if choices is not None:
+        unknown = [name for name in (value if isinstance(value, list) else [value]) if name not in choices]
+        if unknown:
+            return f"must be one of {', '.join(choices)}, got {', '.join(map(repr, unknown))}."
+
+    # Other options.
+    needed = checks.get("needs")
+    if needed is not None and value and not getattr(options, needed):
+        return f"needs {needed}, got {value} and {getattr(options, needed)}."
+    if checks.get("read_by") is not None:
+        name, readers = checks["read_by"]
+        selected = getattr(options, name)
+        if selected not in readers:
+            return f"is an option of {name} {', '.join(readers)}, got {value!r} with {selected}. Leave it out."
+    return None
+
+
 def read_options(cls: type[Options], arguments: Sequence[str] | None = None, command: str | None = None) -> Options:
     """The options of a command line. If it names a YAML or JSON file, its other arguments override the file's.
 
@@ -20,35 +108,41 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
 
     Args:
         cls: a dataclass whose fields have type str, int, float or bool, optionally ``| None``, or a list.
-            ``metadata["help"]`` of a field is its help text.
+            ``metadata["help"]`` of a field is its help text. The help has a group for each base class, under the first
+            line of its docstring.
         arguments: default: the arguments of the process.
         command: name of the command in messages. Default: that of the process.
     """
-    parser = argparse.ArgumentParser(command, description=(cls.__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(command, description=_title(cls))
     parser.add_argument("config", nargs="?", type=Path, help="a .yaml, .yml or .json file of these options")
     types = typing.get_type_hints(cls)
-    for each in _fields(cls):
-        kind = _kind(types[each.name])
-        settings: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        if typing.get_origin(types[each.name]) is list:
+    groups: dict[type, argparse._ActionsContainer] = {cls: parser}
+    for field in _fields(cls):
+        owner = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
+        if owner not in groups:
+            groups[owner] = parser.add_argument_group(_title(owner).rstrip("."))
+        value_type = _value_type(types[field.name])
+        settings: dict[str, Any] = {"type": value_type}
+        if value_type is bool:
+            settings = {"action": argparse.BooleanOptionalAction}
+        if typing.get_origin(types[field.name]) is list:
             settings["nargs"] = "+"
-        name, help = "--" + each.name.replace("_", "-"), each.metadata["help"]
-        if each.default is not dataclasses.MISSING and each.default is not None:
-            help += f" (default: {each.default})"
-        parser.add_argument(name, default=argparse.SUPPRESS, help=help, **settings)
-    found, left = parser.parse_known_args(arguments)
-    given = vars(found)
+        help = field.metadata["help"]
+        if field.default is not dataclasses.MISSING and field.default is not None:
+            help += f" (default: {field.default})"
+        groups[owner].add_argument(_flag(field.name), default=argparse.SUPPRESS, help=help, **settings)
+    parsed, unparsed = parser.parse_known_args(arguments)
+    values = vars(parsed)
     try:
-        for extra in left:
-            name = extra.partition("=")[0]
-            if extra.startswith("--"):
-                raise ValueError(_unknown(cls, name, [f"--{known}".replace("_", "-") for known in types]))
-        if left:
+        for argument in unparsed:
+            if argument.startswith("--"):
+                raise ValueError(_unknown(cls, argument.partition("=")[0], [_flag(name) for name in types]))
+        if unparsed:
             raise ValueError(
-                f"{cls.__name__}: one file must hold the options, got also {' '.join(left)}. Leave it out."
+                f"{cls.__name__}: one file must hold the options, got also {' '.join(unparsed)}. Leave it out."
             )
-        file = given.pop("config")
-        return options_from(cls, ({} if file is None else _read(file)) | given)
+        file = values.pop("config")
+        return options_from(cls, ({} if file is None else _read(file)) | values)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
@@ -60,40 +154,43 @@ def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
         ValueError: a name is unknown, a value has the wrong type, or an option without a default is missing.
     """
     types = typing.get_type_hints(cls)
-    made: dict[str, Any] = {}
+    converted: dict[str, Any] = {}
     for name, value in values.items():
         if name not in types:
             raise ValueError(_unknown(cls, str(name), list(types)))
-        kind = _kind(types[name])
+        value_type = _value_type(types[name])
         try:
             if typing.get_origin(types[name]) is list:
-                made[name] = [_scalar(each, kind) for each in ([value] if isinstance(value, str) else _items(value))]
-            elif value is None and types[name] != kind:
-                made[name] = None
+                items = [value] if isinstance(value, str) else _items(value)
+                converted[name] = [_scalar(item, value_type) for item in items]
+            elif value is None and types[name] != value_type:
+                converted[name] = None
             else:
-                made[name] = _scalar(value, kind)
+                converted[name] = _scalar(value, value_type)
         except (OverflowError, TypeError, ValueError) as error:
-            raise ValueError(f"{cls.__name__}: {name} must be {kind.__name__}, got {value!r}. Correct it.") from error
-    needed = [each.name for each in _fields(cls) if each.default is each.default_factory]
-    missing = [name for name in needed if name not in made]
+            raise ValueError(
+                f"{cls.__name__}: {name} must be {value_type.__name__}, got {value!r}. Correct it."
+            ) from error
+    required = [field.name for field in _fields(cls) if field.default is field.default_factory]
+    missing = [name for name in required if name not in converted]
     if missing:
         raise ValueError(f"{cls.__name__}: {', '.join(missing)} must be given, got nothing. Add it.")
-    return cls(**made)
+    return cls(**converted)
 
 
-def _unknown(cls: type, name: str, known: Sequence[str]) -> str:
-    """The error of an option that is not known: it names the nearest in spelling, or the one whose help has its words.
+def _unknown(cls: type, name: str, names: Sequence[str]) -> str:
+    """The error of an unknown option: it suggests the nearest in spelling, or the one whose help has its words.
 
     Args:
         cls: the dataclass.
         name: the option.
-        known: the name of each field, spelled as ``name`` is.
+        names: the name of each field, spelled as ``name`` is.
     """
     words = re.findall("[a-z]+", name.lower())
-    helps = {each: field.metadata["help"].lower() for each, field in zip(known, _fields(cls), strict=True)}
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.8)
-    near = near or [each for each, help in helps.items() if words and all(word in help for word in words)][:1]
-    near = near or difflib.get_close_matches(name, known, 1) or sorted(known)
+    helps = {option: field.metadata["help"].lower() for option, field in zip(names, _fields(cls), strict=True)}
+    near = difflib.get_close_matches(name, names, 1, cutoff=0.8)
+    near = near or [option for option, help in helps.items() if words and all(word in help for word in words)][:1]
+    near = near or difflib.get_close_matches(name, names, 1) or sorted(names)
     return f"{cls.__name__}: an option must be known, got {name}. Did you mean {', '.join(near)}?"
 
 
@@ -101,10 +198,20 @@ def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(cls)
 
 
-def _kind(hint: Any) -> type:
+def _title(cls: type) -> str:
+    """The first line of the docstring."""
+    return (cls.__doc__ or "").partition("\n")[0]
+
+
+def _flag(name: str) -> str:
+    """The option of the command line for a field."""
+    return "--" + name.replace("_", "-")
+
+
+def _value_type(hint: Any) -> type:
     """The type of an option's value, or of its items if it is a list."""
-    kind: type = next(each for each in (*typing.get_args(hint), hint) if each is not type(None))
-    return kind
+    value_type: type = next(part for part in (*typing.get_args(hint), hint) if part is not type(None))
+    return value_type
 
 
 def _items(value: Any) -> Sequence[Any]:
@@ -113,12 +220,12 @@ def _items(value: Any) -> Sequence[Any]:
     return value
 
 
-def _scalar(value: Any, kind: type) -> Any:
-    if not isinstance(value, str | int | float) or isinstance(value, bool) != (kind is bool):
+def _scalar(value: Any, value_type: type) -> Any:
+    if not isinstance(value, str | int | float) or isinstance(value, bool) != (value_type is bool):
         raise TypeError(value)
-    if kind is int and isinstance(value, float) and int(value) != value:
+    if value_type is int and isinstance(value, float) and int(value) != value:
         raise ValueError(value)
-    return kind(value)  # YAML 1.1 reads 2e-5 as a string
+    return value_type(value)  # YAML 1.1 reads 2e-5 as a string
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -132,19 +239,19 @@ def _read(file: Path) -> dict[str, Any]:
         file = RECIPES.joinpath(*file.parts[1:])
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses a key that occurs twice, of which YAML takes the last."""
+        """Refuses a key that occurs twice; YAML would take the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            _once((key.value, None) for key, _ in node.value if isinstance(key.value, str))
+            _unique((key.value, None) for key, _ in node.value if isinstance(key.value, str))
             return dict(super().construct_mapping(node, deep))
 
+    language = "JSON" if file.suffix == ".json" else "YAML"
     try:
         text = file.read_text(encoding="utf-8")
-        is_json = file.suffix == ".json"
-        content = json.loads(text, object_pairs_hook=_once) if is_json else yaml.load(text, Loader)
+        is_json = language == "JSON"
+        content = json.loads(text, object_pairs_hook=_unique) if is_json else yaml.load(text, Loader)
     except (ValueError, yaml.YAMLError) as error:
-        kind = "JSON" if file.suffix == ".json" else "YAML"
-        raise ValueError(f"{file}: must be {kind}, got: {error}. Correct it.") from error
+        raise ValueError(f"{file}: must be {language}, got: {error}. Correct it.") from error
     if not isinstance(content, dict):
         raise ValueError(
             f"{file}: must hold options and their values, got {type(content).__name__}. Write name: value."
@@ -152,11 +259,11 @@ def _read(file: Path) -> dict[str, Any]:
     return content
 
 
-def _once(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+def _unique(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """Keys and values as a dict; a ValueError if a key occurs twice."""
-    found: dict[Any, Any] = {}
+    content: dict[Any, Any] = {}
     for key, value in items:
-        if key in found:
+        if key in content:
             raise ValueError(f"{key} twice")
-        found[key] = value
-    return found
+        content[key] = value
+    return content

@@ -20,14 +20,14 @@ METHODS = {"full": "all weights", "lora": "LoRA", "4bit": "LoRA on 4-bit weights
 LENGTHS = (4096, 2048, 1024)
 """Tokens of a row, the preferred number first."""
 STEP_TOKENS, MOST_TOKENS, ENOUGH_TOKENS = 65536, 16384, 4096
-"""Tokens of an optimizer step, the most of a batch, and those from which larger batches are hardly faster."""
+"""Tokens of an optimizer step, the most of a batch, and the number from which larger batches are hardly faster."""
 RANK = 16
 """Rank of the adapters."""
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
 
 
 class Recipe(NamedTuple):
-    """What fits.
+    """Options that fit.
 
     Attributes:
         method: a key of `METHODS`.
@@ -99,8 +99,8 @@ class Planner:
     def step(self, method: str, dtype: torch.dtype, tokens: int) -> TrainingMemory:
         """The memory of a step with batches of so many tokens."""
         if (method, dtype, tokens) not in self._steps:
-            found = estimate(self.model(method, dtype), tokens, four_bit=method == "4bit")
-            self._steps[method, dtype, tokens] = found
+            step = estimate(self.model(method, dtype), tokens, four_bit=method == "4bit")
+            self._steps[method, dtype, tokens] = step
         return self._steps[method, dtype, tokens]
 
     def plan(self, memory: int, method: str = "auto", length: int | None = None) -> Recipe:
@@ -118,20 +118,21 @@ class Planner:
         Raises:
             ValueError: nothing fits, or an argument is out of range.
         """
-        known = [*METHODS, "auto"]
-        if method not in known:
-            raise ValueError(f"recipe: method must be one of {', '.join(known)}, got {method!r}.")
-        if length is not None and not length >= 2:
+        names = [*METHODS, "auto"]
+        if method not in names:
+            raise ValueError(f"recipe: method must be one of {', '.join(names)}, got {method!r}.")
+        if length is not None and length < 2:
             raise ValueError(f"recipe: length must be at least 2, got {length}.")
         most = getattr(self.config, "max_position_embeddings", None) or LENGTHS[0]
-        lengths = [min(each, most) for each in LENGTHS] if length is None else [length]
+        lengths = [min(preferred, most) for preferred in LENGTHS] if length is None else [length]
         methods = list(METHODS) if method == "auto" else [method]
         for longest in (lengths[:1], lengths[1:]):  # shorter rows only where no method fits with long ones
-            for each in methods:
-                found = self._plan(memory, each, longest)
-                if found is not None:
-                    return found
-        least = min(self.step(each, torch.bfloat16, lengths[-1]).peak("full", 1) for each in methods) / self.share
+            for candidate in methods:
+                recipe = self._plan(memory, candidate, longest)
+                if recipe is not None:
+                    return recipe
+        peaks = (self.step(candidate, torch.bfloat16, lengths[-1]).peak("full", 1) for candidate in methods)
+        least = min(peaks) / self.share
         raise ValueError(
             f"recipe: memory must be at least {math.ceil(least / 1e9)} GB for method {method} and rows of "
             f"{lengths[-1]} tokens, got {gigabytes(memory)}. Use a larger GPU, or several with torchrun."
@@ -148,13 +149,14 @@ class Planner:
             for length in lengths:
                 # Without accumulation no gradients exist beside activations.
                 for step_tokens in (STEP_TOKENS, 0) if dtype == torch.bfloat16 else (STEP_TOKENS,):
-                    found = self._fit(memory, method, dtype, length, step_tokens)
-                    if found is not None:
-                        return found
+                    recipe = self._fit(memory, method, dtype, length, step_tokens)
+                    if recipe is not None:
+                        return recipe
         return None
 
     def _fit(self, memory: int, method: str, dtype: torch.dtype, length: int, step_tokens: int) -> Recipe | None:
         batches = [2**k for k in range(16) if 2**k * length <= MOST_TOKENS][::-1] or [1]
+        # Batches that use the GPU come first, then less recomputation, then larger batches.
         for enough in (ENOUGH_TOKENS, 0):
             for policy in CHECKPOINTING_POLICIES:
                 for batch in batches:

@@ -1,4 +1,4 @@
-"""What a training run says on the screen: a banner, a line for each line of the log, a sample of text, and its end."""
+"""The output of a training run on the screen: banner, lines of the log, samples of text, and the last lines."""
 
 import shlex
 import sys
@@ -24,6 +24,7 @@ from liger_models.layers.stored import StoredExperts, has_blocks, stored_weight,
 from liger_models.memory.estimate import TrainingMemory, training_memory, with_parameters
 from liger_models.parallel.fsdp import reshard
 from liger_models.train.moments import moment_dtype
+from liger_models.train.train_options import TrainOptions
 
 WIDTH = 100
 """Columns of the screen."""
@@ -63,24 +64,29 @@ class Lines:
 
     def make(self, step: int, values: Mapping[str, float | str]) -> list[str]:
         """The lines of the screen for a line of the log."""
-        place = f"{step}/{self.steps}".rjust(2 * len(str(self.steps)) + 1)
-        found = []
+        position = f"{step}/{self.steps}".rjust(2 * len(str(self.steps)) + 1)
+        lines = []
+
+        # Values with a column, below the names of the columns if these have changed or are far above.
         if "loss" in values:
             seconds = (time.perf_counter() - self.begin) / (step - self.start) * (self.steps - step)
-            shown = {**values, "eta": duration(seconds)}
-            columns = [name for name in COLUMNS if name in shown]
+            row = {**values, "eta": duration(seconds)}
+            columns = [name for name in COLUMNS if name in row]
             if columns != self._columns or self._printed % HEADER_EVERY == 0:
                 names = [HEADERS.get(name, name).rjust(COLUMNS[name]) for name in columns]
-                found.append("  ".join(["step".rjust(len(place)), *names]))
+                lines.append("  ".join(["step".rjust(len(position)), *names]))
                 self._columns, self._printed = columns, 0
             self._printed += 1
-            texts = [_text(name, shown[name]).rjust(COLUMNS[name]) for name in columns]
-            found.append("  ".join([place, *texts]))
-            values, place = {name: each for name, each in values.items() if name not in COLUMNS}, " " * len(place)
+            texts = [_text(name, row[name]).rjust(COLUMNS[name]) for name in columns]
+            lines.append("  ".join([position, *texts]))
+            values = {name: value for name, value in values.items() if name not in COLUMNS}
+            position = " " * len(position)
+
+        # Other values, with their names.
         if values:
-            named = (f"{name.replace('_', ' ')} {_text(name, each)}" for name, each in values.items())
-            found += [f"{place}  {line}" for line in _fold(named, WIDTH - len(place) - 2)]
-        return found
+            named = (f"{name.replace('_', ' ')} {_text(name, value)}" for name, value in values.items())
+            lines += [f"{position}  {line}" for line in _fold(named, WIDTH - len(position) - 2)]
+        return lines
 
 
 def duration(seconds: float) -> str:
@@ -112,50 +118,34 @@ def _fold(parts: Iterator[str], width: int) -> list[str]:
 
 
 def banner(
-    model: CausalLM,
-    *,
-    name: str,
-    rows: int,
-    length: int,
-    accumulate: int,
-    ranks: int,
-    sharing: int,
-    device: torch.device,
-    memory: float | None,
-    output: Path,
-    start: int,
-    steps: int,
-    epochs: float,
+    model: CausalLM, options: TrainOptions, *, ranks: int, memory: float | None, start: int, steps: int, epochs: float
 ) -> list[str]:
     """The lines that a run begins with.
 
     Args:
         model: as it is trained.
-        name: its folder, or its name on the hub.
-        rows, length, accumulate: rows of a batch, tokens of a row, batches of a step.
+        options: of the run.
         ranks: number of processes.
-        sharing: number of ranks that share a batch.
-        device: of this process.
-        memory: estimate of the memory of a device in bytes; None where there is none.
-        output: folder of the run.
+        memory: estimate of the memory of a device in bytes; None if there is none.
         start, steps: number of finished and of all steps.
         epochs: passes through the data in ``steps``.
     """
+    length, sharing, device = options.length, options.sharing, model.device
     parameters = model.num_parameters()
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    sequences = rows * accumulate * (ranks // sharing)
-    kind, total = "CPU", 0
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    sequences = options.batch_size * options.accumulate * (ranks // sharing)
+    device_name, total = "CPU", 0
     if device.type != "cpu":
-        kind = torch.get_device_module(device).get_device_name()
+        device_name = torch.get_device_module(device).get_device_name()
         total = torch.get_device_module(device).get_device_properties(device).total_memory
     begin = f"resumed after step {start:,}" if start else "from the start"
     parts = {
-        "model": f"{name} ({type(model).__name__.removeprefix('FSDP')})",
+        "model": f"{options.model} ({type(model).__name__.removeprefix('FSDP')})",
         "parameters": f"{parameters:,}, of which {trained:,} ({trained / parameters:.2%}) are trained",
         "batch": f"{sequences:,} sequences of {length:,} tokens: {sequences * length:,} tokens a step",
-        "devices": f"{ranks} x {kind}" + f", {sharing} of which share a batch" * (sharing > 1),
+        "devices": f"{ranks} x {device_name}" + f", {sharing} of which share a batch" * (sharing > 1),
         "memory": None if memory is None else f"about {memory / 2**30:.1f} of {total / 2**30:.1f} GiB (estimate)",
-        "output": str(output),
+        "output": str(Path(options.output)),
         "steps": f"{steps:,} ({epochs:.2f} epochs), {begin}",
     }
     return [f"{part:<10}  {text}" for part, text in parts.items() if text is not None]
@@ -260,7 +250,7 @@ def sample(model: CausalLM, prompt: str) -> str:
     """The most probable continuation of a prompt, or the answer to it if there is a chat template.
 
     Every rank of a sharded model must call it. All generate the same number of tokens, so that no rank waits for one
-    that has stopped; what follows a stop token is cut off.
+    that has stopped; tokens after a stop token are cut off.
     """
     tokenizer: Any = model.tokenizer
     if tokenizer.chat_template:
@@ -268,11 +258,11 @@ def sample(model: CausalLM, prompt: str) -> str:
     else:
         ids = tokenizer.encode(prompt)
     with torch.compiler.set_stance("force_eager"):  # compiled blocks would be compiled again for growing lengths
-        made = model.generate(ids, max_new_tokens=SAMPLE_TOKENS, do_sample=False, eos_token_id=[], stop_strings=[])
+        row = model.generate(ids, max_new_tokens=SAMPLE_TOKENS, do_sample=False, eos_token_id=[], stop_strings=[])
     reshard(model)
-    tokens = made[0, len(ids) :].tolist()
+    tokens = row[0, len(ids) :].tolist()
     stops = resolve(model, 1, {}).eos_token_id
-    end = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
+    end = next((index for index, token in enumerate(tokens) if token in stops), len(tokens))
     text: str = tokenizer.decode(tokens[:end])
     return text
 
@@ -280,8 +270,8 @@ def sample(model: CausalLM, prompt: str) -> str:
 def next_steps(output: Path, *, model: str, adapters: bool, chat: bool) -> list[str]:
     """The last lines of a finished run: where the result is, and the commands that use it."""
     folder = output / ("adapter" if adapters else "model")
-    given = [model, "--adapter", str(folder)] if adapters else [str(folder)]
-    commands = {"generate": ["liger-models", "generate", *given, *["--chat"] * chat, "Hello"]}
+    result = [model, "--adapter", str(folder)] if adapters else [str(folder)]
+    commands = {"generate": ["liger-models", "generate", *result, *["--chat"] * chat, "Hello"]}
     if adapters:
         merged = output / "model"
         commands["merge"] = ["liger-models", "merge", model, str(folder), str(merged)]

@@ -18,14 +18,14 @@ class Visit:
     Attributes:
         host: the moments in host memory.
         versions: their version counters when they were copied.
-        here: the moments on the GPU.
+        staged: the moments on the GPU.
         arrived: event after the copies to the GPU.
         left: event after the copies back; None until they are queued.
     """
 
     host: list[Tensor]
     versions: list[int]
-    here: list[Tensor]
+    staged: list[Tensor]
     start: int
     end: int
     arrived: torch.Event
@@ -71,11 +71,12 @@ class Staging:
             self._next[self._last] = param
         self._last = param
         host, visit = moments(state[param]), None
-        while self._coming and visit is None:  # those fetched for earlier places were not wanted
-            found = self._coming.pop(first := next(iter(self._coming)))
-            same = first is param and all(a is b for a, b in zip(found.host, host, strict=True))
-            if same and found.versions == [moment._version for moment in host]:
-                visit = found
+        while self._coming and visit is None:  # moments fetched for parameters before this one were not wanted
+            first, fetched = next(iter(self._coming.items()))
+            del self._coming[first]
+            is_same = first is param and all(a is b for a, b in zip(fetched.host, host, strict=True))
+            if is_same and fetched.versions == [moment._version for moment in host]:
+                visit = fetched
         visit = visit or self._fetch(param, host)
         assert visit is not None  # the buffer is empty
         torch.accelerator.current_stream(self._buffer.device).wait_event(visit.arrived)
@@ -85,8 +86,8 @@ class Staging:
         """Copy the moments back after the work queued on the current stream, and fetch the next parameters' moments."""
         self._out.wait_stream(torch.accelerator.current_stream(self._buffer.device))
         with self._out:
-            for host, here in zip(visit.host, visit.here, strict=True):
-                host.copy_(here, non_blocking=True)
+            for host, staged in zip(visit.host, visit.staged, strict=True):
+                host.copy_(staged, non_blocking=True)
         visit.left = self.left[param] = self._out.record_event()
         self._gone.append(visit)
         ahead = self._next.get(next(reversed(self._coming), param))
@@ -99,29 +100,32 @@ class Staging:
 
     def _fetch(self, param: Tensor, host: list[Tensor]) -> Visit | None:
         """Queue the copies of moments to the GPU; None if the buffer has no room for them."""
-        places, end = [], self._at
+        # The next bytes of the ring, or its first ones, if no moments that are still expected lie there.
+        buffers, end = [], self._at
         if end + sum(aligned(moment.nbytes) for moment in host) > len(self._buffer):
             end = 0
         start = end
         for moment in host:
-            places.append(self._buffer[end : end + moment.nbytes])
+            buffers.append(self._buffer[end : end + moment.nbytes])
             end += aligned(moment.nbytes)
         if any(visit.overlaps(start, end) for visit in self._coming.values()):
             return None
         self._at = end
+
+        # The copies wait for copies back from these bytes, and of these moments.
         for visit in self._gone:
             if visit.overlaps(start, end) and visit.left is not None:
                 self._into.wait(visit.left)
         self._gone = [visit for visit in self._gone if not visit.overlaps(start, end)]
         if param in self.left:
             self._into.wait(self.left[param])
-        here = [
-            place.view(moment.dtype).as_strided(moment.shape, moment.stride())
-            for place, moment in zip(places, host, strict=True)
+        staged = [
+            buffer.view(moment.dtype).as_strided(moment.shape, moment.stride())
+            for buffer, moment in zip(buffers, host, strict=True)
         ]
         stored = [moment.as_strided((moment.numel(),), (1,)).view(torch.uint8) for moment in host]
-        arrived = self._into.copy(zip(places, stored, strict=True))
-        return Visit(host, [moment._version for moment in host], here, start, end, arrived)
+        arrived = self._into.copy(zip(buffers, stored, strict=True))
+        return Visit(host, [moment._version for moment in host], staged, start, end, arrived)
 
     def settle(self) -> None:
         """Wait until all moments that were given back are in host memory."""

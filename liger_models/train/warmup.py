@@ -41,19 +41,19 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
         return 0
     from triton import AsyncCompileMode, knobs
 
-    found: dict[Any, tuple[Any, int, str]] = {}
+    kernels: dict[Any, tuple[Any, int, str]] = {}
 
-    def find(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         kernel = fn.jit_function
         # Kernels of other packages run: later kernels may depend on their results, and autotuners on their times.
         if not fn.module.startswith("liger_models.") or getattr(kernel, "decides", False):
             return False
-        found[kernel, compile["device"], compile["key"]] = kernel, compile["device"], compile["specialization_data"]
+        kernels[kernel, compile["device"], compile["key"]] = kernel, compile["device"], compile["specialization_data"]
         return True  # tells Triton to neither compile nor launch it
 
     computing = torch.device("cuda", torch.cuda.current_device())  # the weights may be elsewhere
     devices = {computing, *(parameter.device for parameter in trained if parameter.is_cuda)}
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, find
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, record
     try:
         with torch.random.fork_rng(devices):
             loss = model(**batch).loss
@@ -64,15 +64,15 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
         for parameter in trained:
             parameter.grad = None
 
-    def compile_all(wanted: int) -> None:
-        with AsyncCompileMode(pool), torch.cuda.device(wanted):
-            for kernel, device, specialization in found.values():
-                if device == wanted:
+    def compile_all(target: int) -> None:
+        with AsyncCompileMode(pool), torch.cuda.device(target):
+            for kernel, device, specialization in kernels.values():
+                if device == target:
                     kernel.preload(specialization)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # One mode for each device: a mode shares its kernels, which then load on its first device only. A context for
         # each: a mode that is interrupted stays active in its context.
-        for wanted in sorted({device for _, device, _ in found.values()}):
-            copy_context().run(compile_all, wanted)
-    return len(found)
+        for target in sorted({device for _, device, _ in kernels.values()}):
+            copy_context().run(compile_all, target)
+    return len(kernels)

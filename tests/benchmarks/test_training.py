@@ -76,7 +76,7 @@ def test_medusa_heads_have_the_same_loss(tmp_path):
     theirs.save_pretrained(tmp_path)
     ours = LigerMedusa(LigerLlama.from_pretrained(tmp_path, progress=False), build.MEDUSA_HEADS)
     ids = torch.randint(64, (2, 12))
-    theirs = MedusaLoss(theirs, liger=False)
+    theirs = MedusaLoss(theirs, build.MEDUSA_HEADS, liger=False)
     results = []
     for model in (ours, theirs):
         loss = model(input_ids=ids, labels=ids)[0]

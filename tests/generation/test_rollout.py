@@ -12,9 +12,11 @@ from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.distributed.collectives import Group
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation import rollouts as module
+from liger_models.generation import scheduler
 from liger_models.generation.graphs import DecodeStep
 from liger_models.generation.loop import generate
-from liger_models.generation.rollouts import Scheduler, rollout
+from liger_models.generation.rollouts import rollout
+from liger_models.generation.scheduler import Scheduler
 from liger_models.layers import paged_cache
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.kv_cache import DecodeCache
@@ -223,7 +225,7 @@ def test_few_prompts_wait_for_more(model, events, monkeypatch):
         return [len(each) for each in events if each != "steps"]
 
     assert sizes() == [4, 1, 1, 1, 1]  # a sixteenth of 4 rows is none
-    monkeypatch.setattr(module, "IDLE_SHARE", 0.5)
+    monkeypatch.setattr(scheduler, "IDLE_SHARE", 0.5)
     assert sizes() == [4, 3, 1]  # none waits after the last
     assert sizes(chunk_size=8) == [2, 2, 2, 2]
 
@@ -245,7 +247,7 @@ def test_steps_get_fewer_rows_when_none_wait(model, monkeypatch):
 
     sizes.clear()
     monkeypatch.setattr(Scheduler, "_start_steps", start_as_if_captured)
-    monkeypatch.setattr(module, "CAPTURE_ROWS", 16)  # 4 rows less for 4 steps
+    monkeypatch.setattr(scheduler, "CAPTURE_ROWS", 16)  # 4 rows less for 4 steps
     assert_alone(model, prompts, new, rollout(model, prompts, **options))
     assert sizes == [6] * 6 + [2] * 4
 

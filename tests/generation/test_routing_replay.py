@@ -9,7 +9,9 @@ from torch.nn import functional as F
 from liger_models import AutoLigerModel
 from liger_models.arch import built_in
 from liger_models.generation import rollouts as module
-from liger_models.generation.rollouts import Scheduler, rollout
+from liger_models.generation import scheduler
+from liger_models.generation.rollouts import rollout
+from liger_models.generation.scheduler import Scheduler
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.layers import moe as moe_module
 from liger_models.layers import paged_cache
@@ -341,7 +343,7 @@ def test_captured_steps_record_what_ordinary_ones_do(arch, monkeypatch):
     options = {"max_new_tokens": NEW, "eos_token_id": [], "batch_size": 3, "chunk_size": 11, "record_routing": True}
     found = rollout(model, prompts, **options)
     assert_recorded(model, prompts, found)
-    monkeypatch.setattr(module, "can_capture", lambda model: False)
+    monkeypatch.setattr(scheduler, "can_capture", lambda model: False)
     plain = rollout(model, prompts, **options)
     assert [row.tokens.tolist() for row in found] == [row.tokens.tolist() for row in plain]
     assert all(torch.equal(one.routed_experts, other.routed_experts) for one, other in zip(found, plain, strict=True))

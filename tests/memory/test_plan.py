@@ -17,8 +17,9 @@ from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.layers import offload
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.offload import Offload, offloaded_blocks
-from liger_models.memory import estimate, plan, plan_memory, training_memory
-from liger_models.memory.plan import SHARE, SHARE_WITH_IMAGES, host_blocks
+from liger_models.memory import estimate, plan, plan_memory, search, step_times, training_memory
+from liger_models.memory.plan import SHARE, SHARE_WITH_IMAGES
+from liger_models.memory.search import host_blocks
 from liger_models.train import estimate as estimate_step
 
 from .test_estimate import Copies, tiny
@@ -37,7 +38,7 @@ def offloads(monkeypatch):
     """Tensors of any size are offloaded, and little is in flight."""
     for module in (offload, estimate):
         monkeypatch.setattr(module, "SMALLEST", 256)
-    for module in (offload, estimate, plan):
+    for module in (offload, estimate, search):
         monkeypatch.setattr(module, "COMING", 2**13)
 
 
@@ -52,11 +53,11 @@ def mixed(layers=4):
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"in_backward": False, "host_moments": False}], ids=str)
 def test_no_other_plan_is_faster(options, flops, offloads, monkeypatch):
     """Against all policies of all blocks, with all that may be on the host, for budgets from what nothing fits."""
-    monkeypatch.setattr(plan, "FLOPS", flops)
+    monkeypatch.setattr(step_times, "FLOPS", flops)
     model, tokens = mixed(), 256
     accumulate = options.get("accumulate", 1)
     memory = training_memory(model, tokens)
-    times = plan._count(model, memory, tokens, tokens, accumulate)
+    times = step_times.count_times(model, memory, tokens, tokens, accumulate)
     hosts = range(5) if options.get("host_moments", True) else range(1)
     orders = [False, True] if options.get("in_backward", True) and accumulate == 1 else [False]
     peaks, rows = [], []
@@ -245,7 +246,7 @@ def kept_bytes(model, ids):
 
 def test_blocks_save_on_the_device_what_the_plan_says(offloads, monkeypatch, kernel_device):
     """A block's input is the output of the one before it, which may be offloaded while the block keeps it."""
-    monkeypatch.setattr(plan, "FLOPS", 1e12)
+    monkeypatch.setattr(step_times, "FLOPS", 1e12)
     tokens, found = 32, set()
     ids = torch.arange(tokens, device=kernel_device)[None]
     memory = training_memory(small(6), tokens, torch.float32)._replace(gradients=0, early_gradients=0, largest=0)
@@ -303,8 +304,10 @@ def test_measuring_leaves_everything_as_it_was(monkeypatch):
     before = [each.grad.clone() for each in model.parameters()]
     state, others, recompute = torch.get_rng_state(), random.getstate(), [each.mlp.recompute for each in model.layers]
     ran = []
-    run = plan._run
-    monkeypatch.setattr(plan, "_run", lambda block, policy, *rest: ran.append(policy) or run(block, policy, *rest))
+    run = step_times._run
+    monkeypatch.setattr(
+        step_times, "_run", lambda block, policy, *rest: ran.append(policy) or run(block, policy, *rest)
+    )
     made = plan_memory(model, 64, 10**9, calibrate={"input_ids": ids, "labels": ids})
     assert ran == [*CHECKPOINTING_POLICIES]  # all blocks are of one kind
     assert made.time == 1
@@ -326,7 +329,7 @@ def test_what_was_measured_is_what_is_planned_with(monkeypatch):
     """With a "selective" that takes as long as "full", "full" is chosen, which saves less."""
     model, ids = small(), torch.arange(256)[None] % 64
     seconds = {"none": (1.0, 3.0), "selective": (1.0, 4.0), "full": (1.0, 4.0)}
-    monkeypatch.setattr(plan, "_run", lambda block, policy, *_: seconds[policy])
+    monkeypatch.setattr(step_times, "_run", lambda block, policy, *_: seconds[policy])
     memory = training_memory(model, 256, torch.float32)
     budget = int(memory.peak("selective") / SHARE) + 2
     options = {"host_moments": False, "in_backward": False}
@@ -389,7 +392,7 @@ def test_peaks_and_times_are_what_was_measured(size):
         assert memory.peak(model.checkpointing, **where) / 2**30 == pytest.approx(row["peak_gib"], rel=0.02), text
         if text.startswith("ours+adamw+") and row["commit"] in plain:
             policies = model.checkpointing if isinstance(model.checkpointing, list) else [model.checkpointing] * blocks
-            times = plan._count(model, memory, B * T, T, 1)
+            times = step_times.count_times(model, memory, B * T, T, 1)
             recomputed = sum(times.recomputed[policy][index] for index, policy in enumerate(policies))
             moved = sum(memory.blocks[policies[index]][index].movable for index in model.offloaded)
             seconds = times.step(recomputed, moved, sum(memory.moments[i] for i in moments), "inbackward" in mode)

@@ -416,7 +416,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it(tmp_path, file, how
     assert f"delete {tmp_path}/step-00000002 to resume from step-00000001" in str(error.value)
     assert "\n" not in str(error.value)
     shutil.rmtree(tmp_path / "step-00000002")
-    with pytest.warns(UserWarning, match="step-00000002 is not there any more. Resuming from step-00000001"):
+    with pytest.warns(UserWarning, match="step-00000002 does not exist. Resuming from step-00000001"):
         assert load_state(tmp_path, *run.parts) == 1
     assert all(value.equal(expected[name]) for name, value in run.state().items())
     damage(tmp_path / "step-00000001" / "shared.pt", how)

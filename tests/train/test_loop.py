@@ -505,18 +505,18 @@ def test_options_that_cannot_be(capsys):
         ("--dtype=int99", "dtype must be one of float32, bfloat16, float16, got 'int99'"),
         ("--export-dtype=int64", "export_dtype must be one of float32, bfloat16, float16, got 'int64'"),
         ("--checkpointing=some", "checkpointing must be one of none, selective, full, got 'some'"),
-        ("--report-to=mlflow", "report_to must be among tensorboard, wandb, got mlflow"),
-        ("--context-parallel=2 --sample-prompt=a", "sample_prompt goes neither with tensor_parallel nor with"),
+        ("--report-to=mlflow", "report_to must be one of tensorboard, wandb, got 'mlflow'"),
+        ("--context-parallel=2 --sample-prompt=a", "sample_prompt can't be combined with tensor_parallel or"),
         ("--overflow=drop", "overflow must be one of split, truncate, got 'drop'"),
         ("--lora-4bit", "lora_4bit needs lora_r, got True and 0"),
         ("--lora-r=4 --lora-4bit --lora-float8", "lora_4bit, lora_float8 are ways to store the same weights"),
         ("--lora-targets=q_proj", "lora_targets needs lora_r"),
         ("--context-parallel=3", "length must be a multiple of the 3 GPUs that share a row, got 4096"),
-        ("--tensor-parallel=2 --context-parallel=2", "tensor_parallel does not go with context_parallel, got 2"),
+        ("--tensor-parallel=2 --context-parallel=2", "tensor_parallel can't be combined with context_parallel, got 2"),
         ("--optimizer=sgd", "optimizer must be one of adamw, muon, got 'sgd'"),
-        ("--muon-lr=0.1", "muon_lr needs optimizer muon, got 0.1 and adamw"),
+        ("--muon-lr=0.1", "muon_lr is an option of optimizer muon, got 0.1 with adamw"),
         ("--optimizer=muon --muon-lr=0", "muon_lr must be more than 0, got 0"),
-        ("--optimizer=muon --lora-r=4", "optimizer muon goes neither with adapters, which are AdamW's, nor with"),
+        ("--optimizer=muon --lora-r=4", "optimizer=muon can't be combined with LoRA or moments_8bit, got"),
         ("--optimizer=muon --moments-8bit", "got lora_r=0 and moments_8bit=True"),
         ("--tensor-parallel=2 --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_paral"),
         ("--format=csv", "format must be one of chat, sharegpt, .*, got 'csv'"),
@@ -774,11 +774,11 @@ def test_another_model_or_other_data_in_the_folder_of_a_run(folder, tmp_path):
 @pytest.mark.usefixtures("on_the_cpu")
 def test_a_finished_run_says_so(folder, tmp_path, capfd):
     for _ in range(2):
-        assert "the run is finished" not in capfd.readouterr().out
+        assert "already finished" not in capfd.readouterr().out
         train(options(folder, tmp_path, steps=2))
-    assert "run: the run is finished after 2 steps, 2 were asked for. Nothing is trained" in capfd.readouterr().out
+    assert "run: this run already finished (2 of 2 steps). Nothing is trained" in capfd.readouterr().out
     train(options(folder, tmp_path, steps=3))
-    assert "the run is finished" not in capfd.readouterr().out
+    assert "already finished" not in capfd.readouterr().out
     assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3]
 
 

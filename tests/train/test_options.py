@@ -6,7 +6,9 @@ from dataclasses import field as option
 
 import pytest
 
-from liger_models.train.options import options_from, read_options
+from liger_models.train.loop import TrainOptions
+from liger_models.train.options import check_options, options_from, read_options
+from liger_models.train.options import option as checked
 
 
 @dataclass(kw_only=True)
@@ -45,6 +47,57 @@ def test_help(capsys):
     shown = capsys.readouterr().out
     assert "Some options." in shown
     assert "of learning (default: 0.5)" in shown
+
+
+def test_the_help_of_training_is_in_groups(capsys):
+    with pytest.raises(SystemExit):
+        read_options(TrainOptions, ["--help"])
+    shown = capsys.readouterr().out
+    titles = ["Model and data:", "Objective:", "Optimizer and precision:", "Adapters (LoRA):", "Parallelism, memory"]
+    positions = [shown.index(f"\n{title}") for title in [*titles, "Log, evaluations and checkpoints:"]]
+    assert positions == sorted(positions)
+    assert positions[3] < shown.index("\n  --lora-plus-ratio") < positions[4]
+
+
+@dataclass(kw_only=True)
+class Checked:
+    """Options with checks."""
+
+    mode: str = checked("mode", "fast", choices=("fast", "slow"))
+    modes: list[str] = checked("modes", [], choices=("fast", "slow"))  # noqa: RUF009
+    size: int | None = checked("size", None, at_least=2)
+    limit: float = checked("limit", 1.0, more_than=0, may_be_infinite=True)
+    share: float = checked("share", 0.5, is_share=True)
+    wait: float | None = checked("wait", None, read_by=("mode", ["slow"]))
+    unit: str | None = checked("unit", None, needs="size")
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mode": "none"}, "mode must be one of fast, slow, got 'none'."),
+        ({"modes": ["slow", "none"]}, "modes must be one of fast, slow, got 'none'."),
+        ({"size": 1}, "size must be at least 2, got 1."),
+        ({"limit": 0.0}, "limit must be more than 0, got 0.0."),
+        ({"limit": float("nan")}, "limit must be more than 0, got nan."),
+        ({"share": float("inf")}, "share must be a share from 0 to 1, got inf."),
+        ({"mode": "slow", "wait": float("inf")}, "wait must be finite, got inf."),
+        ({"wait": 1.0}, "wait is an option of mode slow, got 1.0 with fast. Leave it out."),
+        ({"unit": "s"}, "unit needs size, got s and None."),
+    ],
+)
+def test_checks_of_the_fields(values, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        Checked(**values)
+    assert str(error.value) == f"Checked: {message}"
+
+
+def test_values_that_the_checks_allow():
+    allowed = Checked(mode="slow", modes="fast", size=2, limit=float("inf"), share=1, wait=2.0, unit="s")
+    assert allowed.modes == ["fast"]
 
 
 @pytest.mark.parametrize(

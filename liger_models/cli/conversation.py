@@ -1,0 +1,90 @@
+"""The text that ``liger-models generate`` prints: continuations of a prompt, or the turns of a chat."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import locate_image, open_image
+from liger_models.base.videos import read_header
+from liger_models.base.vision_language import VisionLanguageModel
+from liger_models.data.pixels import make_pixels
+from liger_models.data.prompts import encode_prompt
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Conversation:
+    """Prompts to a model and its answers.
+
+    Args:
+        model: the model.
+        settings: arguments of `generate`.
+        media: images and videos for the first prompt, from `open_medium`.
+        chat: whether prompts are turns of a chat; else each is a text to continue.
+        system: system message of the chat.
+
+    Raises:
+        ValueError: the model does not take such media.
+    """
+
+    def __init__(
+        self, model: CausalLM, settings: Mapping[str, Any], media: list[dict[str, Any]], chat: bool, system: str | None
+    ) -> None:
+        self.model, self.settings, self.chat = model, settings, chat
+        self.processor: Any = model.processor if isinstance(model, VisionLanguageModel) else None
+        self.history: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        self.media = media
+        for part in media:
+            self._check_medium(f"--{part['type']}", part["type"])
+
+    def _check_medium(self, option: str, medium: str) -> None:
+        if self.processor is None or medium not in self.processor.kinds:
+            raise ValueError(
+                f"generate: {option} needs a model with {medium}s, got {type(self.model).__name__}. Leave it out."
+            )
+
+    def attach(self, command: str, source: str) -> None:
+        """Add an image or a video to the next prompt, for the command /image or /video."""
+        medium = command.removeprefix("/")
+        self._check_medium(command, medium)
+        self.media.append(open_medium(medium, source))
+
+    def answer(self, prompt: str) -> Iterator[str]:
+        """The text generated for a prompt, in pieces of whole characters. A chat remembers both."""
+        inputs: dict[str, Any] = {}
+        if self.chat:
+            content: Any = [*self.media, {"type": "text", "text": prompt}] if self.media else prompt
+            self.history.append({"role": "user", "content": content})
+            reader = self.processor or self.model.tokenizer
+            ids, media = encode_prompt("generate", {"prompt": self.history}, reader)
+            inputs, self.media = make_pixels(media, self.processor), []
+        else:
+            ids = self.model.tokenizer.encode(prompt)
+        text = ""
+        for piece in self._stream(ids, inputs):
+            text += piece
+            yield piece
+        self.history.append({"role": "assistant", "content": text})
+
+    def _stream(self, ids: Any, inputs: Mapping[str, Any]) -> Iterator[str]:
+        decode = self.model.tokenizer.decode
+        tokens: list[int] = []
+        printed = ""
+        for token in self.model.stream(ids, **inputs, **self.settings):
+            tokens.append(int(token))
+            text = decode(tokens)
+            if not text.endswith(REPLACEMENT):
+                yield text[len(printed) :]
+                printed = text
+        text = decode(tokens)
+        # A character that is not complete can make a decoder replace complete ones that are printed already.
+        yield text[len(printed) :] if text.startswith(printed) else REPLACEMENT
+
+
+def open_medium(medium: str, source: str) -> dict[str, Any]:
+    """The part of a message for an image, decoded, or for a video, whose header is read so that errors come early."""
+    if medium == "image":
+        return {"type": medium, medium: open_image(source)}
+    file: Any = locate_image(source)
+    read_header(file)
+    return {"type": medium, medium: file}

@@ -1,0 +1,374 @@
+"""The scheduler of `rollout`: which rows run, in which places, and when their prompts are computed.
+
+It alternates between two kinds of work. A prefill is one forward of tokens of prompts: several whole prompts as packed
+documents, or a chunk of a long one. Then all rows that have their prompts run some steps, and each step gives every row
+one token. In a step all numbers are on the device, so that it is captured as one CUDA graph where `generate` captures
+one. The host reads tokens and log-probabilities after several steps, and cuts off everything after a stop token. The
+last token of a prompt is left to the first step, so that every new token comes from a step.
+
+A prefill waits until there are enough new prompts for it, because the host needs as long to launch a small one as a
+large one. When no rows wait any more, steps get fewer rows as rows end, if enough steps are left to pay for a capture.
+
+Rows that may get the most new tokens start first, so that few rows are left to run alone at the end; equal ones start
+in the order of their prompts. Only the rows that have started last are put back into the queue when pages run out. So
+all running rows come before all waiting ones, the first row can always go on, and all rows end.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.generation.deterministic import head_outputs
+from liger_models.generation.graphs import DecodeStep, can_capture
+from liger_models.generation.options import Settings
+from liger_models.generation.rows import log_probs_of
+from liger_models.generation.sampling import Sampler
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.masks import MOST_DOCUMENTS
+from liger_models.layers.page_pool import PagePool
+
+IDLE_SHARE = 1 / 32
+"""Share of the running rows that may wait for their prompts while these are not enough tokens for a whole prefill. The
+host needs about 35 ms to launch one of Llama 3.2 3B, in which an H200 computes 3,000 tokens."""
+
+CAPTURE_ROWS = 2**14
+"""Steps are captured again with fewer rows if otherwise places would stay empty so often until the end. For Llama 3.2
+3B on an H200, a capture takes as long as 128 rows less save in about 150 steps, or 64 rows less in 300."""
+
+
+class Completion(NamedTuple):
+    """A row that `rollout` has continued.
+
+    Attributes:
+        tokens: [n] int64 on the CPU, the new tokens; a stop token is the last of them.
+        log_probs: [n] fp32 on the CPU, log-probability of each by the model's own distribution, before temperature and
+            all other options.
+        reason: "stop", or "length" for a row that ``max_new_tokens`` ended.
+        routed_experts: [prompt + n, L, K] int16 on the CPU with ``record_routing``, the K experts of each token of
+            prompt and answer in each of the L layers with routed experts; −1 for the last token, which is never run.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    reason: str
+    routed_experts: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Row:
+    """A row, as the host knows it.
+
+    Attributes:
+        number: its position in the result.
+        prompt: number of its prompt.
+        tokens: the prompt and the new tokens.
+        begin: length of the prompt.
+        end: number of tokens at which it ends.
+        stops: tokens that end it.
+        seed: of its draws.
+        log_probs: of the new tokens.
+        experts: of the tokens that have been run, one after the other, if they are recorded.
+        slot: its place in a step; −1 while it waits.
+        pages: the pages that it holds.
+        cached: number of its tokens that the pages hold.
+        source: a running row of the same prompt, whose pages this one will use as soon as they are filled.
+    """
+
+    number: int
+    prompt: int
+    tokens: list[int]
+    begin: int
+    end: int
+    stops: list[int]
+    seed: int
+    log_probs: list[float] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0
+    source: "Row | None" = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next forward of the row is a step: all of its tokens but the last are cached."""
+        return self.source is None and self.cached == len(self.tokens) - 1
+
+    @property
+    def remaining(self) -> int:
+        """The most tokens that it may still get."""
+        return self.end - len(self.tokens)
+
+    @property
+    def num_recorded(self) -> int:
+        """Number of tokens whose experts are recorded: at least ``cached``, since a row that is put back keeps them."""
+        return sum(map(len, self.experts))
+
+
+class Scheduler:
+    """Runs rows to their ends.
+
+    Args:
+        model: the model, in eval mode.
+        rows: the rows, in the order of their numbers.
+        pool: the cache, which can hold each row by itself.
+        settings: how tokens are chosen.
+        chunk_size: maximum number of tokens of a prefill.
+        steps_per_read: number of steps after which the host reads the new tokens.
+        record_routing: whether to record the experts of each token.
+        deterministic: whether log-probabilities are to have the bits of `deterministic_forward`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        rows: list[Row],
+        pool: PagePool,
+        settings: Settings,
+        chunk_size: int,
+        steps_per_read: int,
+        record_routing: bool = False,
+        deterministic: bool = False,
+    ) -> None:
+        self.model, self.pool, self.chunk_size, self.steps_per_read = model, pool, chunk_size, steps_per_read
+        self.record_routing, self.deterministic = record_routing, deterministic
+        self.captured = can_capture(model)
+        self.prefill_options: dict[str, Any] = {"return_logits": False}
+        if model.groups.data:  # under FSDP a prefill runs the head, too: `in_lockstep` says why
+            self.prefill_options = {"logits_to_keep": 1}
+
+        layers = model.routers if record_routing else []
+        self.no_experts = torch.full((1, len(layers), layers[0].top_k if layers else 0), -1, dtype=torch.int16)
+        """The experts of a token that has not been run [1, L, K]."""
+
+        # The queue, and the rows in the order in which they left it: all of them come before those that still wait.
+        self.waiting = deque(sorted(rows, key=lambda row: row.begin - row.end))
+        self.running: list[Row] = []
+        self.completions: list[Completion | None] = [None] * len(rows)
+
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        self.is_seeded = settings.seed is not None
+        self.sampler = Sampler(replace(settings, seed=None), nothing, model.config.vocab_size)
+        self.most_stops = max(len(row.stops) for row in rows)
+        self._start_steps()
+
+    def run(self) -> list[Completion]:
+        """The completions of all rows, by their numbers."""
+        while self.waiting or self.running:
+            self._admit()
+            self._prefill()
+            self._decode(self._with_room())
+            if not self.waiting and self._has_too_many_slots():
+                self.pool.resize([row.slot for row in self.running])
+                self._start_steps()
+        return [completion for completion in self.completions if completion is not None]
+
+    def _has_too_many_slots(self) -> bool:
+        """Whether fewer slots would save more time than it takes to capture a step with them."""
+        empty = self.pool.rows - len(self.running)
+        steps = max((row.remaining for row in self.running), default=0)
+        return 2 * empty >= self.pool.rows and empty * steps >= (CAPTURE_ROWS if self.captured else 1)
+
+    def _start_steps(self) -> None:
+        """Give the running rows the first slots of a step with as many rows as the cache has; it is captured again."""
+        shape, device = (self.steps_per_read, self.pool.rows), self.model.device
+        self.step = DecodeStep(
+            self.pool, captured=self.captured, records_routing=self.record_routing, returns_hidden=self.deterministic
+        )
+        self.new_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.new_log_probs = torch.zeros(shape, device=device)
+        self.new_experts = torch.zeros(*shape, *self.no_experts.shape[1:], dtype=torch.int16, device=device)
+        self.free_slots = list(range(len(self.running), self.pool.rows))
+        for slot, row in enumerate(self.running):
+            row.slot = slot
+            self.pool.assign(slot, row.pages)
+
+    # Starting rows.
+
+    def _admit(self) -> None:
+        """Start waiting rows. A page is left for each running row that may need one, so that none is put back soon."""
+        while self.waiting and self.free_slots:
+            row = self.waiting[0]
+            source = next((running for running in self.running if self._can_share(running, row)), None)
+            shared = [] if source is None else source.pages[: (row.begin - 1) // self.pool.page]
+            count = self._pages_for(len(row.tokens)) - len(shared)
+            growing = sum(len(running.pages) < self._pages_for(running.end - 1) for running in self.running)
+            if self.running and self.pool.num_free < count + growing:
+                return
+            row.pages = self.pool.share(shared) + self.pool.take(count)
+            row.slot, row.source = self.free_slots.pop(), source
+            self.pool.assign(row.slot, row.pages)
+            self.pool.clear_states(row.slot)
+            self.running.append(self.waiting.popleft())
+
+    def _can_share(self, source: Row, row: Row) -> bool:
+        """Whether a row can take over what a running one has for the prompt: states only before its first step."""
+        is_new = len(source.tokens) == source.begin and len(row.tokens) == row.begin
+        return source.prompt == row.prompt and (is_new or not self.pool.is_recurrent)
+
+    # Prompts.
+
+    def _prefill(self) -> None:
+        """Compute the prompts of all running rows, or none as long as there are few and others wait."""
+        self._copy_prompts()
+        new = [row for row in self.running if not row.is_ready]
+        tokens = sum(len(row.tokens) - 1 - row.cached for row in new if row.source is None)
+        if self.waiting and tokens < self.chunk_size and len(new) <= IDLE_SHARE * len(self.running):
+            return
+        while rows := [row for row in new if row.source is None and not row.is_ready]:
+            self._fill(self._choose_chunk(rows))
+            self._copy_prompts()
+
+    def _choose_chunk(self, rows: list[Row]) -> list[tuple[Row, int]]:
+        """The tokens of the next forward, as rows and the ends of their tokens: whole prompts, or a part of one."""
+        chunk: list[tuple[Row, int]] = []
+        room = self.chunk_size
+        for row in rows:
+            end = len(row.tokens) - 1
+            if not row.cached and end <= room and len(chunk) < MOST_DOCUMENTS:
+                chunk.append((row, end))
+                room -= end
+
+        # A first row that follows cached tokens, or is longer than a chunk, is computed alone.
+        first = rows[0]
+        if not chunk or chunk[0][0] is not first:
+            chunk = [(first, min(first.cached + self.chunk_size, len(first.tokens) - 1))]
+        return chunk
+
+    def _fill(self, chunk: list[tuple[Row, int]]) -> None:
+        """Run a forward of these rows' tokens, each from what is cached to its end."""
+        ids = [row.tokens[row.cached : end] for row, end in chunk]
+        options: dict[str, Any] = {}
+        if len(chunk) > 1:
+            options["cu_seqlens"] = self.pool.upload([0, *map(len, ids)]).cumsum(0)
+        if self.record_routing:
+            options["routed_experts"] = torch.cat([self._recorded(row, end) for row, end in chunk])[None]
+        self.pool.fill([(row.slot, row.cached, end) for row, end in chunk])
+        packed = self.pool.upload([token for tokens in ids for token in tokens])[None]  # [1, tokens]
+        out = self.model(packed, cache=self.pool, **self.prefill_options, **options)
+
+        # The experts of tokens that a row had recorded before it was put back stay as they are.
+        if self.record_routing:
+            chosen = self.model.choose_experts(out.router_logits).cpu().split([len(tokens) for tokens in ids])
+            for (row, _), experts in zip(chunk, chosen, strict=True):
+                row.experts.append(experts[row.num_recorded - row.cached :].clone())
+        for row, end in chunk:
+            row.cached = end
+
+    def _recorded(self, row: Row, end: int) -> Tensor:
+        """The recorded experts of the tokens from ``cached`` to ``end`` of a row; −1 where there are none."""
+        missing = self.no_experts.expand(max(end - row.num_recorded, 0), -1, -1)
+        return torch.cat([*row.experts, missing])[row.cached : end]
+
+    def _copy_prompts(self) -> None:
+        """Give rows the cached prompt of their source: full pages are shared, a page that is partly full is copied."""
+        pages, rows = [], []
+        for row in self.running:
+            if row.source is None or row.source.cached < row.begin - 1:
+                continue
+            full, partial = divmod(row.begin - 1, self.pool.page)
+            if partial:
+                pages.append((row.source.pages[full], row.pages[full]))
+            rows.append((row.source.slot, row.slot))
+            if self.record_routing and row.num_recorded < row.begin - 1:
+                row.experts = [torch.cat(row.source.experts)[: row.begin - 1]]
+            row.cached, row.source = row.begin - 1, None
+        self.pool.copy(pages, rows)
+
+    # Steps.
+
+    def _with_room(self) -> list[Row]:
+        """The rows that run the next steps, with pages for their tokens. Rows started last are put back for these."""
+        rows = [row for row in self.running if row.is_ready]
+        for row in rows:
+            most = min(row.cached + self.steps_per_read, row.end - 1)
+            while row.slot >= 0 and (count := self._pages_for(most) - len(row.pages)) > self.pool.num_free:
+                last = self.running[-1]
+                self._remove(last)
+                self.waiting.appendleft(last)
+            if row.slot >= 0 and count > 0:
+                row.pages += self.pool.take(count)
+                self.pool.assign(row.slot, row.pages)
+        return [row for row in rows if row.slot >= 0]
+
+    def _decode(self, rows: list[Row]) -> None:
+        """Run steps of these rows, read their tokens, and remove the rows that end."""
+        if not rows:
+            return
+        steps = min(self.steps_per_read, max(row.remaining for row in rows))
+        self._run_steps(rows, steps)
+        tokens, log_probs = self._read(steps)
+        experts = self.new_experts[:steps].cpu()
+        for row in rows:
+            self._extend(row, tokens[row.slot], log_probs[row.slot])
+            if self.record_routing:
+                row.experts.append(experts[: len(row.tokens) - 1 - row.cached, row.slot].clone())
+            row.cached = len(row.tokens) - 1
+            if row.tokens[-1] in row.stops or not row.remaining:
+                self._remove(row)
+                self._complete(row)
+
+    def _run_steps(self, rows: list[Row], steps: int) -> None:
+        """Run steps on the device, which the host does not wait for."""
+        # One upload for all numbers of the rows [slots, 5 + stops]. Empty slots have 0, and −1 is no token.
+        numbers = [[0] * (5 + self.most_stops) for _ in range(self.pool.rows)]
+        for row in rows:
+            stops = row.stops + [-1] * (self.most_stops - len(row.stops))
+            new = len(row.tokens) - row.begin
+            numbers[row.slot] = [row.tokens[-1], row.cached, row.remaining, new, row.seed, *stops]
+        state = self.pool.upload(numbers)
+        tokens, lengths, remaining, counts, seeds = state[:, :5].unbind(1)
+        stop_tokens = state[:, 5:]
+        self.sampler.seeds = seeds if self.is_seeded else None
+        self.pool.resume(lengths, remaining)
+
+        head = self.model.lm_head
+        for step in range(steps):
+            out = self.step(self.model, tokens, self.pool.positions)
+            if self.deterministic:
+                raw, logits = head_outputs(head, out)
+                tokens = self.sampler.draw(logits, counts)
+                log_probs = log_probs_of(raw, tokens, head.softcap, head.logit_scale)
+            else:
+                tokens = self.sampler.draw(out, counts)
+                log_probs = log_probs_of(out, tokens)
+            self.new_tokens[step], self.new_log_probs[step] = tokens, log_probs
+            if self.step.routed_experts is not None:
+                self.new_experts[step] = self.step.routed_experts
+            counts.add_(1)
+            self.pool.remaining.sub_(1).masked_fill_((tokens[:, None] == stop_tokens).any(1), 0)
+
+    def _read(self, steps: int) -> list[list[list[Any]]]:
+        """Tokens and log-probabilities of the last steps, a list for each slot. Synchronizes with the device."""
+        return [values[:steps].T.tolist() for values in (self.new_tokens, self.new_log_probs)]
+
+    def _extend(self, row: Row, tokens: list[int], log_probs: list[float]) -> None:
+        """Add new tokens to a row, up to its end or the first stop token."""
+        count = row.remaining
+        for token, log_prob in zip(tokens[:count], log_probs[:count], strict=True):
+            row.tokens.append(token)
+            row.log_probs.append(log_prob)
+            if token in row.stops:
+                return
+
+    def _complete(self, row: Row) -> None:
+        """Make the completion of a row that has ended."""
+        reason = "stop" if row.tokens[-1] in row.stops else "length"
+        experts = torch.cat([*row.experts, self.no_experts]) if self.record_routing else None
+        row.experts = []
+        self.completions[row.number] = Completion(
+            torch.tensor(row.tokens[row.begin :]), torch.tensor(row.log_probs, dtype=torch.float32), reason, experts
+        )
+
+    def _remove(self, row: Row) -> None:
+        """Take a row's pages and its slot."""
+        self.running.remove(row)
+        self.free_slots.append(row.slot)
+        self.pool.assign(row.slot, [])
+        self.pool.give_back(row.pages)
+        row.slot, row.pages, row.cached, row.source = -1, [], 0, None
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.pool.page)

@@ -1,0 +1,235 @@
+"""Seconds of a training step: counted from operations and bytes, or measured on single blocks."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels.dispatch import ACCELERATORS
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.layer import CHECKPOINTING_POLICIES, Layer, is_replayable, set_policy
+from liger_models.layers.recompute import is_compiled, run_again
+from liger_models.layers.stored import own_parameters
+from liger_models.memory.estimate import TrainingMemory
+
+FLOPS, LINK, BANDWIDTH, LAUNCH = 620e12, 53e9, 4e12, 2e-5
+"""Operations per second, bytes per second to or from host memory and in device memory, and seconds to launch an update,
+measured on an H200 in bf16 (benchmarks/results). Only their ratios matter."""
+BOTH_WAYS = 4 / 3
+"""Factor by which copies slow down while others go the other way: 53 GB/s on the link become 40 in each direction."""
+MEASURED_STEPS = 3
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step.
+
+    Attributes:
+        forward, backward: of all blocks, without recomputation.
+        rest: forward and backward of everything else.
+        recomputed: policy -> what the backward of each block recomputes.
+        update: the optimizer's step.
+        launches: what the update takes in addition if the optimizer steps in the backward.
+        link: bytes per second to the host, or from it.
+        accumulate: number of batches.
+    """
+
+    forward: float
+    backward: float
+    rest: float
+    recomputed: dict[str, tuple[float, ...]]
+    update: float
+    launches: float
+    link: float
+    accumulate: int
+
+    def step(self, recomputed: Any, moved: Any, moments: Any, in_backward: bool) -> Tensor:
+        """Seconds of a step, elementwise.
+
+        Offloaded activations leave in the forward and come in the backward, while it computes. Moments come and leave
+        in the backward, or else in the optimizer's step.
+
+        Args:
+            recomputed: seconds of recomputation.
+            moved: bytes of activations that are offloaded.
+            moments: bytes of moments that live in host memory.
+            in_backward: whether the optimizer steps in the backward.
+        """
+        recomputed, moved, moments = (
+            torch.as_tensor(values, dtype=torch.float64) for values in (recomputed, moved, moments)
+        )
+
+        # A batch: computation and copies overlap, so that the longer of both counts.
+        backward = self.backward + recomputed
+        incoming = moved + BOTH_WAYS * moments if in_backward else moved
+        batch = (moved / self.link).clamp(min=self.forward) + torch.maximum(incoming / self.link, backward) + self.rest
+        copies = 2 * moved / BANDWIDTH  # copies take bandwidth of the device's memory from the computation
+
+        # The optimizer.
+        update = (BOTH_WAYS * moments / self.link).clamp(min=self.update)
+        if in_backward:
+            update = self.update + self.launches + 0 * moments
+        seconds: Tensor = self.accumulate * (batch + copies) + update + 2 * moments / BANDWIDTH
+        return seconds
+
+
+def count_times(model: Decoder, memory: TrainingMemory, tokens: int, length: int, accumulate: int) -> StepTimes:
+    """The times by counting operations and bytes."""
+    forward = backward = 0.0
+    recomputed: dict[str, list[float]] = {policy: [] for policy in CHECKPOINTING_POLICIES}
+    for block in model.layers:
+        operations = {module: _operations(module, tokens, length) for module in block.modules()}
+        forward += sum(once for once, _ in operations.values())
+        backward += sum(twice for _, twice in operations.values())
+        for policy, seconds in recomputed.items():
+            default = float(policy == "full" and is_replayable(block))
+            repeated = (share * operations[module][0] for module, share in _shares(block, policy, default))
+            seconds.append(sum(repeated) / FLOPS)
+    head = 6.0 * model.lm_head.weight.numel() * tokens
+    trained = sum(parameter.requires_grad for parameter in model.parameters())
+    return StepTimes(
+        forward=forward / FLOPS,
+        backward=backward / FLOPS,
+        rest=head / FLOPS,
+        recomputed={policy: tuple(seconds) for policy, seconds in recomputed.items()},
+        update=(3 * memory.gradients + 2 * memory.optimizer) / BANDWIDTH,
+        launches=LAUNCH * trained,
+        link=LINK,
+        accumulate=accumulate,
+    )
+
+
+def _operations(module: nn.Module, tokens: int, length: int) -> tuple[float, float]:
+    """Floating-point operations of a module's own forward and backward, without its submodules'."""
+    matrices = {weight: size for weight, size in own_parameters(module).items() if weight.dim() > 1}
+    active, other = 1.0, 0.0
+    if isinstance(module, Layer):
+        active, other, spec = module.active_share, float(module.token_flops), module.attention
+        if spec is not None:
+            window = length if spec.window is None else min(spec.window, length)
+            other += spec.pair_flops * window * (1 - window / (2 * length))
+    once = [2.0 * active * size * tokens for size in matrices.values()]
+    twice = [work * (1 + weight.requires_grad) for work, weight in zip(once, matrices, strict=True)]
+    return sum(once) + other * tokens, sum(twice) + 2 * other * tokens
+
+
+def _shares(module: nn.Module, policy: str, share: float) -> Iterator[tuple[nn.Module, float]]:
+    """Each module in a block, and the share of its operations that the backward repeats."""
+    answer = module.recomputed_share(policy) if isinstance(module, Layer) else None
+    share = share if answer is None else answer
+    yield module, share
+    for child in module.children():
+        yield from _shares(child, policy, share)
+
+
+def measure_times(
+    model: Decoder, memory: TrainingMemory, tokens: int, room: int, batch: Mapping[str, Any], times: StepTimes
+) -> StepTimes:
+    """The times from running one block of each kind, by each policy, on a batch; the counted ``times`` where none ran.
+
+    Args:
+        model: not sharded.
+        memory: the estimate of a step.
+        tokens: tokens of a batch of the step.
+        room: bytes that may be allocated.
+        batch: arguments of the forward.
+        times: by counting.
+
+    Raises:
+        ValueError: the model is sharded.
+    """
+    if model.groups.sharded is not None or any(hasattr(weight, "full_tensor") for weight in model.parameters()):
+        raise ValueError("plan_memory: calibrate needs a model that is not sharded, got one that is. Leave it out.")
+    device = model.device
+    accelerated = device.type in ACCELERATORS
+    names = ("input_ids", "position_ids", "attention_mask", "cu_seqlens", "inputs_embeds")
+    inputs = {name: batch[name] for name in names if batch.get(name) is not None}
+
+    # Blocks that save the same are of one kind, of which one is run. Its policy is restored after each run.
+    current = model.checkpointing
+    policies = [current] * len(model.layers) if isinstance(current, str) else current
+    kinds = [tuple(memory.blocks[policy][i] for policy in CHECKPOINTING_POLICIES) for i in range(len(model.layers))]
+    measured: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = {}
+    with torch.random.fork_rng([device] if accelerated else [], device_type=device.type if accelerated else "cuda"):
+        with torch.no_grad():
+            embeds, layout = model.prepare(**inputs)
+            layout = model.stand_ins(layout, embeds)
+        scale = tokens / embeds[..., 0].numel()
+        before = torch.accelerator.memory_allocated() if accelerated else memory.weights
+        for index, block in enumerate(model.layers):
+            if kinds[index] in measured:
+                continue
+            seconds = measured[kinds[index]] = {}
+            gradients = sum(weight.nbytes for weight in block.parameters() if weight.requires_grad)
+            for policy in CHECKPOINTING_POLICIES:
+                activations = memory.blocks["none"][index].total / scale + memory.logits
+                if before + gradients + activations + 4 * embeds.nbytes <= room:
+                    set_policy(block, policy)
+                    try:
+                        seconds[policy] = _run(block, policy, embeds, layout, device)
+                    finally:
+                        set_policy(block, policies[index])
+        link = _copy_speed(device) if accelerated else times.link
+
+    # Without a measured forward of every kind there is nothing to compare recomputation with.
+    plain = [measured[kind].get("none") for kind in kinds]
+    if any(seconds is None for seconds in plain):
+        return times
+    forward, both = (scale * sum(seconds[part] for seconds in plain if seconds) for part in (0, 1))
+    ratio = both / (times.forward + times.backward)  # of measured to counted seconds
+
+    def recomputation(policy: str, index: int, counted: float) -> float:
+        seconds = measured[kinds[index]]
+        if policy not in seconds:
+            return ratio * counted
+        return max(seconds[policy][1] - seconds["none"][1], 0.0) * scale
+
+    recomputed = {
+        policy: tuple(recomputation(policy, index, seconds) for index, seconds in enumerate(counted))
+        for policy, counted in times.recomputed.items()
+    }
+    return times._replace(
+        forward=forward, backward=both - forward, rest=ratio * times.rest, recomputed=recomputed, link=link
+    )
+
+
+def _run(block: nn.Module, policy: str, embeds: Tensor, layout: Any, device: torch.device) -> tuple[float, float]:
+    """Seconds of a block's forward, and of forward and backward: medians after a first run."""
+    recomputes = policy == "full" and is_replayable(block) and not is_compiled(block)
+    forward: Callable[..., Any] = functools.partial(run_again, block) if recomputes else block
+    trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
+    seconds = []
+    for _ in range(MEASURED_STEPS + 1):
+        inputs = [embeds.detach().clone().requires_grad_() for _ in range(2)]
+        start = _now(device)
+        with torch.enable_grad():
+            outputs = [output for output in forward(*inputs, layout) if output is not None and output.requires_grad]
+        middle = _now(device)
+        ones = [torch.ones_like(output) for output in outputs]
+        torch.autograd.grad(outputs, [*inputs, *trained], ones, allow_unused=True)
+        seconds.append((middle - start, _now(device) - start))
+        del outputs
+    forward_seconds, both = (statistics.median(column) for column in zip(*seconds[1:], strict=True))
+    return forward_seconds, both
+
+
+def _now(device: torch.device) -> float:
+    if device.type in ACCELERATORS:
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _copy_speed(device: torch.device) -> float:
+    """Bytes per second from a device to host memory."""
+    source = torch.empty(2**26, dtype=torch.uint8, device=device)
+    host = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+    seconds = []
+    for _ in range(MEASURED_STEPS + 1):
+        start = _now(device)
+        for _ in range(4):
+            host.copy_(source, non_blocking=True)
+        seconds.append(_now(device) - start)
+    return 4 * host.nbytes / statistics.median(seconds[1:])

@@ -1,0 +1,223 @@
+"""The options of the training command, in groups. Each is an option of the command line and a key of an option file."""
+
+# ruff: noqa: RUF009 (`option` returns a field)
+
+import math
+import warnings
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from liger_models.convert.files import as_dtype
+from liger_models.data.dataset import OVERFLOWS
+from liger_models.data.formats import Formats
+from liger_models.data.pixels import BROKEN_MEDIA
+from liger_models.layers.layer import CHECKPOINTING_POLICIES
+from liger_models.train.objective_options import ObjectiveOptions, make_objective
+from liger_models.train.options import check_options, option
+
+DTYPES = dict.fromkeys(("dtype", "export_dtype"), (torch.float32, torch.bfloat16, torch.float16))
+"""The allowed dtypes of options."""
+STORED = "lora_4bit", "lora_float8", "lora_keep_float8"
+"""The options that store the weights under adapters in fewer bits."""
+
+_adapter_option = partial(option, needs="lora_r")
+
+
+@dataclass(kw_only=True)
+class DataOptions:
+    """Model and data."""
+
+    model: str = option("folder of a checkpoint, or its name on the Hugging Face hub or modelscope:owner/name")
+    data: list[str] = option("files or folders to train on: .jsonl, .txt, .parquet")
+    output: str = option("folder of the run, for checkpoints, log.jsonl and the trained model")
+    eval_data: list[str] = option("files or folders to evaluate on", [])
+    length: int = option("tokens in a packed row", 4096, at_least=2)
+    overflow: str | None = option("split (default) or truncate documents longer than a row", None, choices=OVERFLOWS)
+    format: str | None = option("format of the examples, such as alpaca; default: recognised by their columns", None)
+    field: str | None = option("column to read instead, whatever others there are", None)
+    data_shares: list[float] = option(
+        "share of each entry of data in an epoch, such as 0.7 0.3; default: all of each", []
+    )
+    max_samples: int | None = option("the most examples to train on, for a short try", None, at_least=1)
+    broken_media: str = option("error, or skip examples with images that are broken", "error", choices=BROKEN_MEDIA)
+    max_pixels: int | None = option("most pixels of an image (Qwen-VL); default: the checkpoint's", None, at_least=1)
+    batch_size: int = option("rows, or pairs, per GPU in one forward pass", 1, at_least=1)
+    accumulate: int = option("batches per GPU in one optimizer step", 1, at_least=1)
+    workers: int = option("processes per rank that prepare batches", 1, at_least=0)
+    steps: int | None = option("optimizer steps; default: enough for the epochs", None, at_least=1)
+    epochs: float = option("passes through the data, if steps is not set", 1.0, more_than=0)
+
+
+@dataclass(kw_only=True)
+class OptimizerOptions:
+    """Optimizer and precision."""
+
+    lr: float = option("highest learning rate", 2e-5, more_than=0)
+    warmup: float = option("fraction of the steps in which the learning rate rises", 0.03, is_share=True)
+    min_lr: float = option("fraction of lr at which the cosine ends", 0.1, is_share=True)
+    weight_decay: float = option("weight decay of matrices; vectors have none", 0.1, at_least=0)
+    optimizer: str = option(
+        "adamw, or muon: Muon for the weights of linear layers, AdamW for the rest", "adamw", choices=("adamw", "muon")
+    )
+    muon_lr: float | None = option(
+        "highest learning rate of what Muon trains; default: lr", None, more_than=0, read_by=("optimizer", ["muon"])
+    )
+    max_norm: float = option("norm to which the gradients are clipped", 1.0, more_than=0, may_be_infinite=True)
+    dtype: str = option(
+        "dtype of the weights: float32, bfloat16, or float16 with a loss scale; float16 and adapters are trained in "
+        "float32",
+        "float32",
+    )
+    moments_8bit: bool = option("AdamW's moments in 8 bits, whatever the dtype of the weights", False)
+    export_dtype: str = option("dtype of the model in output/model", "bfloat16")
+
+
+@dataclass(kw_only=True)
+class AdapterOptions:
+    """Adapters (LoRA)."""
+
+    lora_r: int = option("rank of LoRA adapters, which alone are then trained; 0: none", 0, at_least=0)
+    lora_alpha: float | None = _adapter_option("adapter scale times rank; default: 2 lora_r", None)
+    lora_dropout: float = _adapter_option("dropout probability of the adapters' input", 0.0, is_share=True)
+    lora_targets: list[str] = _adapter_option("adapted layers; default: all linear ones", [])
+    lora_plus_ratio: float | None = _adapter_option(
+        "LoRA+: learning rate of B divided by that of A, such as 16; default: 1", None, more_than=0
+    )
+    lora_tower: bool = _adapter_option("adapt the vision tower, too", False)
+    lora_experts: bool = _adapter_option("adapt the routed experts, too", False)
+    lora_4bit: bool = _adapter_option("4-bit weights of adapted layers and of experts", False)
+    lora_float8: bool = _adapter_option("float8 weights of adapted layers and of experts", False)
+    lora_keep_float8: bool = _adapter_option(
+        "weights that the checkpoint has in float8, also of experts, as they are", False
+    )
+
+
+@dataclass(kw_only=True)
+class ParallelOptions:
+    """Parallelism, memory and reproducibility."""
+
+    tensor_parallel: int = option("GPUs that share the layers, and the batch", 1, at_least=1)
+    context_parallel: int = option("GPUs that share the tokens of a row, and the batch", 1, at_least=1)
+    checkpointing: str | None = option(
+        "checkpointing policy: none, selective (default) or full; with memory it is planned",
+        None,
+        choices=CHECKPOINTING_POLICIES,
+    )
+    memory: str | None = option(
+        "memory of each GPU that the run may take, such as 60GB or a share with a percent sign; what is recomputed or "
+        "offloaded, and where the optimizer steps, is then planned",
+        None,
+    )
+    compile: bool = option("compile each block", False)
+    seed: int = option("seed of the data order and of dropout", 0, at_least=0)
+    deterministic: bool = option("equal bits in every run, even where that is slower", False)
+
+    @property
+    def sharing(self) -> int:
+        """Number of ranks that share a batch."""
+        return self.tensor_parallel * self.context_parallel
+
+
+@dataclass(kw_only=True)
+class LoggingOptions:
+    """Log, evaluations and checkpoints."""
+
+    log_every: int = option("steps between lines of the log", 10, at_least=1)
+    eval_every: int = option("steps between evaluations", 500, at_least=1)
+    save_every: int = option("steps between checkpoints", 500, at_least=1)
+    keep: int = option("number of checkpoints to keep", 2, at_least=1)
+    sample_prompt: str | None = option("prompt that the model continues, or answers, at each evaluation", None)
+    report_to: list[str] = option(
+        "where to log besides log.jsonl: tensorboard, wandb", [], choices=("tensorboard", "wandb")
+    )
+    tensorboard: bool = option("deprecated: report_to: [tensorboard]", False)
+
+
+# The fields of the last base come first.
+@dataclass(kw_only=True)
+class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOptions, ObjectiveOptions, DataOptions):
+    """The options of a run."""
+
+    def __post_init__(self) -> None:
+        # Each option by itself, as its field says.
+        check_options(self)
+        for name, dtypes in DTYPES.items():  # "bf16" and torch.bfloat16 become "bfloat16"
+            dtype = as_dtype(f"TrainOptions: {name}", getattr(self, name), dtypes)
+            setattr(self, name, str(dtype).removeprefix("torch."))
+        if self.tensorboard:
+            warnings.warn(
+                "TrainOptions: tensorboard is deprecated. Write report_to: [tensorboard].", FutureWarning, stacklevel=2
+            )
+            self.report_to, self.tensorboard = [*{*self.report_to, "tensorboard"}], False
+
+        # Options that exclude each other.
+        self._check_names()
+        self._check_weights()
+        self._check_sharing()
+        self._check_objective()
+
+    def _check_names(self) -> None:
+        if len(self.data) == 0:
+            raise ValueError("TrainOptions: data must be files or folders, got none. Name one.")
+        if "" in (*self.data, *self.eval_data):  # "" is the current folder
+            raise ValueError("TrainOptions: data must be files or folders, got ''. Name one.")
+        for name in ("model", "output"):
+            if not getattr(self, name):
+                raise ValueError(f"TrainOptions: {name} must have a name, got ''. Give one.")
+        are_positive = all(0 < share < math.inf for share in self.data_shares)
+        if len(self.data_shares) not in (0, len(self.data)) or not are_positive:
+            raise ValueError(
+                f"TrainOptions: data_shares must be {len(self.data)} positive numbers, one for each of data, got "
+                f"{self.data_shares}."
+            )
+
+    def _check_weights(self) -> None:
+        stored = [name for name in STORED if getattr(self, name)]
+        if len(stored) >= 2:
+            raise ValueError(
+                f"TrainOptions: {', '.join(stored)} are ways to store the same weights, got {len(stored)}. Choose one."
+            )
+        if self.optimizer == "muon" and (self.lora_r != 0 or self.moments_8bit):
+            raise ValueError(
+                "TrainOptions: optimizer=muon can't be combined with LoRA or moments_8bit, got "
+                f"lora_r={self.lora_r} and moments_8bit={self.moments_8bit}. Use adamw."
+            )
+
+    def _check_sharing(self) -> None:
+        if self.tensor_parallel != 1 and self.context_parallel != 1:
+            raise ValueError(
+                "TrainOptions: tensor_parallel can't be combined with context_parallel, got "
+                f"{self.tensor_parallel} and {self.context_parallel}. Leave one out."
+            )
+        if self.sharing != 1 and self.sample_prompt is not None:
+            raise ValueError(
+                "TrainOptions: sample_prompt can't be combined with tensor_parallel or context_parallel, under which "
+                "models do not generate. Leave it out, and generate from a checkpoint."
+            )
+        if self.length % self.sharing != 0:
+            raise ValueError(
+                f"TrainOptions: length must be a multiple of the {self.sharing} GPUs that share a row, got "
+                f"{self.length}."
+            )
+
+    def _check_objective(self) -> None:
+        objective = make_objective(self)
+        Formats(objective.formats, self.format)  # refuses a format before a model is loaded
+        if not objective.shares_rows and self.sharing != 1:
+            raise ValueError(
+                f"TrainOptions: tensor_parallel and context_parallel must be 1 with objective {self.objective}, whose "
+                f"loss needs whole rows, got {self.tensor_parallel} and {self.context_parallel}."
+            )
+        if self.memory is not None and (self.objective not in ("sft", "pretrain") or self.tensor_parallel != 1):
+            raise ValueError(
+                "TrainOptions: memory is planned for objectives sft and pretrain without tensor_parallel, got "
+                f"{self.objective} and {self.tensor_parallel}. Leave it out, and set checkpointing."
+            )
+        for name in ("field", "overflow"):
+            value = getattr(self, name)
+            if value is not None and objective.compares:
+                raise ValueError(
+                    f"TrainOptions: {name} must be left out with objective {self.objective}, got {value!r}."
+                )
