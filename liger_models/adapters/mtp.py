@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.adapters.lora_layers import adapted_layers
-from liger_models.arch._qwen3_next.block import FULL, HybridConfig
-from liger_models.arch._qwen3_next.names import KEPT
+from liger_models.arch.qwen3_5.block import FULL, HybridConfig
+from liger_models.arch.qwen3_5.names import KEPT
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import as_dtype, some
 from liger_models.convert.format import format_of

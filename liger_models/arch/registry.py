@@ -1,6 +1,8 @@
 """The table of model classes, in which families and user-defined architectures register."""
 
 import dataclasses
+import functools
+import importlib
 import pkgutil
 import types
 import typing
@@ -18,16 +20,35 @@ MODEL_CLASSES: dict[str, type[CausalLM]] = {}
 """``model_type`` -> model class of each family imported so far and of each architecture given to `register`."""
 
 NOT_FAMILIES = ("auto", "registry")
-"""Modules of this package that define no family, besides those whose names begin with an underscore."""
+"""Modules of this package that define no family, besides those whose names begin with an underscore.
+
+A family's file is named after its ``model_type``. A family's folder has a table ``MODEL_TYPES``, from each ``model_type``
+to the file that registers it.
+"""
 
 _NEEDED = ("vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings")
 """Fields that `CausalLM` reads and `save_pretrained` writes."""
 
 
+@functools.cache
+def built_in_modules() -> dict[str, str]:
+    """``model_type`` -> full name of the module that registers it, for every built-in family. No family is imported."""
+    modules = {}
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.name in NOT_FAMILIES or module.name.startswith("_"):
+            continue
+        path = f"{__package__}.{module.name}"
+        if module.ispkg:
+            files = importlib.import_module(path).MODEL_TYPES
+            modules.update({model_type: f"{path}.{file}" for model_type, file in files.items()})
+        else:
+            modules[module.name] = path
+    return modules
+
+
 def built_in() -> list[str]:
-    """The ``model_type`` of every built-in family, sorted. It is also the name of the family's file or folder."""
-    names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    return sorted(name for name in names if name not in NOT_FAMILIES and not name.startswith("_"))
+    """The ``model_type`` of every built-in family, sorted."""
+    return sorted(built_in_modules())
 
 
 def add_family(model_class: type[CausalLM], checkpoint: CheckpointFormat) -> None:

@@ -10,12 +10,12 @@ Source: transformers ``models/qwen3_5``, https://arxiv.org/abs/2412.06464.
 from dataclasses import dataclass, field
 from functools import partial
 
-from liger_models.arch._qwen3_next.block import HybridConfig, HybridModel
-from liger_models.arch._qwen3_next.names import TEXT_IGNORED_KEYS, multimodal_maps
-from liger_models.arch._qwen3_next.vision import Qwen3_5VisionConfig
 from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower
 from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import IGNORED_KEYS, read_multimodal, write_qwen3_vl
+from liger_models.arch.qwen3_5.block import HybridConfig, HybridModel
+from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, multimodal_maps
+from liger_models.arch.qwen3_5.vision import Qwen3_5VisionConfig
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from liger_models.arch._qwen3_next.block import HybridModel, HybridMoeConfig
-from liger_models.arch._qwen3_next.names import TEXT_IGNORED_KEYS, multimodal_maps
-from liger_models.arch._qwen3_next.vision import Qwen3_5VisionConfig
 from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower
 from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import IGNORED_KEYS, read_multimodal, write_qwen3_vl
+from liger_models.arch.qwen3_5.block import HybridModel, HybridMoeConfig
+from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, multimodal_maps
+from liger_models.arch.qwen3_5.vision import Qwen3_5VisionConfig
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
 

@@ -1,7 +1,7 @@
 """Qwen3.5, the text model with a mixture of experts: model_type ``qwen3_5_moe_text``.
 
 Three of four layers have linear attention (Gated DeltaNet), every fourth has gated full attention; see
-`liger_models.arch._qwen3_next.block`. Positions have three axes, time, height and width, which are equal in text. The
+`liger_models.arch.qwen3_5.block`. Positions have three axes, time, height and width, which are equal in text. The
 MLP is a mixture of experts beside one that every token passes, multiplied by a gate; routing weights are always
 renormalised. The layers that predict a second token (``mtp``) are kept and saved again; `LigerMTP` trains them.
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from liger_models.arch._qwen3_next.block import HybridModel, HybridMoeConfig
-from liger_models.arch._qwen3_next.names import TEXT_IGNORED_KEYS, read_text, text_maps, write_text
+from liger_models.arch.qwen3_5.block import HybridModel, HybridMoeConfig
+from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, read_text, text_maps, write_text
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
 from liger_models.layers.rope import MultimodalRotaryEmbedding

@@ -1,7 +1,7 @@
 """Qwen3.5, the text model, dense: model_type ``qwen3_5_text``.
 
 Three of four layers have linear attention (Gated DeltaNet), every fourth has gated full attention; see
-`liger_models.arch._qwen3_next.block`. Positions have three axes, time, height and width, which are equal in text. The
+`liger_models.arch.qwen3_5.block`. Positions have three axes, time, height and width, which are equal in text. The
 MLP is that of Qwen3. The layers that predict a second token (``mtp``) are kept and saved again; `LigerMTP` trains them.
 
 Checkpoints with the vision tower have the model_type ``qwen3_5``.
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from liger_models.arch._qwen3_next.block import HybridConfig, HybridModel
-from liger_models.arch._qwen3_next.names import TEXT_IGNORED_KEYS, read_text, text_maps, write_text
+from liger_models.arch.qwen3_5.block import HybridConfig, HybridModel
+from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, read_text, text_maps, write_text
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
 from liger_models.layers.rope import MultimodalRotaryEmbedding

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from liger_models.arch._gemma4 import text
-from liger_models.arch._gemma4.text import Gemma4TextConfig
+from liger_models.arch.gemma4 import decoder
+from liger_models.arch.gemma4.decoder import Gemma4TextConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,4 +29,4 @@ class Gemma4UnifiedTextConfig(Gemma4TextConfig):
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """As that of ``gemma4_text``, without what only that has."""
     absent = ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
-    return text.to_json({key: value for key, value in keys.items() if key not in absent})
+    return decoder.to_json({key: value for key, value in keys.items() if key not in absent})

@@ -5,8 +5,8 @@ It is the language model of ``gemma4_text`` without experts and without inputs f
 Source: transformers ``models/gemma4_unified``.
 """
 
-from liger_models.arch._gemma4.text import IGNORED_KEYS, Gemma4Decoder, from_json, text_map
-from liger_models.arch._gemma4.unified import Gemma4UnifiedTextConfig, to_json
+from liger_models.arch.gemma4.decoder import IGNORED_KEYS, Gemma4Decoder, from_json, text_map
+from liger_models.arch.gemma4.unified_config import Gemma4UnifiedTextConfig, to_json
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from liger_models.arch._qwen3_next.block import HybridConfig
 from liger_models.arch._qwen_vl.names import qwen3_vl_tower
+from liger_models.arch.qwen3_5.block import HybridConfig
 from liger_models.convert.weight_map import (
     Cat,
     Expression,
