@@ -22,8 +22,8 @@ MODEL_CLASSES: dict[str, type[CausalLM]] = {}
 NOT_FAMILIES = ("auto", "registry")
 """Modules of this package that define no family, besides those whose names begin with an underscore.
 
-A family's file is named after its ``model_type``. A family's folder has a table ``MODEL_TYPES``, from each ``model_type``
-to the file that registers it.
+A family's file is named after its ``model_type``. The ``__init__.py`` of a family's folder has a table ``MODEL_TYPES``:
+each ``model_type``, and the file that registers it.
 """
 
 _NEEDED = ("vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings")

@@ -22,7 +22,8 @@ from liger_models.convert.weight_map import (
 from liger_models.distributed.collectives import Group, to_heads, to_tokens
 from liger_models.kernels.options import KernelOptions
 from liger_models.kernels.rope.qkv_norm_rope import qkv_norm_rope, qkv_norm_rope_reference
-from liger_models.layers.attention import LigerAttention, attention
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.attention_backends import attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import LAYER_TYPES, RMSNormDecoderConfig, check_layer_types, check_values
 from liger_models.layers.embedding import LigerEmbedding, resize_rows, zero_padding_row
