@@ -28,7 +28,8 @@ from liger_models.convert.format import format_of
 from liger_models.convert.weight_map import Expression, Name
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.decoder import check_num_items, take_cu_seqlens
+from liger_models.layers.decoder import take_cu_seqlens
+from liger_models.layers.head_request import check_num_items
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.norm import zero_centered_norm
 
