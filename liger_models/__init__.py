@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from liger_models.arch.gemma4.text import LigerGemma4Text as LigerGemma4Text
     from liger_models.arch.gemma4.unified import Gemma4UnifiedConfig as Gemma4UnifiedConfig
     from liger_models.arch.gemma4.unified import LigerGemma4Unified as LigerGemma4Unified
-    from liger_models.arch.gemma4.unified_config import Gemma4UnifiedTextConfig as Gemma4UnifiedTextConfig
+    from liger_models.arch.gemma4.unified_text import Gemma4UnifiedTextConfig as Gemma4UnifiedTextConfig
     from liger_models.arch.gemma4.unified_text import LigerGemma4UnifiedText as LigerGemma4UnifiedText
     from liger_models.arch.glm import LigerGLM as LigerGLM
     from liger_models.arch.glm4 import LigerGLM4 as LigerGLM4
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from liger_models.arch.qwen2_vl import LigerQwen2VL as LigerQwen2VL
     from liger_models.arch.qwen3 import LigerQwen3 as LigerQwen3
     from liger_models.arch.qwen3_5.images import LigerQwen3_5 as LigerQwen3_5
-    from liger_models.arch.qwen3_5.moe_images import LigerQwen3_5MoE as LigerQwen3_5MoE
-    from liger_models.arch.qwen3_5.moe_text import LigerQwen3_5MoEText as LigerQwen3_5MoEText
+    from liger_models.arch.qwen3_5.images import LigerQwen3_5MoE as LigerQwen3_5MoE
     from liger_models.arch.qwen3_5.qwen3_next import LigerQwen3Next as LigerQwen3Next
+    from liger_models.arch.qwen3_5.text import LigerQwen3_5MoEText as LigerQwen3_5MoEText
     from liger_models.arch.qwen3_5.text import LigerQwen3_5Text as LigerQwen3_5Text
     from liger_models.arch.qwen3_moe import LigerQwen3MoE as LigerQwen3MoE
     from liger_models.arch.qwen3_vl.dense import LigerQwen3VL as LigerQwen3VL
@@ -131,8 +131,7 @@ else:
             "arch.gemma4.model": ["Gemma4Config", "LigerGemma4"],
             "arch.gemma4.text": ["Gemma4TextConfig", "LigerGemma4Text"],
             "arch.gemma4.unified": ["Gemma4UnifiedConfig", "LigerGemma4Unified"],
-            "arch.gemma4.unified_config": ["Gemma4UnifiedTextConfig"],
-            "arch.gemma4.unified_text": ["LigerGemma4UnifiedText"],
+            "arch.gemma4.unified_text": ["Gemma4UnifiedTextConfig", "LigerGemma4UnifiedText"],
             "arch.glm": ["LigerGLM"],
             "arch.glm4": ["LigerGLM4"],
             "arch.gpt_oss": ["LigerGptOss"],
@@ -150,10 +149,8 @@ else:
             "arch.qwen2_5_vl": ["LigerQwen2_5VL"],
             "arch.qwen2_vl": ["LigerQwen2VL"],
             "arch.qwen3": ["LigerQwen3"],
-            "arch.qwen3_5.images": ["LigerQwen3_5"],
-            "arch.qwen3_5.moe_images": ["LigerQwen3_5MoE"],
-            "arch.qwen3_5.moe_text": ["LigerQwen3_5MoEText"],
-            "arch.qwen3_5.text": ["LigerQwen3_5Text"],
+            "arch.qwen3_5.images": ["LigerQwen3_5", "LigerQwen3_5MoE"],
+            "arch.qwen3_5.text": ["LigerQwen3_5MoEText", "LigerQwen3_5Text"],
             "arch.qwen3_moe": ["LigerQwen3MoE"],
             "arch.qwen3_5.qwen3_next": ["LigerQwen3Next"],
             "arch.qwen3_vl.dense": ["LigerQwen3VL"],

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from liger_models import KernelOptions
-from liger_models.arch.mllama.cross_attention import tiles_seen
 from liger_models.arch.mllama import cross_attention
+from liger_models.arch.mllama.cross_attention import tiles_seen
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 

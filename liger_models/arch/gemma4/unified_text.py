@@ -5,16 +5,44 @@ It is the language model of ``gemma4_text`` without experts and without inputs f
 Source: transformers ``models/gemma4_unified``.
 """
 
-from liger_models.arch.gemma4.decoder import IGNORED_KEYS, Gemma4Decoder, from_json, text_map
-from liger_models.arch.gemma4.unified_config import Gemma4UnifiedTextConfig, to_json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from liger_models.arch.gemma4 import decoder
+from liger_models.arch.gemma4.decoder import IGNORED_KEYS, Gemma4Decoder, Gemma4TextConfig, from_json, text_map
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4UnifiedTextConfig(Gemma4TextConfig):
+    """Sizes and constants of a Gemma 4 Unified language model, as in `Gemma4TextConfig`."""
+
+    max_position_embeddings: int = 262144
+    sliding_window: int = 1024
+    use_bidirectional_attention: str | None = "vision"
+    hidden_size_per_layer_input: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.enable_moe_block or self.hidden_size_per_layer_input != 0:
+            raise ValueError(
+                "Gemma4UnifiedTextConfig: enable_moe_block must be False and hidden_size_per_layer_input 0, got "
+                f"{self.enable_moe_block} and {self.hidden_size_per_layer_input}. The architecture has neither."
+            )
 
 
 class LigerGemma4UnifiedText(Gemma4Decoder):
     """A Gemma 4 Unified language model with its head."""
 
     config_class = Gemma4UnifiedTextConfig
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """As that of ``gemma4_text``, without what only that has."""
+    absent = ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
+    return decoder.to_json({key: value for key, value in keys.items() if key not in absent})
 
 
 add_family(

@@ -2,8 +2,8 @@
 
 MODEL_TYPES = {
     "qwen3_5": "images",
-    "qwen3_5_moe": "moe_images",
-    "qwen3_5_moe_text": "moe_text",
+    "qwen3_5_moe": "images",
+    "qwen3_5_moe_text": "text",
     "qwen3_5_text": "text",
     "qwen3_next": "qwen3_next",
 }
