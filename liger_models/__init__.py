@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from liger_models.arch.gemma2 import LigerGemma2 as LigerGemma2
     from liger_models.arch.gemma3.model import LigerGemma3 as LigerGemma3
     from liger_models.arch.gemma3.text import LigerGemma3Text as LigerGemma3Text
+    from liger_models.arch.gemma4.config import Gemma4TextConfig as Gemma4TextConfig
     from liger_models.arch.gemma4.model import Gemma4Config as Gemma4Config
     from liger_models.arch.gemma4.model import LigerGemma4 as LigerGemma4
-    from liger_models.arch.gemma4.text import Gemma4TextConfig as Gemma4TextConfig
     from liger_models.arch.gemma4.text import LigerGemma4Text as LigerGemma4Text
     from liger_models.arch.gemma4.unified import Gemma4UnifiedConfig as Gemma4UnifiedConfig
     from liger_models.arch.gemma4.unified import LigerGemma4Unified as LigerGemma4Unified
@@ -129,7 +129,8 @@ else:
             "arch.gemma3.model": ["LigerGemma3"],
             "arch.gemma3.text": ["LigerGemma3Text"],
             "arch.gemma4.model": ["Gemma4Config", "LigerGemma4"],
-            "arch.gemma4.text": ["Gemma4TextConfig", "LigerGemma4Text"],
+            "arch.gemma4.config": ["Gemma4TextConfig"],
+            "arch.gemma4.text": ["LigerGemma4Text"],
             "arch.gemma4.unified": ["Gemma4UnifiedConfig", "LigerGemma4Unified"],
             "arch.gemma4.unified_text": ["Gemma4UnifiedTextConfig", "LigerGemma4UnifiedText"],
             "arch.glm": ["LigerGLM"],

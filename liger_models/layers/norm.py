@@ -146,6 +146,11 @@ def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> 
     )  # fmt: skip
 
 
+def fp32_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
+    """Makes RMSNorms of a width whose weight multiplies in fp32 (OLMo, Gemma 4, GPT-OSS)."""
+    return partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
+
+
 class LigerLayerNorm(Layer):
     """``weight · (x − mean(x)) / sqrt(var(x) + eps) + bias`` over the last dimension.
 

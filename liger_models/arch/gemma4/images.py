@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from liger_models.arch.gemma4 import decoder
+from liger_models.arch.gemma4 import names
 from liger_models.arch.gemma4.decoder import Gemma4Decoder
 from liger_models.arch.gemma4.processor import Gemma4Processor
 from liger_models.base.vision_language import VisionLanguageModel, repeated_items
@@ -218,7 +218,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
 
 
 IGNORED_KEYS = (
-    *decoder.IGNORED_KEYS,
+    *names.IGNORED_KEYS,
     "audio_config",  # of the weights for audio, which are kept, but not used
     "boa_token_id",
     "eoa_token_id",
@@ -244,7 +244,7 @@ def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[st
             "alone. Put the keys of text_config at the top, in its place, and remove language_model. from the tensors' "
             "names."
         )
-    keys = of_text(config_class, hf, decoder.from_json(hf.get("text_config") or {}), TOP)
+    keys = of_text(config_class, hf, names.from_json(hf.get("text_config") or {}), TOP)
     return keys | {"vision_config": dict(vision)}
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from liger_models.arch.gemma4 import images, unified_text
-from liger_models.arch.gemma4.decoder import text_map
 from liger_models.arch.gemma4.images import Gemma4WithImages, Placeholders
+from liger_models.arch.gemma4.names import text_map
 from liger_models.arch.gemma4.unified_text import Gemma4UnifiedTextConfig
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat

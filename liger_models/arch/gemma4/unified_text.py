@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from liger_models.arch.gemma4 import decoder
-from liger_models.arch.gemma4.decoder import IGNORED_KEYS, Gemma4Decoder, Gemma4TextConfig, from_json, text_map
+from liger_models.arch.gemma4 import names
+from liger_models.arch.gemma4.config import Gemma4TextConfig
+from liger_models.arch.gemma4.decoder import Gemma4Decoder
+from liger_models.arch.gemma4.names import IGNORED_KEYS, from_json, text_map
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
 
@@ -42,7 +44,7 @@ class LigerGemma4UnifiedText(Gemma4Decoder):
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """As that of ``gemma4_text``, without what only that has."""
     absent = ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
-    return decoder.to_json({key: value for key, value in keys.items() if key not in absent})
+    return names.to_json({key: value for key, value in keys.items() if key not in absent})
 
 
 add_family(
