@@ -164,14 +164,14 @@ class LigerAttention(Layer):
         ``recompute`` it recomputes everything except the output projection.
         """
         if norm is None:
-            x, (residual, _) = None, add_norm(norm, x, residual)  # only the sum is saved
-        if recomputes(self) and layout.cache is None:  # recomputation would append to the cache again
-            y, residual = run_twice(
-                self._add_norm, norm, x, residual, layout,
-                preserve_rng_state=draws(self, self.dropout),
-            )  # fmt: skip
-            return y, residual
-        return self._add_norm(norm, x, residual, layout)
+            # Only the sum is saved, and neither of its terms.
+            _, residual = add_norm(None, x, residual)
+            x = None
+        if not recomputes(self) or layout.cache is not None:  # recomputation would append to the cache again
+            return self._add_norm(norm, x, residual, layout)
+        random = draws(self, self.dropout)
+        outputs: tuple[Tensor, Tensor] = run_twice(self._add_norm, norm, x, residual, layout, preserve_rng_state=random)
+        return outputs
 
     def _add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.distributed.collectives import Group, to_heads, to_tokens
 from liger_models.kernels.options import KernelOptions
 from liger_models.kernels.rope.qkv_norm_rope import qkv_norm_rope, qkv_norm_rope_reference
@@ -16,12 +17,10 @@ from liger_models.layers.attention_backends import attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.layer import AttentionSpec
 from liger_models.layers.masks import text_mask
-from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
-from liger_models.layers.recompute import draws, recomputes, run_twice
+from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm_linear
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-from liger_models.arch.gemma4.config import Gemma4TextConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +49,11 @@ class Gemma4Layout(BatchLayout):
         """As `BatchLayout.build`, but ``visible_until`` holds for layers with a window only."""
         if visible_until is None:
             return super().build(shape, device, rotary, windows=windows, **options)
-        every: dict[int | None, bool] = {None: False} if windows is None else {**windows}
-        whole: dict[int | None, bool] = {None: every[None]} if None in every else {}
-        layout = super().build(shape, device, rotary, windows=whole, **options)
-        for window, needed in every.items():
+        windows = {None: False} if windows is None else windows
+        # Layers without a window attend causally to images too: their mask does not know `visible_until`.
+        unlimited: dict[int | None, bool] = {None: windows[None]} if None in windows else {}
+        layout = super().build(shape, device, rotary, windows=unlimited, **options)
+        for window, needed in windows.items():
             if window is not None:
                 layout.masks[window] = text_mask(
                     layout.documents, layout.past, window, *shape, device, needed, visible_until
@@ -82,6 +82,7 @@ class Gemma4Attention(LigerAttention):
             dropout=config.attention_dropout, rotary=config.layer_type(layer), rope_kernel=kernels.rope,
         )  # fmt: skip
         self.layer_type, self.shares = config.layer_type(layer), config.shares(layer)
+        # Besides queries the layer projects keys and values, or only keys, which are the values too, or neither.
         parts = 0 if self.shares else 1 if config.keys_are_values(layer) else 2
         self.qkv_proj = nn.Linear(C, (H + parts * G) * D, bias=config.attention_bias)
         self.q_norm = norm(D)
@@ -99,34 +100,26 @@ class Gemma4Attention(LigerAttention):
                 norm.group = group
         return super().shard(group)
 
-    def add_norm(  # type: ignore[override]
-        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
-    ) -> tuple[Tensor, ...]:
-        """As `LigerAttention.add_norm`: ``(y, residual, k, v)``, k and v [B, S, G, D] unless they are shared."""
-        if norm is None:
-            x, (residual, _) = None, add_norm(norm, x, residual)  # only the sum is saved
-        if recomputes(self) and layout.cache is None:  # recomputation would append to the cache again
-            random = draws(self, self.dropout)
-            outputs: tuple[Tensor, ...] = run_twice(
-                self._add_norm, norm, x, residual, layout, preserve_rng_state=random
-            )
-            return outputs
-        return self._add_norm(norm, x, residual, layout)
-
     def _add_norm(  # type: ignore[override]
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: Any
     ) -> tuple[Tensor, ...]:
+        """``(y, residual, k, v)``, k and v [B, S, G, D]; without them for a layer that takes those of another."""
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         context = self.groups.context
-        q, k, v = self._split(qkv if context is None else to_heads(qkv, context), layout)
+        if context is not None:
+            qkv = to_heads(qkv, context)  # all tokens, and 1 / R of the heads
+
+        q, k, v = self._split(qkv, layout)
         if self.shares:
             k, v = layout.shared[self.layer_type]
         elif layout.cache is not None:
             k, v = layout.cache.extend(self.layer, k, v)
-        out = attention(
-            q, k, v, layout, scale=self.scale, window=self.window, dropout=self.dropout if self.training else 0.0
-        ).flatten(2)  # [B, T, H · D]
-        y: Tensor = self.o_proj(out if context is None else to_tokens(out, context))
+        dropout = self.dropout if self.training else 0.0
+        out = attention(q, k, v, layout, scale=self.scale, window=self.window, dropout=dropout).flatten(2)
+
+        if context is not None:
+            out = to_tokens(out, context)
+        y: Tensor = self.o_proj(out)
         return (y, residual) if self.shares else (y, residual, k, v)
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,12 +1,8 @@
 """The configuration of the Gemma 4 language models."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)

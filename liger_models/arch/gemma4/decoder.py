@@ -1,11 +1,15 @@
 """The decoder of the Gemma 4 families: blocks, and what they hand to each other."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from liger_models.arch.gemma4.attention import Gemma4Attention, Gemma4Layout
+from liger_models.arch.gemma4.config import Gemma4TextConfig
+from liger_models.arch.gemma4.experts import Gemma4Experts
+from liger_models.arch.gemma4.per_layer import PerLayerBranch, PerLayerInputs
 from liger_models.base.causal_lm import CausalLM
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.options import KernelOptions
@@ -15,16 +19,8 @@ from liger_models.layers.layer import Layer
 from liger_models.layers.linear import replicated
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import LigerRMSNorm, fp32_norm
 from liger_models.layers.rope import ProportionalRotaryEmbedding, RotaryEmbedding
-
-if TYPE_CHECKING:
-    pass
-from liger_models.arch.gemma4.attention import Gemma4Attention, Gemma4Layout
-from liger_models.arch.gemma4.config import Gemma4TextConfig
-from liger_models.arch.gemma4.experts import Gemma4Experts
-from liger_models.arch.gemma4.per_layer import PerLayerBranch, PerLayerInputs
-from liger_models.layers.norm import fp32_norm
 
 
 class LayerScale(Layer):
@@ -76,20 +72,25 @@ class Gemma4Block(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: Any) -> tuple[Tensor | None, ...]:
         """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and what `carry` takes."""
-        x, residual, *more = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        attended: Any = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        x, residual, *carried = attended  # keys and values, unless they are those of another layer
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
+
         if self.moe is not None:
+            # The experts and their router read the stream before the MLP.
             y, router_logits = self.moe(self.pre_feedforward_layernorm_2(residual), *layout.experts, stream=residual)
-            more.append(router_logits)
+            carried.append(router_logits)
             y = self.post_feedforward_layernorm_2(y)
             x, _ = self.post_feedforward_layernorm.add(y, self.post_feedforward_layernorm_1(x))
         else:
             x = self.post_feedforward_layernorm(x)
         residual = residual + x
+
         if self.per_layer is not None:
             residual = residual + self.per_layer(residual, layout.per_layer[self.layer])
-        return None, self.layer_scalar(residual), *more
+        # The factor applies to the whole stream, so nothing is left to be added to it.
+        return None, self.layer_scalar(residual), *carried
 
 
 class Gemma4Decoder(CausalLM):
@@ -106,8 +107,9 @@ class Gemma4Decoder(CausalLM):
         )
 
     def build_blocks(self, config: Gemma4TextConfig) -> nn.ModuleList:
-        """The blocks; before them, where their parameters have always been, what makes their inputs of the tokens."""
+        """The blocks, and the module that makes their inputs of the tokens."""
         norm = fp32_norm(config, self.kernels)
+        # Set before the blocks: states of optimizers number parameters in this order.
         self.per_layer = PerLayerInputs(config, norm) if config.hidden_size_per_layer_input else None
         return super().build_blocks(config)
 
@@ -147,7 +149,8 @@ class Gemma4Decoder(CausalLM):
             return {}
         if input_ids is None:
             input_ids = self.ids_of(embeds)
-        tokens = self.per_layer.embed_tokens(self.groups.context_share(input_ids))
+        tokens = self.per_layer.embed_tokens(self.groups.context_share(input_ids))  # [B, T, L · P]
+        # Embeddings of all tokens are cut to this rank's share; those of its share stay as they are.
         embeds, tokens = (self.groups.token_share(x) if x.shape[1] == T else x for x in (embeds, tokens))
         return {"per_layer": self.per_layer(embeds, tokens)}
 
@@ -163,16 +166,17 @@ class Gemma4Decoder(CausalLM):
                 "forward: inputs_embeds needs the whole embedding on each rank, because this model embeds the ids a "
                 "second time. Pass input_ids."
             )
-        rows, known = embeds.flatten(0, 1), self.embed_tokens.weight
-        # A random projection sorts the table; equal rows have equal values.
-        direction = torch.randn(known.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        direction = direction.to(known.device)
-        scale = 1.0 if self.embed_tokens.scale is None else torch.tensor(self.embed_tokens.scale, dtype=known.dtype)
-        values, order = torch.cat([(part * scale).double() @ direction for part in known.split(4096)]).sort()
+        rows, table = embeds.flatten(0, 1), self.embed_tokens.weight  # [B · T, C] and [V, C]
+        scale = 1.0 if self.embed_tokens.scale is None else torch.tensor(self.embed_tokens.scale, dtype=table.dtype)
+        # A random projection sorts the table: equal rows have equal values.
+        direction = torch.randn(table.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        direction = direction.to(table.device)
+        values, order = torch.cat([(part * scale).double() @ direction for part in table.split(4096)]).sort()
+        # Sums of another order may differ in the last bits, so the search starts a little below.
         wanted = rows.double() @ direction
         near = torch.searchsorted(values, wanted - 1e-9 * wanted.abs()).clamp_max(len(values) - 1)
         ids = order[near]
-        if not torch.equal(known[ids] * scale, rows.to(known.dtype)):
+        if not torch.equal(table[ids] * scale, rows.to(table.dtype)):
             raise ValueError(
                 "forward: inputs_embeds must be embeddings of tokens as embed_tokens returns them, because this model "
                 "embeds the ids a second time, got others. Pass input_ids."

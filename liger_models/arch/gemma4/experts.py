@@ -3,21 +3,17 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, replicated
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
-
-if TYPE_CHECKING:
-    pass
-from liger_models.arch.gemma4.config import Gemma4TextConfig
 
 
 class Gemma4Router(Layer):

@@ -1,8 +1,9 @@
 """Names of the Gemma 4 language models in Hugging Face checkpoints: keys of config.json and tensors."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.convert.weight_map import (
     Expression,
     Name,
@@ -13,10 +14,6 @@ from liger_models.convert.weight_map import (
     qkv_rows,
 )
 from liger_models.layers.config import LAYER_TYPES
-
-if TYPE_CHECKING:
-    pass
-from liger_models.arch.gemma4.config import Gemma4TextConfig
 
 IGNORED_KEYS = (
     "cache_implementation",  # a generation setting
@@ -33,19 +30,22 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     flat = {key: value for key, value in hf.items() if key not in ("rope_parameters", "hidden_activation")}
     flat["hidden_act"] = hf.get("hidden_activation")
-    nested = hf.get("rope_parameters") or {}
-    full, sliding = (dict(nested.get(layer_type) or {}) for layer_type in LAYER_TYPES)
-    given = bool(full)
-    types = full.pop("rope_type", "default" if given else "proportional"), sliding.pop("rope_type", "default")
-    flat["rope_theta"], flat["rope_local_base_freq"] = full.pop("rope_theta", None), sliding.pop("rope_theta", None)
-    if given:
+    rope = hf.get("rope_parameters") or {}
+    full, sliding = (dict(rope.get(layer_type) or {}) for layer_type in LAYER_TYPES)
+    if full:
+        full_type = full.pop("rope_type", "default")
         share = full.pop("partial_rotary_factor", 1.0)
-        flat["partial_rotary_factor"] = share if types[0] == "proportional" else 1.0
-    known = types in (("proportional", "default"), ("default", "default"))
-    if not known or full or sliding or nested.keys() - set(LAYER_TYPES):
+        flat["partial_rotary_factor"] = share if full_type == "proportional" else 1.0
+    else:
+        full_type = "proportional"  # the default of transformers, with its share
+    flat["rope_theta"], flat["rope_local_base_freq"] = full.pop("rope_theta", None), sliding.pop("rope_theta", None)
+
+    # What is left over would be ignored.
+    supported = full_type in ("proportional", "default") and sliding.pop("rope_type", "default") == "default"
+    if not supported or full or sliding or rope.keys() - set(LAYER_TYPES):
         raise ValueError(
             "config.json: rope_parameters must be of type 'proportional' or 'default' for full_attention, and "
-            f"'default' for sliding_attention, got {nested}. The architecture supports nothing else."
+            f"'default' for sliding_attention, got {rope}. The architecture supports nothing else."
         )
     return flat | _of_full_layers(hf)
 

@@ -1,20 +1,16 @@
 """The second embedding of Gemma 4 (E2B, E4B): each block has an input of its own besides the stream."""
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.distributed.collectives import Group
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear
 from liger_models.layers.norm import LigerRMSNorm
-
-if TYPE_CHECKING:
-    pass
-from liger_models.arch.gemma4.config import Gemma4TextConfig
 
 
 class PerLayerInputs(Layer):
