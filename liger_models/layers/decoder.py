@@ -206,19 +206,23 @@ class Decoder(nn.Module):
             ValueError: an attribute is missing, there is a buffer, or attention layers share a cache slot.
         """
         name = type(self).__name__
-        absent = [part for part in ("embed_tokens", "layers", "norm", "lm_head", "rotary") if not hasattr(self, part)]
-        if absent:
+        parts = ("embed_tokens", "layers", "norm", "lm_head", "rotary")
+        missing = [part for part in parts if not hasattr(self, part)]
+        if missing:
             raise ValueError(
-                f"{name}: must have {', '.join(absent)} when it calls post_init, got none. Set them first."
+                f"{name}: must have {', '.join(missing)} when it calls post_init, got none. Set them first."
             )
         self.check_buffers()
+
+        # What the layers need of every forward's layout: bounds of documents, and a mask for each window.
         self._windows = {}
-        slots: dict[int, str] = {}
+        slots: dict[int, str] = {}  # slot in the decode cache -> path of the layer that has it
         for path, layer in named_layers(self.layers, remove_duplicate=False):
             self._needs_bounds = self._needs_bounds or layer.needs_bounds
             spec = layer.attention
             if spec is None:
                 continue
+            # A layer in two places would append to its slot twice.
             other = path if spec.cache_slot is None else slots.setdefault(spec.cache_slot, path)
             if other != path:
                 raise ValueError(
@@ -233,6 +237,7 @@ class Decoder(nn.Module):
             self._windows[spec.window] = self._windows.get(spec.window, False) or spec.needs_mask
             if spec.needs_flash:
                 self._needs_flash.add(spec.window)
+
         self.tie_weights()
         if self.device.type != "meta":
             self.reset_parameters()
@@ -263,6 +268,7 @@ class Decoder(nn.Module):
             ValueError: a module has parameters of its own but no method ``reset_parameters``.
         """
         std = self.config.initializer_range
+        # First what is drawn by a rule of its own; seeds give the same numbers in this order alone.
         drawn: set[nn.Module] = set()
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -273,16 +279,18 @@ class Decoder(nn.Module):
             elif draw(module, std):
                 drawn.add(module)
         zero_padding_row(self.embed_tokens)  # after the head, which may share the weight
+
+        # Then all other modules, submodules first, so that a module may change what its submodules have drawn.
         for name, module in reversed([*self.named_modules()]):
             if module in drawn:
                 continue
-            own = [parameter for parameter, _ in module.named_parameters(name, recurse=False)]
+            parameters = [parameter for parameter, _ in module.named_parameters(name, recurse=False)]
             reset = getattr(type(module), "reset_parameters", None)
-            if own and reset in (None, Decoder.reset_parameters):
+            if parameters and reset in (None, Decoder.reset_parameters):
                 raise ValueError(
                     f"{type(self).__name__}: {type(module).__name__} must have a method reset_parameters that "
-                    f"initialises {', '.join(own)}, got none. Models are built on the meta device first, and then "
-                    "initialised."
+                    f"initialises {', '.join(parameters)}, got none. Models are built on the meta device first, and "
+                    "then initialised."
                 )
             if reset is not None and module is not self:
                 reset(module)
@@ -290,13 +298,16 @@ class Decoder(nn.Module):
     @contextmanager
     def _sharing(self) -> Iterator[None]:
         """Context in which parameters may be replaced name by name; names that shared one share it again afterwards."""
-        first: dict[int, str] = {}
-        named = [(name, id(each)) for name, each in self.named_parameters(remove_duplicate=False)]
-        again = {name: first[each] for name, each in named if first.setdefault(each, name) != name}
+        first_names: dict[int, str] = {}  # identity of a parameter -> its first name
+        aliases = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            first = first_names.setdefault(id(parameter), name)
+            if first != name:
+                aliases[name] = first
         yield
-        for name, same in again.items():
+        for name, first in aliases.items():
             owner, _, attribute = name.rpartition(".")
-            setattr(self.get_submodule(owner), attribute, self.get_parameter(same))
+            setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
         self.tie_weights()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
@@ -331,19 +342,22 @@ class Decoder(nn.Module):
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Number of parameters, or of trainable ones, with or without the embedding's; tied parameters count once."""
         excluded = self.embed_tokens.weight if exclude_embeddings else None
-        counted = {each: size for module in self.modules() for each, size in own_parameters(module).items()}
-        kept = (each for each in counted if each.requires_grad or not only_trainable)
-        return sum(counted[each] for each in kept if each is not excluded)
+        sizes = {weight: size for module in self.modules() for weight, size in own_parameters(module).items()}
+        return sum(
+            size
+            for weight, size in sizes.items()
+            if weight is not excluded and (weight.requires_grad or not only_trainable)
+        )
 
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
         """The weights of all linear layers but the head, and the stacked weights of experts, by name."""
-        linear = {f"{path}.weight" for path, each in self.named_modules() if isinstance(each, nn.Linear)}
+        linear = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Linear)}
         routed = tuple(path for path, layer in named_layers(self) if layer.router is not None)
         return {
-            name: each
-            for name, each in self.named_parameters()
-            if (name in linear and each is not self.lm_head.weight)
-            or (name.rpartition(".")[0] in routed and each.dim() == 3)
+            name: weight
+            for name, weight in self.named_parameters()
+            if (name in linear and weight is not self.lm_head.weight)
+            or (name.rpartition(".")[0] in routed and weight.dim() == 3)
         }
 
     def print_trainable_parameters(self) -> None:
@@ -376,17 +390,19 @@ class Decoder(nn.Module):
             )
         if not 0 <= offload_layers <= blocks:
             raise ValueError(f"set_checkpointing: offload_layers must be 0 to {blocks}, got {offload_layers}.")
-        for each in policies:
-            check_policy("policy", each)
+        for block_policy in policies:
+            check_policy("policy", block_policy)
+
         self.checkpointing = policy
+        # Blocks whose second forward may differ recompute within their layers instead.
         self.recomputed = frozenset(
             index
-            for index, (block, each) in enumerate(zip(self.layers, policies, strict=True))
-            if each == "full" and is_replayable(block)
+            for index, (block, block_policy) in enumerate(zip(self.layers, policies, strict=True))
+            if block_policy == "full" and is_replayable(block)
         )
         self.offloaded = offloaded_blocks(blocks, offload_layers)
-        for block, each in zip(self.layers, policies, strict=True):
-            set_policy(block, each)
+        for block, block_policy in zip(self.layers, policies, strict=True):
+            set_policy(block, block_policy)
 
     @foreign_arguments("forward")
     def forward(
@@ -529,7 +545,8 @@ class Decoder(nn.Module):
                 f"{type(self).__name__}: the constructor must end with self.post_init(), got no call of it. Add it."
             )
         rotary: dict[str, Any] = dict(self.rotary.items())
-        windows = self._windows or {}
+        windows = self._windows
+        # Sinks have a fused kernel in half precision; elsewhere their layers need a mask.
         if embeds.device.type in ACCELERATORS and not takes_segments(embeds.device, embeds.dtype):
             windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
         return self.layout_class.build(
