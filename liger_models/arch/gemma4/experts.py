@@ -74,4 +74,4 @@ class Gemma4Experts(LigerMoE):
 
     def forward(self, x: Tensor, experts: Tensor | None = None, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x and the stream before its norm [B, T, C] -> ``(y [B, T, C], router_logits [N, X])``, N tokens."""
-        return self._mix(x, *self.gate(x if stream is None else stream, partial(self._route, given=experts)))
+        return self._mix(x, *self.gate(x if stream is None else stream, partial(self._route, experts=experts)))
