@@ -113,32 +113,34 @@ def image_parts(
             )
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
     names = {"image": ("image", "path", "url")} | ({"video": ("video",)} if videos else {})
-    found: list[tuple[str, Any, Mapping[str, Any]]] = []
+    media: list[tuple[str, Any, Mapping[str, Any]]] = []
     for part in parts:
         # Datasets with one schema for all parts have None under the keys of other types.
         keys = {key for key, value in part.items() if value is not None} if isinstance(part, Mapping) else set()
-        kind: Any = next((name for name in ("text", *names) if name in keys), None) if keys else part
-        kind = part["type"] if "type" in keys else kind
-        if kind == "text" or (kind not in names and "text" in keys):
+        medium: Any = next((name for name in ("text", *names) if name in keys), None) if keys else part
+        medium = part["type"] if "type" in keys else medium
+        if medium == "text" or (medium not in names and "text" in keys):
             continue
-        if kind not in names:
+        if medium not in names:
             raise ValueError(
-                f"apply_chat_template: a part of a message must be of type text or {' or '.join(names)}, got {kind!r}."
+                f"apply_chat_template: a part of a message must be of type text or {' or '.join(names)}, got "
+                f"{medium!r}."
             )
-        unread = sorted(keys & RESIZING - ({*BOUNDS} if bounds and kind == "image" else set()))
+        unread = sorted(keys & RESIZING - ({*BOUNDS} if bounds and medium == "image" else set()))
         if unread:
             raise ValueError(
-                f"apply_chat_template: a part of type {kind} must not have a size of its own, got {', '.join(unread)}. "
-                "Resize it first, or set bounds on the processor: processor.images.max_pixels = ..."
+                f"apply_chat_template: a part of type {medium} must not have a size of its own, got "
+                f"{', '.join(unread)}. Resize it first, or set bounds on the processor: processor.images.max_pixels = "
+                "..."
             )
-        given = [part[name] for name in names[kind] if name in keys]
-        if not given:
+        sources = [part[name] for name in names[medium] if name in keys]
+        if not sources:
             raise ValueError(
-                f"apply_chat_template: a part of type {kind} must have the key {' or '.join(names[kind])}, got "
+                f"apply_chat_template: a part of type {medium} must have the key {' or '.join(names[medium])}, got "
                 f"{sorted(keys)}. Or render the texts by the tokenizer's apply_chat_template, and call the processor."
             )
-        found.append((kind, given[0], part))
-    return found
+        media.append((medium, sources[0], part))
+    return media
 
 
 class MediaSize(NamedTuple):
@@ -233,7 +235,7 @@ class Processor(ABC):
     @property
     def placeholder(self) -> re.Pattern[str]:
         """What finds all `placeholders`; ``lastgroup`` of a match is the kind."""
-        return re.compile("|".join(f"(?P<{kind}>{each})" for kind, each in self.placeholders.items()))
+        return re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in self.placeholders.items()))
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -387,13 +389,13 @@ class Processor(ABC):
 
     def texts(self, texts: str | Sequence[str] | None, options: TextOptions) -> list[str]:
         """The texts of a call, which may be one, and which transformers calls ``text``."""
-        given = [each for each in (texts, options.pop("text", None)) if each is not None]
-        if len(given) != 1:
+        passed = [argument for argument in (texts, options.pop("text", None)) if argument is not None]
+        if len(passed) != 1:
             raise ValueError(
-                f"{type(self).__name__}: texts must be given once, got {len(given)} of texts and text. Images alone "
+                f"{type(self).__name__}: texts must be given once, got {len(passed)} of texts and text. Images alone "
                 "have no placeholder to stand in."
             )
-        return [given[0]] if isinstance(given[0], str) else list(given[0])
+        return [passed[0]] if isinstance(passed[0], str) else list(passed[0])
 
     def encode(
         self,
@@ -439,7 +441,9 @@ class Processor(ABC):
         spans = answers if answers is not None else [()] * len(texts)
         if len(spans) != len(texts):
             raise ValueError(f"{name}: answers must be one list for each text, got {len(spans)} lists.")
-        written = [edited(*each) for each in zip(texts, edits, spans, strict=True)]
+
+        # The texts with image tokens, and where the answers are in them; then rows of tokens of unequal length.
+        written = [edited(*text_edits_spans) for text_edits_spans in zip(texts, edits, spans, strict=True)]
         encodings = self.tokenizer.backend.encode_batch(
             [text for text, _ in written], add_special_tokens=add_special_tokens
         )
@@ -450,6 +454,7 @@ class Processor(ABC):
                 [int(learns) for learns in answer_mask(encoding.offsets, moved)]
                 for encoding, (_, moved) in zip(encodings, written, strict=True)
             ]
+
         if truncation:
             media = self.media_ids
             for row in rows["input_ids"]:
@@ -461,6 +466,7 @@ class Processor(ABC):
                         "text out."
                     )
             rows = {key: [row[:max_length] for row in column] for key, column in rows.items()}
+
         lengths = [len(row) for row in rows["input_ids"]]
         if padding:
             length = max([*lengths, *([max_length or 0] if padding == "max_length" else [])], default=0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.arch._qwen_vl.processor import QwenVLProcessor
-from liger_models.base.vision_language import VisionLanguageModel, repeated_items
+from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, repeated_items
 from liger_models.common.errors import check_integers, check_tensors
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
@@ -143,10 +143,8 @@ class MRopeModel(VisionLanguageModel):
             if images is not None or videos is not None:
                 raise ValueError("forward: pixels need input_ids, which say where the images are.")
             return super().prepare(input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **masks)
-        check_integers(input_ids=input_ids)
+        check_input_ids(input_ids)
         check_tensors(attention_mask=attention_mask)
-        if input_ids.dim() != 2:
-            raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         self.groups.check_tokens(input_ids.shape[1], whole=False)
         decoding = cache is not None and cache.length > 0 and images is None and videos is None
         if not decoding and not torch.compiler.is_compiling():
@@ -230,7 +228,7 @@ class MRopeModel(VisionLanguageModel):
             )  # fmt: skip
             rows = 0 if given is None else given[0].shape[0]
             if given is not None and given[0].shape[1] != width:
-                raise ValueError(f"forward: {pixels} must be [patches, {width}], got {given and list(given[0].shape)}.")
+                raise ValueError(f"forward: {pixels} must be [patches, {width}], got {list(given[0].shape)}.")
             if wrong:
                 raise ValueError(
                     f"forward: {grid} must have at least one frame, and rows and columns that are multiples of {side}, "

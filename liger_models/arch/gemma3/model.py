@@ -20,8 +20,8 @@ from liger_models.arch.gemma3 import text
 from liger_models.arch.gemma3.processor import Gemma3Processor
 from liger_models.arch.gemma3.text import Gemma3Decoder, Gemma3TextConfig
 from liger_models.arch.registry import add_family
-from liger_models.base.vision_language import VisionLanguageModel, repeated_items
-from liger_models.common.errors import check_integers, check_tensors
+from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, check_placeholders, repeated_items
+from liger_models.common.errors import check_tensors
 from liger_models.convert.config_map import of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
@@ -200,41 +200,28 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
                 input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=attention_mask,
                 cu_seqlens=cu_seqlens, cache=cache, **options,
             )  # fmt: skip
-        check_integers(input_ids=input_ids)
+        check_input_ids(input_ids)
         check_tensors(pixel_values=pixel_values)
-        if input_ids.dim() != 2:
-            raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         vision, per_image = self.config.vision_config, self.config.mm_tokens_per_image
         size = (vision.num_channels, vision.image_size, vision.image_size)
         if pixel_values is not None and (pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != size):
             raise ValueError(
-                f"forward: pixel_values must be [images, {', '.join(map(str, size))}], got "
-                f"{None if pixel_values is None else list(pixel_values.shape)}."
+                f"forward: pixel_values must be [images, {', '.join(map(str, size))}], got {list(pixel_values.shape)}."
             )
         here = input_ids == self.config.image_token_index
         decoding = cache is not None and cache.length > 0 and pixel_values is None
         if not decoding and not torch.compiler.is_compiling():
-            images = 0 if pixel_values is None else len(pixel_values)
-            sizes = input_ids.new_full((images,), per_image)
+            images = None if pixel_values is None else len(pixel_values)
+            sizes = input_ids.new_full((images or 0,), per_image)
+            # One wait for the device for both numbers.
             found, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes, cu_seqlens)]).tolist()
-            if found != 0 and pixel_values is None:
-                raise ValueError(
-                    f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
-                    "processor returns."
-                )
-            if found != images * per_image:
-                raise ValueError(
-                    f"forward: input_ids must have one image placeholder for each of the {images * per_image} image "
-                    f"tokens ({images} images), got {found}. Expand them as the processor does; was the text truncated?"
-                )
-            if torn != 0:
-                raise ValueError(
-                    f"forward: the {per_image} placeholders of each image must be contiguous in input_ids and in one "
-                    f"document, got {torn} apart from the one before. Expand them as the processor does."
-                )
+            check_placeholders(found, (images or 0) * per_image, torn, images, f"{per_image} ")
+
+        # Image tokens take the places of the placeholders, whose id the embedding may lack.
         outside = self.config.image_token_index >= self.config.vocab_size
         embeds = self.embed_tokens(input_ids.masked_fill(here, 0) if outside else input_ids)
         if pixel_values is None and self.tower_is_sharded and not decoding:
+            # All ranks gather the weights of a sharded tower together, whichever of them has images.
             unused = self.visual(embeds.new_zeros(1, *size))
             embeds = embeds + 0 * unused.sum().to(embeds.dtype)
         visible_until = None
