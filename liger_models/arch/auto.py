@@ -38,6 +38,7 @@ def get_arch(model_type: str) -> type[CausalLM]:
     Raises:
         ValueError: there is no such architecture, or the module of its entry point does not register it.
     """
+    # Built-in families and plugins are imported when they are first asked for.
     if model_type not in MODEL_CLASSES and model_type in built_in():
         importlib.import_module(built_in_modules()[model_type])
     if model_type not in MODEL_CLASSES:

@@ -100,6 +100,8 @@ def register(
             "liger_models.layers.DecoderConfig, with @dataclass(frozen=True, kw_only=True) above it."
         )
     assert config_class is not None
+
+    # A name is free, or it is that of an earlier definition of the same class.
     before = MODEL_CLASSES.get(model_type)
     ours = model_type in built_in()
     if ours or (before is not None and _path(before) != _path(model_class)):
@@ -107,6 +109,7 @@ def register(
             f"register: model_type must be a name that is free, got {model_type!r}, which is taken by "
             f"{'an architecture of liger_models' if ours or before is None else _path(before)}. Choose another."
         )
+    # The class decides which format is written, so it has one model type.
     for cls in (model_class, config_class):
         taken = FORMATS[cls].model_type if cls in FORMATS else None
         if taken not in (None, model_type):

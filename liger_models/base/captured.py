@@ -51,6 +51,7 @@ class CapturedStep:
             name: value.detach().to(model.device, copy=True) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
+        # What a graph would not notice, and where it leaves the gradients.
         self._state = self._model_state()
         self._gradients: list[Tensor | None] | None = None
         self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -120,6 +121,7 @@ class CapturedStep:
                 f"step: batch must have {', '.join(self._batch)} as at the capture, got {', '.join(batch)}. Capture a "
                 "step for each kind of batch."
             )
+        # All values are checked before one is copied.
         for name, ours in self._batch.items():
             value = batch[name]
             if isinstance(ours, Tensor):

@@ -336,6 +336,8 @@ class Processor(ABC):
                 "tokenize=False or return_dict=False. Leave it out, or leave out return_labels and "
                 "return_assistant_tokens_mask."
             )
+
+        # Texts by the template, for training with the positions of the answers.
         answers: list[list[Span]] | None = None
         if learns:
             rendered = [self.tokenizer.render_answers(messages, **variables) for messages in batch]
@@ -347,6 +349,8 @@ class Processor(ABC):
             ]
         if not tokenize:
             return texts if batch is conversations else texts[0]
+
+        # Then as in a call.
         out = self(
             texts, padding=padding, padding_side=padding_side, truncation=truncation, max_length=max_length,
             return_tensors=return_tensors, answers=answers,
@@ -422,6 +426,7 @@ class Processor(ABC):
             ValueError: an option has another value, image tokens do not fit into ``max_length``, or rows of different
                 lengths shall be a tensor.
         """
+        # Options, as in transformers.
         name = type(self).__name__
         side = self.tokenizer.padding_side if padding_side is None else padding_side
         if side not in ("left", "right"):
@@ -455,6 +460,7 @@ class Processor(ABC):
                 for encoding, (_, moved) in zip(encodings, written, strict=True)
             ]
 
+        # Truncation must not cut an image.
         if truncation:
             media = self.media_ids
             for row in rows["input_ids"]:
@@ -476,6 +482,8 @@ class Processor(ABC):
                 rows[key] = [
                     more + row if side == "left" else row + more for row, more in zip(column, fill, strict=True)
                 ]
+
+        # Lists of rows, or tensors, whose rows have one length.
         if return_tensors is None:
             return ModelInputs(rows)
         if not padding and len(set(lengths)) >= 2:

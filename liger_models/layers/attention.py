@@ -254,11 +254,13 @@ class LigerQKNormAttention(LigerAttention):
 
     def _split_over(self, qkv: Tensor, layout: BatchLayout, group: Group) -> tuple[Tensor, Tensor, Tensor]:
         """`_split` with norms over the heads of all ranks; not fused, because the ranks must exchange their means."""
+        # Each rank sums the squares of its heads; the mean is over the heads of all ranks.
         *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
         wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in heads]
         means = torch.stack([x.square().mean(-1) for x in wide], -1)
         means = sum_over(means, group) / group.size  # [B, T, 2]
         cos, sin = self._tables(layout)
+        # Norm, scale and rotate q and k by the means of all heads.
         rotate = rope if self.rope_kernel else rope_reference
         results = []
         for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
@@ -301,6 +303,7 @@ class LigerGatedAttention(LigerQKNormAttention):
         self.qkv_proj = nn.Linear(hidden_size, 2 * (num_heads + num_kv_heads) * head_dim, bias=bias)
 
     def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
+        # The gates are cut out, so that what is left is the layout of `LigerAttention`.
         queries = self.num_heads // self.num_kv_heads
         groups = qkv.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))  # [B, T, G, 2 H / G + 2, D]
         q, gate, kv = groups.split([queries, queries, 2], 3)

@@ -129,10 +129,13 @@ class LigerGatedDeltaNet(Layer):
         self.sizes = _Sizes(key_dim, key_dim, values * value_dim, values * value_dim, values, values)
         self.recompute = False
         """Save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
+
+        # One projection for queries, keys, values, gates, update rates and decays.
         self.in_proj = nn.Linear(hidden_size, num_key_heads * sum(self.sizes), bias=False)
         self.conv_weight = nn.Parameter(torch.empty(num_key_heads * sum(self.sizes[:3]), 1, conv_size))
         self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
         self.A_log = nn.Parameter(torch.empty(num_value_heads))
+        # Norm and gate of the heads, and the projection back.
         self.norm = LigerGatedRMSNorm(value_dim, eps, kernel=kernel)
         self.out_proj = nn.Linear(num_value_heads * value_dim, hidden_size, bias=False)
         self.draw(0.02)

@@ -148,6 +148,8 @@ class LigerLMHead(nn.Linear, Layer):
         scale, cap, vocab_shard = self.logit_scale, self.softcap, self.vocab_shard
         # A sharded vocabulary always needs the fused loss: otherwise the logits would have to be gathered.
         fused = self.kernels.fused_linear_cross_entropy or vocab_shard is not None
+
+        # Logits before scale and cap, where somebody reads them as a whole.
         raw = logits = None
         if target is None and not torch.is_grad_enabled():
             raw = self.product(x, None)
@@ -157,12 +159,16 @@ class LigerLMHead(nn.Linear, Layer):
                 raw = F.linear(x, weight)
         if raw is not None and vocab_shard is not None:
             raw = gather_vocab(raw, vocab_shard.ranks, vocab_shard.vocabulary)
+
+        # The logits that are returned.
         if raw is not None and (target is None or return_logits):
             logits = raw if scale == 1.0 else raw * scale
             if cap is not None:
                 logits = cap * torch.tanh(logits / cap)
         if target is None:
             return logits
+
+        # One of three losses.
         if loss_function is not None:
             if vocab_shard is not None:
                 raise ValueError("LigerLMHead: loss_function needs the whole weight, got a shard of apply_tp.")

@@ -74,6 +74,7 @@ class LigerMoE(Layer):
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"LigerMoE: top_k ({top_k}) must be 1 to num_experts ({num_experts}). Check config.json.")
         self.gate: nn.Module = nn.Linear(hidden_size, num_experts, bias=bias)
+        # The matrices of all experts, stacked: one grouped product computes them.
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size)) if bias else None
@@ -255,6 +256,7 @@ class LigerMoE(Layer):
             # these have fewer bytes than the experts' weights.
             rows, weights = (divide_gradient(x, 1 / expert.size) for x in (rows, weights))
 
+        # The experts: over several ranks, fused, or as the reference.
         gate_up_weight, down_weight, *biases = matrices
         assert gate_up_weight is not None
         assert down_weight is not None

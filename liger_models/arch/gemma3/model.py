@@ -140,6 +140,7 @@ class Gemma3Tower(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Pixels [n, channels, image_size, image_size] -> image tokens [n · tokens, C]."""
+        # [n, patches, channels · side²]
         patches = rearrange(pixels, "n c (h y) (w x) -> n (h w) (c y x)", y=self.patch, x=self.patch)
         embedded = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
         x, residual = None, embedded + local(self.pos_embed.weight)
@@ -147,6 +148,7 @@ class Gemma3Tower(nn.Module):
         for block in self.blocks:
             x, residual = block(x, residual, layout)
         seen = self.post_layernorm.add(x, residual)[0]
+        # Image tokens are means over squares of patches: [n, tokens, patches of a token, C].
         side = int(seen.shape[1] ** 0.5)
         squares = rearrange(
             seen, "n (h y w x) c -> n (h w) (y x) c", h=self.side, w=self.side, y=side // self.side, x=side // self.side

@@ -54,19 +54,22 @@ class Gemma4TextConfig(RMSNormDecoderConfig):
         name, H = type(self).__name__, self.num_attention_heads
         check_layer_types(name, self.layer_types, self.num_hidden_layers)
         check_values(self, use_bidirectional_attention=(None, "vision"), rope_scaling=(None,))
+        # Layers without a window may have another number of KV heads.
         groups = {self.kv_heads_of(layer) for layer in range(self.num_hidden_layers)}
         if not all(H % G == 0 for G in groups) or self.global_head_dim % 2 != 0:
             raise ValueError(
                 f"{name}: num_attention_heads ({H}) must be a multiple of num_global_key_value_heads "
                 f"({self.num_global_key_value_heads}), and global_head_dim ({self.global_head_dim}) even."
             )
-        own = {self.layer_type(layer) for layer in range(self.num_hidden_layers) if not self.shares(layer)}
-        every = {self.layer_type(layer) for layer in range(self.num_hidden_layers)}
-        if not (own == every and self.num_kv_shared_layers < self.num_hidden_layers):
+        # Layers that take keys and values need an earlier layer of their type that has them.
+        computed = {self.layer_type(layer) for layer in range(self.num_hidden_layers) if not self.shares(layer)}
+        used = {self.layer_type(layer) for layer in range(self.num_hidden_layers)}
+        if not (computed == used and self.num_kv_shared_layers < self.num_hidden_layers):
             raise ValueError(
                 f"{name}: num_kv_shared_layers ({self.num_kv_shared_layers}) must leave a layer of each type with keys "
                 f"and values of its own, got {self.num_hidden_layers} layers. Check config.json."
             )
+        # A mixture needs all of its sizes.
         sizes = (self.num_experts, self.top_k_experts, self.moe_intermediate_size)
         if self.enable_moe_block and None in sizes:
             raise ValueError(
@@ -95,8 +98,8 @@ class Gemma4TextConfig(RMSNormDecoderConfig):
 
     def kv_heads_of(self, layer: int) -> int:
         """Number of KV heads of a layer."""
-        own = self.num_global_key_value_heads if self.keys_are_values(layer) else None
-        return self.kv_heads if own is None else own
+        heads = self.num_global_key_value_heads if self.keys_are_values(layer) else None
+        return self.kv_heads if heads is None else heads
 
     def head_size_of(self, layer: int) -> int:
         """Dimension of a layer's heads."""

@@ -91,6 +91,7 @@ def weight_map(config: Gemma4Config) -> WeightMap:
         )
         norm = f"self_attn.{part}_norm.weight"
         also[f"{ours}.{norm}"] = Rearrange("(a half f) -> (half a f)", f"{block}.{norm}", a=2, half=2)
+    # The bounds of the clipped layers (E2B, E4B), and the constants of the standardization (26B-A4B, 31B).
     if vision.use_clipped_linears:
         for linear in linears:
             for name, bound in (("least", "min"), ("most", "max")):

@@ -85,6 +85,7 @@ def text_map(
     kept: Sequence[str] = (),
 ) -> WeightMap:
     """Maps the parameters of the language model to the tensors under ``prefix``; the other arguments add to them."""
+    # Attention. Layers without keys and values of their own leave those of the checkpoint unread.
     entries: dict[str, Expression | str] = {**(also or {})}
     skip = []
     for i in range(config.num_hidden_layers):
@@ -104,6 +105,8 @@ def text_map(
             skip.append(f"{theirs}.k_norm.weight")
         else:
             entries[f"{ours}.k_norm.weight"] = f"{theirs}.k_norm.weight"
+
+    # The rest of a block.
     block = f"{prefix}.layers.{{i}}"
     entries["layers.{i}.layer_scalar.weight"] = f"{block}.layer_scalar"
     norms = [
@@ -129,6 +132,8 @@ def text_map(
             "per_layer.projection.weight": f"{prefix}.per_layer_model_projection.weight",
             "per_layer.norm.weight": f"{prefix}.per_layer_projection_norm.weight",
         }
+
+    # `decoder_map` has all other names; the projections above are in place of its own.
     without = [f"self_attn.qkv_proj.{kind}" for kind in ("weight", "bias")]
     return decoder_map(
         config,
