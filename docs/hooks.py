@@ -1,6 +1,7 @@
 """What the site has besides the pages in this folder: tables from the registry, and the reference from docstrings."""
 
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -50,8 +51,13 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def doc(model: type[CausalLM]) -> tuple[str, str]:
-    """From the docstring of an architecture: the checkpoints that it reads, and how it differs from Llama."""
-    first, _, rest = (sys.modules[model.__module__].__doc__ or "").strip().partition("\n\n")
+    """From the docstring of an architecture: the checkpoints that it reads, and how it differs from Llama.
+
+    It is that of the class in a file with several model types, and else that of the file.
+    """
+    own = inspect.cleandoc(model.__doc__ or "")
+    text = own if "model_type" in own else (sys.modules[model.__module__].__doc__ or "").strip()
+    first, _, rest = text.partition("\n\n")
     return first.partition(":")[0], rest.strip()
 
 

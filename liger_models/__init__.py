@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from liger_models.adapters.peft_files import save_adapter as save_adapter
     from liger_models.adapters.quantize import quantize_base as quantize_base
     from liger_models.adapters.unpacked import unpack_projections as unpack_projections
-    from liger_models.arch._gemma4.unified import Gemma4UnifiedTextConfig as Gemma4UnifiedTextConfig
     from liger_models.arch.auto import AutoLigerModel as AutoLigerModel
     from liger_models.arch.auto import AutoLigerProcessor as AutoLigerProcessor
     from liger_models.arch.auto import list_archs as list_archs
@@ -29,15 +28,16 @@ if TYPE_CHECKING:
     from liger_models.arch.exaone4 import LigerExaone4 as LigerExaone4
     from liger_models.arch.gemma import LigerGemma as LigerGemma
     from liger_models.arch.gemma2 import LigerGemma2 as LigerGemma2
-    from liger_models.arch.gemma3 import LigerGemma3 as LigerGemma3
-    from liger_models.arch.gemma3_text import LigerGemma3Text as LigerGemma3Text
-    from liger_models.arch.gemma4 import Gemma4Config as Gemma4Config
-    from liger_models.arch.gemma4 import LigerGemma4 as LigerGemma4
-    from liger_models.arch.gemma4_text import Gemma4TextConfig as Gemma4TextConfig
-    from liger_models.arch.gemma4_text import LigerGemma4Text as LigerGemma4Text
-    from liger_models.arch.gemma4_unified import Gemma4UnifiedConfig as Gemma4UnifiedConfig
-    from liger_models.arch.gemma4_unified import LigerGemma4Unified as LigerGemma4Unified
-    from liger_models.arch.gemma4_unified_text import LigerGemma4UnifiedText as LigerGemma4UnifiedText
+    from liger_models.arch.gemma3.model import LigerGemma3 as LigerGemma3
+    from liger_models.arch.gemma3.text import LigerGemma3Text as LigerGemma3Text
+    from liger_models.arch.gemma4.config import Gemma4TextConfig as Gemma4TextConfig
+    from liger_models.arch.gemma4.model import Gemma4Config as Gemma4Config
+    from liger_models.arch.gemma4.model import LigerGemma4 as LigerGemma4
+    from liger_models.arch.gemma4.text import LigerGemma4Text as LigerGemma4Text
+    from liger_models.arch.gemma4.unified import Gemma4UnifiedConfig as Gemma4UnifiedConfig
+    from liger_models.arch.gemma4.unified import LigerGemma4Unified as LigerGemma4Unified
+    from liger_models.arch.gemma4.unified_text import Gemma4UnifiedTextConfig as Gemma4UnifiedTextConfig
+    from liger_models.arch.gemma4.unified_text import LigerGemma4UnifiedText as LigerGemma4UnifiedText
     from liger_models.arch.glm import LigerGLM as LigerGLM
     from liger_models.arch.glm4 import LigerGLM4 as LigerGLM4
     from liger_models.arch.gpt_oss import LigerGptOss as LigerGptOss
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from liger_models.arch.ministral3 import LigerMinistral3 as LigerMinistral3
     from liger_models.arch.mistral import LigerMistral as LigerMistral
     from liger_models.arch.mixtral import LigerMixtral as LigerMixtral
-    from liger_models.arch.mllama import LigerMllama as LigerMllama
+    from liger_models.arch.mllama.model import LigerMllama as LigerMllama
     from liger_models.arch.olmo2 import LigerOlmo2 as LigerOlmo2
     from liger_models.arch.olmo3 import LigerOlmo3 as LigerOlmo3
     from liger_models.arch.phi3 import LigerPhi3 as LigerPhi3
@@ -56,14 +56,14 @@ if TYPE_CHECKING:
     from liger_models.arch.qwen2_5_vl import LigerQwen2_5VL as LigerQwen2_5VL
     from liger_models.arch.qwen2_vl import LigerQwen2VL as LigerQwen2VL
     from liger_models.arch.qwen3 import LigerQwen3 as LigerQwen3
-    from liger_models.arch.qwen3_5 import LigerQwen3_5 as LigerQwen3_5
-    from liger_models.arch.qwen3_5_moe import LigerQwen3_5MoE as LigerQwen3_5MoE
-    from liger_models.arch.qwen3_5_moe_text import LigerQwen3_5MoEText as LigerQwen3_5MoEText
-    from liger_models.arch.qwen3_5_text import LigerQwen3_5Text as LigerQwen3_5Text
+    from liger_models.arch.qwen3_5.images import LigerQwen3_5 as LigerQwen3_5
+    from liger_models.arch.qwen3_5.images import LigerQwen3_5MoE as LigerQwen3_5MoE
+    from liger_models.arch.qwen3_5.qwen3_next import LigerQwen3Next as LigerQwen3Next
+    from liger_models.arch.qwen3_5.text import LigerQwen3_5MoEText as LigerQwen3_5MoEText
+    from liger_models.arch.qwen3_5.text import LigerQwen3_5Text as LigerQwen3_5Text
     from liger_models.arch.qwen3_moe import LigerQwen3MoE as LigerQwen3MoE
-    from liger_models.arch.qwen3_next import LigerQwen3Next as LigerQwen3Next
-    from liger_models.arch.qwen3_vl import LigerQwen3VL as LigerQwen3VL
-    from liger_models.arch.qwen3_vl_moe import LigerQwen3VLMoE as LigerQwen3VLMoE
+    from liger_models.arch.qwen3_vl.dense import LigerQwen3VL as LigerQwen3VL
+    from liger_models.arch.qwen3_vl.moe import LigerQwen3VLMoE as LigerQwen3VLMoE
     from liger_models.arch.registry import register as register
     from liger_models.arch.smollm3 import LigerSmolLM3 as LigerSmolLM3
     from liger_models.convert.tensors import get_hf_state_dict as get_hf_state_dict
@@ -126,13 +126,13 @@ else:
             "arch.exaone4": ["Exaone4Config", "LigerExaone4"],
             "arch.gemma": ["LigerGemma"],
             "arch.gemma2": ["LigerGemma2"],
-            "arch.gemma3": ["LigerGemma3"],
-            "arch.gemma3_text": ["LigerGemma3Text"],
-            "arch.gemma4": ["Gemma4Config", "LigerGemma4"],
-            "arch.gemma4_text": ["Gemma4TextConfig", "LigerGemma4Text"],
-            "arch.gemma4_unified": ["Gemma4UnifiedConfig", "LigerGemma4Unified"],
-            "arch._gemma4.unified": ["Gemma4UnifiedTextConfig"],
-            "arch.gemma4_unified_text": ["LigerGemma4UnifiedText"],
+            "arch.gemma3.model": ["LigerGemma3"],
+            "arch.gemma3.text": ["LigerGemma3Text"],
+            "arch.gemma4.model": ["Gemma4Config", "LigerGemma4"],
+            "arch.gemma4.config": ["Gemma4TextConfig"],
+            "arch.gemma4.text": ["LigerGemma4Text"],
+            "arch.gemma4.unified": ["Gemma4UnifiedConfig", "LigerGemma4Unified"],
+            "arch.gemma4.unified_text": ["Gemma4UnifiedTextConfig", "LigerGemma4UnifiedText"],
             "arch.glm": ["LigerGLM"],
             "arch.glm4": ["LigerGLM4"],
             "arch.gpt_oss": ["LigerGptOss"],
@@ -142,7 +142,7 @@ else:
             "arch.ministral3": ["LigerMinistral3"],
             "arch.mistral": ["LigerMistral"],
             "arch.mixtral": ["LigerMixtral"],
-            "arch.mllama": ["LigerMllama"],
+            "arch.mllama.model": ["LigerMllama"],
             "arch.olmo2": ["LigerOlmo2"],
             "arch.olmo3": ["LigerOlmo3"],
             "arch.phi3": ["LigerPhi3"],
@@ -150,14 +150,12 @@ else:
             "arch.qwen2_5_vl": ["LigerQwen2_5VL"],
             "arch.qwen2_vl": ["LigerQwen2VL"],
             "arch.qwen3": ["LigerQwen3"],
-            "arch.qwen3_5": ["LigerQwen3_5"],
-            "arch.qwen3_5_moe": ["LigerQwen3_5MoE"],
-            "arch.qwen3_5_moe_text": ["LigerQwen3_5MoEText"],
-            "arch.qwen3_5_text": ["LigerQwen3_5Text"],
+            "arch.qwen3_5.images": ["LigerQwen3_5", "LigerQwen3_5MoE"],
+            "arch.qwen3_5.text": ["LigerQwen3_5MoEText", "LigerQwen3_5Text"],
             "arch.qwen3_moe": ["LigerQwen3MoE"],
-            "arch.qwen3_next": ["LigerQwen3Next"],
-            "arch.qwen3_vl": ["LigerQwen3VL"],
-            "arch.qwen3_vl_moe": ["LigerQwen3VLMoE"],
+            "arch.qwen3_5.qwen3_next": ["LigerQwen3Next"],
+            "arch.qwen3_vl.dense": ["LigerQwen3VL"],
+            "arch.qwen3_vl.moe": ["LigerQwen3VLMoE"],
             "arch.registry": ["register"],
             "arch.smollm3": ["LigerSmolLM3"],
             "convert.tensors": ["get_hf_state_dict", "hf_gradients", "hf_tensors", "load_hf_tensors"],

@@ -30,7 +30,8 @@ from liger_models.convert.folder import write_folder
 from liger_models.distributed.ranks import raise_on_all_ranks, rank
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.decoder import check_num_items, take_cu_seqlens
+from liger_models.layers.decoder import take_cu_seqlens
+from liger_models.layers.head_request import check_num_items
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead
 

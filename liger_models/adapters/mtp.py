@@ -20,15 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.adapters.lora_layers import adapted_layers
-from liger_models.arch._qwen3_next.block import FULL, HybridConfig
-from liger_models.arch._qwen3_next.names import KEPT
+from liger_models.arch.qwen3_5.block import FULL, HybridConfig
+from liger_models.arch.qwen3_5.names import KEPT
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import as_dtype, some
 from liger_models.convert.format import format_of
 from liger_models.convert.weight_map import Expression, Name
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.decoder import check_num_items, take_cu_seqlens
+from liger_models.layers.decoder import take_cu_seqlens
+from liger_models.layers.head_request import check_num_items
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.norm import zero_centered_norm
 

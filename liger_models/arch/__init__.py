@@ -1,6 +1,7 @@
-"""The model families: one file per family, or a folder if it has a vision tower and a processor of its own.
+"""The model families: one file per family, or a folder if it has several model types, or a tower and a processor.
 
-The file or folder of a family is named after its ``model_type`` in config.json.
+The file of a family is named after its ``model_type`` in config.json. The ``__init__.py`` of a folder has the table
+``MODEL_TYPES``, which names the file of each model type.
 """
 
 from typing import TYPE_CHECKING

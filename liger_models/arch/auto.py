@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from liger_models.arch.registry import MODEL_CLASSES, built_in
+from liger_models.arch.registry import MODEL_CLASSES, built_in, built_in_modules
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.processor import Processor
 from liger_models.base.vision_language import VisionLanguageModel
@@ -38,8 +38,9 @@ def get_arch(model_type: str) -> type[CausalLM]:
     Raises:
         ValueError: there is no such architecture, or the module of its entry point does not register it.
     """
+    # Built-in families and plugins are imported when they are first asked for.
     if model_type not in MODEL_CLASSES and model_type in built_in():
-        importlib.import_module(f"{__package__}.{model_type}")
+        importlib.import_module(built_in_modules()[model_type])
     if model_type not in MODEL_CLASSES:
         for plugin in _plugins().select(name=model_type):
             plugin.load()

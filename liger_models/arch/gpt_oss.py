@@ -12,7 +12,6 @@ Source: https://arxiv.org/abs/2508.10925, transformers ``models/gpt_oss``.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, 
 from liger_models.layers.layer import AttentionSpec
 from liger_models.layers.linear import local
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import LigerRMSNorm, fp32_norm
 from liger_models.layers.rope import RopeScaling, YarnScaling
 
 YARN = YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False)
@@ -107,10 +106,8 @@ class GptOssBlock(nn.Module):
 
     def __init__(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
-        norm = partial(
-            LigerRMSNorm, config.hidden_size, config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm
-        )
-        self.input_layernorm = norm()
+        norm = fp32_norm(config, kernels)
+        self.input_layernorm = norm(config.hidden_size)
         self.self_attn = GptOssAttention.from_config(
             config,
             layer,
@@ -119,7 +116,7 @@ class GptOssBlock(nn.Module):
             o_bias=config.attention_bias,
             window=config.window(layer),
         )
-        self.post_attention_layernorm = norm()
+        self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = LigerMoE(
             config.hidden_size,
             config.intermediate_size,

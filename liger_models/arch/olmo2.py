@@ -8,7 +8,6 @@ Source: https://arxiv.org/abs/2501.00656, transformers ``models/olmo2``.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import LigerRMSNorm, fp32_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +33,6 @@ class Olmo2Config(RMSNormDecoderConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 50279
     pad_token_id: int | None = 1
-
-
-def fp32_norm(config: Olmo2Config, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Makes norms of a width whose weight multiplies in fp32."""
-    return partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
 
 
 class Olmo2Block(nn.Module):

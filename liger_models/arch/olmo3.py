@@ -9,7 +9,6 @@ Source: https://arxiv.org/abs/2512.13961, transformers ``models/olmo3``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types
 from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import LigerRMSNorm, fp32_norm
 from liger_models.layers.rope import RotaryEmbedding
 
 
@@ -56,11 +55,6 @@ class Olmo3Config(RMSNormDecoderConfig):
         if self.layer_types is not None:
             return self.layer_types[layer]
         return "sliding_attention" if (layer + 1) % 4 else "full_attention"
-
-
-def fp32_norm(config: Olmo3Config, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Makes norms of a width whose weight multiplies in fp32."""
-    return partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
 
 
 class Olmo3Block(nn.Module):

@@ -1,6 +1,8 @@
 """The table of model classes, in which families and user-defined architectures register."""
 
 import dataclasses
+import functools
+import importlib
 import pkgutil
 import types
 import typing
@@ -18,16 +20,35 @@ MODEL_CLASSES: dict[str, type[CausalLM]] = {}
 """``model_type`` -> model class of each family imported so far and of each architecture given to `register`."""
 
 NOT_FAMILIES = ("auto", "registry")
-"""Modules of this package that define no family, besides those whose names begin with an underscore."""
+"""Modules of this package that define no family, besides those whose names begin with an underscore.
+
+A family's file is named after its ``model_type``. The ``__init__.py`` of a family's folder has a table ``MODEL_TYPES``:
+each ``model_type``, and the file that registers it.
+"""
 
 _NEEDED = ("vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings")
 """Fields that `CausalLM` reads and `save_pretrained` writes."""
 
 
+@functools.cache
+def built_in_modules() -> dict[str, str]:
+    """``model_type`` -> full name of the module that registers it, for every built-in family. No family is imported."""
+    modules = {}
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.name in NOT_FAMILIES or module.name.startswith("_"):
+            continue
+        path = f"{__package__}.{module.name}"
+        if module.ispkg:
+            files = importlib.import_module(path).MODEL_TYPES
+            modules.update({model_type: f"{path}.{file}" for model_type, file in files.items()})
+        else:
+            modules[module.name] = path
+    return modules
+
+
 def built_in() -> list[str]:
-    """The ``model_type`` of every built-in family, sorted. It is also the name of the family's file or folder."""
-    names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    return sorted(name for name in names if name not in NOT_FAMILIES and not name.startswith("_"))
+    """The ``model_type`` of every built-in family, sorted."""
+    return sorted(built_in_modules())
 
 
 def add_family(model_class: type[CausalLM], checkpoint: CheckpointFormat) -> None:
@@ -79,6 +100,8 @@ def register(
             "liger_models.layers.DecoderConfig, with @dataclass(frozen=True, kw_only=True) above it."
         )
     assert config_class is not None
+
+    # A name is free, or it is that of an earlier definition of the same class.
     before = MODEL_CLASSES.get(model_type)
     ours = model_type in built_in()
     if ours or (before is not None and _path(before) != _path(model_class)):
@@ -86,6 +109,7 @@ def register(
             f"register: model_type must be a name that is free, got {model_type!r}, which is taken by "
             f"{'an architecture of liger_models' if ours or before is None else _path(before)}. Choose another."
         )
+    # The class decides which format is written, so it has one model type.
     for cls in (model_class, config_class):
         taken = FORMATS[cls].model_type if cls in FORMATS else None
         if taken not in (None, model_type):

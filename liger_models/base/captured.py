@@ -35,12 +35,12 @@ class CapturedStep:
     def __init__(self, model: Decoder, batch: Mapping[str, Any]) -> None:
         _check_model(model)
         self.model = model
-        self.parameters = [each for each in model.parameters() if each.requires_grad]
-        taken = [name for name, each in model.named_parameters() if each.grad is not None]
-        if taken:
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with_gradient = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+        if with_gradient:
             raise ValueError(
-                f"capture: all gradients must be None, got those of {', '.join(taken[:3])}. Call model.zero_grad() "
-                "first."
+                f"capture: all gradients must be None, got those of {', '.join(with_gradient[:3])}. Call "
+                "model.zero_grad() first."
             )
         if batch.get("labels") is None:
             raise ValueError(
@@ -48,16 +48,17 @@ class CapturedStep:
                 f"{', '.join(batch) or 'nothing'}."
             )
         self._batch = {
-            name: each.detach().to(model.device, copy=True) if isinstance(each, Tensor) else each
-            for name, each in batch.items()
+            name: value.detach().to(model.device, copy=True) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
         }
+        # What a graph would not notice, and where it leaves the gradients.
         self._state = self._model_state()
         self._gradients: list[Tensor | None] | None = None
         self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         if can_record(model):
             self._warm_up()
             self._record("set")
-            self._gradients = [each.grad for each in self.parameters]
+            self._gradients = [parameter.grad for parameter in self.parameters]
             model.zero_grad()
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
@@ -80,13 +81,11 @@ class CapturedStep:
                 "step: the parameters must be where they were at the capture, as trainable, and the model in the same "
                 "mode (train or eval), got another state. Call capture again."
             )
-        grads = [each.grad for each in self.parameters]
-        fresh = all(each is None for each in grads)
-        if (
-            not fresh
-            and self._gradients is not None
-            and not all(each is ours for each, ours in zip(grads, self._gradients, strict=True))
-        ):
+        # The first graph sets the gradients of the parameters, the second adds to those of the call before.
+        grads = [parameter.grad for parameter in self.parameters]
+        fresh = all(grad is None for grad in grads)
+        expected = grads if fresh or self._gradients is None else self._gradients
+        if not all(grad is ours for grad, ours in zip(grads, expected, strict=True)):
             raise ValueError(
                 "step: the gradients must all be None or all be the tensors that the step put there, got others. Call "
                 "model.zero_grad() first."
@@ -94,6 +93,7 @@ class CapturedStep:
         self._take(batch)
         if self._gradients is None:
             return self._run()
+
         way = "set" if fresh else "add"
         if way not in self._graphs:
             self._record(way)
@@ -112,8 +112,7 @@ class CapturedStep:
                 "let loss_function return a mean."
             )
         loss.backward()
-        found: Tensor = loss.detach()
-        return found
+        return loss.detach()
 
     def _take(self, batch: Mapping[str, Any]) -> None:
         """Copy the tensors of a batch to where the graphs read them."""
@@ -122,30 +121,31 @@ class CapturedStep:
                 f"step: batch must have {', '.join(self._batch)} as at the capture, got {', '.join(batch)}. Capture a "
                 "step for each kind of batch."
             )
+        # All values are checked before one is copied.
         for name, ours in self._batch.items():
-            given = batch[name]
+            value = batch[name]
             if isinstance(ours, Tensor):
-                same = isinstance(given, Tensor) and given.shape == ours.shape and given.dtype == ours.dtype
-                shown = f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor) else repr(given)
+                same = isinstance(value, Tensor) and value.shape == ours.shape and value.dtype == ours.dtype
+                shown = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)
                 if not same:
                     raise ValueError(
                         f"step: {name} must be {list(ours.shape)} {ours.dtype} as at the capture, got {shown}. Pad it, "
                         "or capture a step for each shape."
                     )
-            else:
-                if isinstance(given, Tensor) or given != ours:
-                    raise ValueError(
-                        f"step: {name} must be {ours!r} as at the capture, got {given!r}. Pass a tensor at the capture "
-                        "for a number that changes."
-                    )
+            elif isinstance(value, Tensor) or value != ours:
+                raise ValueError(
+                    f"step: {name} must be {ours!r} as at the capture, got {value!r}. Pass a tensor at the capture for "
+                    "a number that changes."
+                )
         for name, ours in self._batch.items():
             if isinstance(ours, Tensor):
                 ours.copy_(batch[name], non_blocking=True)
 
     def _model_state(self) -> list[Any]:
         parameters = [
-            (id(each), each.data_ptr() if type(each) is nn.Parameter else None, each.requires_grad)
-            for each in self.model.parameters()  # those of 4 bits have no memory of their own
+            # Parameters of 4 bits have no memory of their own.
+            (id(weight), weight.data_ptr() if type(weight) is nn.Parameter else None, weight.requires_grad)
+            for weight in self.model.parameters()
         ]
         return [parameters, [module.training for module in self.model.modules()]]
 
@@ -196,7 +196,7 @@ def can_record(model: Decoder) -> bool:
 def _check_model(model: Decoder) -> None:
     """Raise ValueError unless forward and backward are all that a step does, on one device."""
     name, device = type(model).__name__, model.device.type
-    stepping = [each for each, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    stepping = [path for path, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
     hooked = [path or name for path, module in model.named_modules() if is_hooked(module)]
     for holds, message in (
         (device in ("cpu", "cuda"), f"the model must be on a CUDA GPU or the CPU, got {device}. Move it."),

@@ -92,10 +92,11 @@ class CausalLM(Decoder):
             ValueError: a number is below 1; the model is sharded or has adapters on embedding or head; or the embedding
                 has more rows than the head (placeholders of Llama 3.2 Vision).
         """
-        for name, given in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
-            if given is not None and not given > 0:
-                raise ValueError(f"resize_token_embeddings: {name} must be positive, got {given}.")
+        for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if number is not None and not number > 0:
+                raise ValueError(f"resize_token_embeddings: {name} must be positive, got {number}.")
         V = -(-new_num_tokens // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
+        # Rows of a shard or of an adapter have no meaning of their own.
         parts: tuple[LigerEmbedding | LigerLMHead, ...] = self.embed_tokens, self.lm_head
         plain = all([name for name, _ in part.named_parameters()] == ["weight"] for part in parts)
         cut = self.groups.tensor is not None or any(hasattr(part.weight, "full_tensor") for part in parts)
@@ -110,6 +111,7 @@ class CausalLM(Decoder):
                 f"resize_token_embeddings: embedding and head must have vocab_size ({self.config.vocab_size}) rows, "
                 f"got {rows[0]} and {rows[1]}. Ids beyond the vocabulary are placeholders."
             )
+        # A tied head stays tied.
         tied = self.lm_head.weight is self.embed_tokens.weight
         resize_rows(self.embed_tokens, V)
         if tied:
@@ -247,11 +249,11 @@ class CausalLM(Decoder):
 
         Texts are encoded by `tokenizer`, whose ``batch_decode`` turns what is returned into texts.
         """
-        kind: Any = {"return_logprobs": return_logprobs}  # the overloads know no bool that is either
-        found: Tensor | GenerateOutput = generate(
-            self, self._encoded(input_ids), max_new_tokens=max_new_tokens, **kind, **options
+        flags: Any = {"return_logprobs": return_logprobs}  # the overloads know no bool that is either
+        output: Tensor | GenerateOutput = generate(
+            self, self._encoded(input_ids), max_new_tokens=max_new_tokens, **flags, **options
         )
-        return found
+        return output
 
     @shows_options
     def stream(

@@ -40,12 +40,12 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
             image.
     """
     if isinstance(source, Mapping):
-        found = [source[key] for key in ("bytes", "path", "url") if source.get(key) is not None]
-        if not found:
+        places = [source[key] for key in ("bytes", "path", "url") if source.get(key) is not None]
+        if not places:
             raise ValueError(
                 f"open_image: a mapping must have the key bytes, path or url, got {sorted(map(str, source))}."
             )
-        return locate_image(found[0])
+        return locate_image(places[0])
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
     if isinstance(source, os.PathLike):
@@ -55,10 +55,10 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
         if hasattr(source, "getbands"):
             return source
         raise TypeError(f"open_image: an image must be {_SPELLINGS}, got {type(source).__name__}.")
-    kind = re.match(r"(?i)(data):|([a-z][a-z0-9+.-]*)://", source)
-    if kind is None:
+    scheme = re.match(r"(?i)(data):|([a-z][a-z0-9+.-]*)://", source)
+    if scheme is None:
         return Path(source)
-    if kind[1]:
+    if scheme[1]:
         header, comma, content = source[len("data:") :].partition(",")
         try:
             if not comma:
@@ -71,7 +71,7 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
                 f"({error}). Encode it again."
             ) from error
     url = urlsplit(source)
-    if kind[2].lower() != "file" or url.netloc not in ("", "localhost"):
+    if scheme[2].lower() != "file" or url.netloc not in ("", "localhost"):
         raise ValueError(
             f"open_image: an image must be {_SPELLINGS}, got the URL {source[:60]}. Download it and pass its bytes."
         )
@@ -96,16 +96,16 @@ def open_image(source: "Source") -> "Image":
     _check_pillow()
     from PIL import Image, ImageOps
 
-    found = locate_image(source)
-    if isinstance(found, Path | bytes):
-        content = found if isinstance(found, bytes) else found.read_bytes()
-        with _naming(found) as name:
+    located = locate_image(source)
+    if isinstance(located, Path | bytes):
+        content = located if isinstance(located, bytes) else located.read_bytes()
+        with _naming(located) as name:
             image: Image.Image = Image.open(io.BytesIO(content))
             _check_size(image, name)
             image.load()
             image = ImageOps.exif_transpose(image)
     else:
-        image = found
+        image = located
         _check_size(image, "an image")
     if not min(image.size) > 0:
         raise ValueError(f"open_image: an image must have pixels, got {image.width} x {image.height}.")
@@ -121,12 +121,13 @@ def image_size(source: "Source") -> tuple[int, int]:
     _check_pillow()
     from PIL import ExifTags, Image
 
-    found = locate_image(source)
-    if not isinstance(found, Path | bytes):
-        return found.size
-    if isinstance(found, Path):
-        found.stat()  # a missing file is an OSError
-    with _naming(found) as name, Image.open(io.BytesIO(found) if isinstance(found, bytes) else found) as image:
+    located = locate_image(source)
+    if not isinstance(located, Path | bytes):
+        return located.size
+    if isinstance(located, Path):
+        located.stat()  # a missing file is an OSError
+    file = io.BytesIO(located) if isinstance(located, bytes) else located
+    with _naming(located) as name, Image.open(file) as image:
         _check_size(image, name)
         size = image.size
         # A PNG's own method decodes all pixels if no orientation comes before them.
@@ -145,11 +146,11 @@ def _check_pillow() -> None:
 
 
 @contextlib.contextmanager
-def _naming(found: "Path | bytes") -> "Iterator[str]":
+def _naming(located: "Path | bytes") -> "Iterator[str]":
     """The name of an image for errors; errors inside become those of `open_image`."""
     from PIL import Image
 
-    name = f"{len(found)} bytes" if isinstance(found, bytes) else str(found)
+    name = f"{len(located)} bytes" if isinstance(located, bytes) else str(located)
     try:
         yield name
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -223,12 +224,12 @@ class Normalize:
     """
 
     def __init__(self, settings: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]) -> None:
-        self.factor = _numbers("rescale_factor", _given(settings, "rescale_factor", 1 / 255), positive=True)[0]
-        if _given(settings, "do_rescale", True) is False:
+        self.factor = _numbers("rescale_factor", _setting(settings, "rescale_factor", 1 / 255), positive=True)[0]
+        if _setting(settings, "do_rescale", True) is False:
             self.factor = 1.0
-        normalizes = _given(settings, "do_normalize", True)
-        means = _given(settings, "image_mean", mean) if normalizes else [0.0] * 3
-        stds = _given(settings, "image_std", std) if normalizes else [1.0] * 3
+        normalizes = _setting(settings, "do_normalize", True)
+        means = _setting(settings, "image_mean", mean) if normalizes else [0.0] * 3
+        stds = _setting(settings, "image_std", std) if normalizes else [1.0] * 3
         numbers = _numbers("image_mean", means), _numbers("image_std", stds, positive=True)
         self.mean, self.std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in numbers)
 
@@ -241,14 +242,14 @@ def _numbers(key: str, value: Any, *, positive: bool = False) -> list[float]:
     """A number, or one for each of three channels, as a list."""
     numbers = list(value) if isinstance(value, list | tuple) else [value]
     valid = len(numbers) in (1, 3) and all(
-        isinstance(each, int | float) and math.isfinite(each) and (each > 0 or not positive) for each in numbers
+        isinstance(number, int | float) and math.isfinite(number) and (number > 0 or not positive) for number in numbers
     )
     if not valid:
         raise ValueError(
             f"preprocessor_config.json: {key} must be {'positive' if positive else 'finite'}, a number or one for each "
             f"of 3 channels, got {value!r:.80}. Take the file of the checkpoint."
         )
-    return [float(each) for each in numbers]
+    return [float(number) for number in numbers]
 
 
 def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
@@ -256,9 +257,11 @@ def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
 
     transformers 5 writes both to processor_config.json and looks there first; earlier versions have one file for each.
     """
-    own = _OWN_FILES[part]
-    found = parse_json(assets.get(_COMMON_FILE, b"{}"), _COMMON_FILE).get(part)
-    return found if isinstance(found, dict) else parse_json(assets.get(own, b"{}"), own)
+    settings = parse_json(assets.get(_COMMON_FILE, b"{}"), _COMMON_FILE).get(part)
+    if isinstance(settings, dict):
+        return settings
+    file = _OWN_FILES[part]
+    return parse_json(assets.get(file, b"{}"), file)
 
 
 def settings_file(assets: Mapping[str, bytes], part: str, changes: Mapping[str, Any]) -> dict[str, bytes]:
@@ -301,13 +304,13 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
     if not isinstance(images, list | tuple):
         images = [] if images is None else [images]
     counts = [text.count(token) for text in texts]
-    if any(isinstance(each, list | tuple) for each in images):
-        given = [len(each) if isinstance(each, list | tuple) else None for each in images]
-        if given != counts:
+    if any(isinstance(row, list | tuple) for row in images):
+        lengths = [len(row) if isinstance(row, list | tuple) else None for row in images]
+        if lengths != counts:
             raise ValueError(
-                f"{owner}: the list of images for each text must match its number of {token}, {counts}, got {given}."
+                f"{owner}: the list of images for each text must match its number of {token}, {counts}, got {lengths}."
             )
-        images = [image for each in images for image in each]
+        images = [image for row in images for image in row]
     if sum(counts) != len(images):
         raise ValueError(
             f"{owner}: the texts must have one {token} for each of the {len(images)} images, got {sum(counts)}."
@@ -317,15 +320,15 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
 
 def each_once(make: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
     """``make`` of each row of the columns, computed once for rows of the same objects, as the images of answers are."""
-    made: dict[tuple[int, ...], Any] = {}
+    results: dict[tuple[int, ...], Any] = {}
     for row in zip(*columns, strict=True):
         key = tuple(map(id, row))
-        if key not in made:
-            made[key] = make(*row)
-    return [made[tuple(map(id, row))] for row in zip(*columns, strict=True)]
+        if key not in results:
+            results[key] = make(*row)
+    return [results[tuple(map(id, row))] for row in zip(*columns, strict=True)]
 
 
-def _given(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:
+def _setting(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:
     value = settings.get(key)
     return otherwise if value is None else value
 

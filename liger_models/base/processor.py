@@ -113,32 +113,34 @@ def image_parts(
             )
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
     names = {"image": ("image", "path", "url")} | ({"video": ("video",)} if videos else {})
-    found: list[tuple[str, Any, Mapping[str, Any]]] = []
+    media: list[tuple[str, Any, Mapping[str, Any]]] = []
     for part in parts:
         # Datasets with one schema for all parts have None under the keys of other types.
         keys = {key for key, value in part.items() if value is not None} if isinstance(part, Mapping) else set()
-        kind: Any = next((name for name in ("text", *names) if name in keys), None) if keys else part
-        kind = part["type"] if "type" in keys else kind
-        if kind == "text" or (kind not in names and "text" in keys):
+        medium: Any = next((name for name in ("text", *names) if name in keys), None) if keys else part
+        medium = part["type"] if "type" in keys else medium
+        if medium == "text" or (medium not in names and "text" in keys):
             continue
-        if kind not in names:
+        if medium not in names:
             raise ValueError(
-                f"apply_chat_template: a part of a message must be of type text or {' or '.join(names)}, got {kind!r}."
+                f"apply_chat_template: a part of a message must be of type text or {' or '.join(names)}, got "
+                f"{medium!r}."
             )
-        unread = sorted(keys & RESIZING - ({*BOUNDS} if bounds and kind == "image" else set()))
+        unread = sorted(keys & RESIZING - ({*BOUNDS} if bounds and medium == "image" else set()))
         if unread:
             raise ValueError(
-                f"apply_chat_template: a part of type {kind} must not have a size of its own, got {', '.join(unread)}. "
-                "Resize it first, or set bounds on the processor: processor.images.max_pixels = ..."
+                f"apply_chat_template: a part of type {medium} must not have a size of its own, got "
+                f"{', '.join(unread)}. Resize it first, or set bounds on the processor: processor.images.max_pixels = "
+                "..."
             )
-        given = [part[name] for name in names[kind] if name in keys]
-        if not given:
+        sources = [part[name] for name in names[medium] if name in keys]
+        if not sources:
             raise ValueError(
-                f"apply_chat_template: a part of type {kind} must have the key {' or '.join(names[kind])}, got "
+                f"apply_chat_template: a part of type {medium} must have the key {' or '.join(names[medium])}, got "
                 f"{sorted(keys)}. Or render the texts by the tokenizer's apply_chat_template, and call the processor."
             )
-        found.append((kind, given[0], part))
-    return found
+        media.append((medium, sources[0], part))
+    return media
 
 
 class MediaSize(NamedTuple):
@@ -233,7 +235,7 @@ class Processor(ABC):
     @property
     def placeholder(self) -> re.Pattern[str]:
         """What finds all `placeholders`; ``lastgroup`` of a match is the kind."""
-        return re.compile("|".join(f"(?P<{kind}>{each})" for kind, each in self.placeholders.items()))
+        return re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in self.placeholders.items()))
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -334,6 +336,8 @@ class Processor(ABC):
                 "tokenize=False or return_dict=False. Leave it out, or leave out return_labels and "
                 "return_assistant_tokens_mask."
             )
+
+        # Texts by the template, for training with the positions of the answers.
         answers: list[list[Span]] | None = None
         if learns:
             rendered = [self.tokenizer.render_answers(messages, **variables) for messages in batch]
@@ -345,6 +349,8 @@ class Processor(ABC):
             ]
         if not tokenize:
             return texts if batch is conversations else texts[0]
+
+        # Then as in a call.
         out = self(
             texts, padding=padding, padding_side=padding_side, truncation=truncation, max_length=max_length,
             return_tensors=return_tensors, answers=answers,
@@ -387,13 +393,13 @@ class Processor(ABC):
 
     def texts(self, texts: str | Sequence[str] | None, options: TextOptions) -> list[str]:
         """The texts of a call, which may be one, and which transformers calls ``text``."""
-        given = [each for each in (texts, options.pop("text", None)) if each is not None]
-        if len(given) != 1:
+        passed = [argument for argument in (texts, options.pop("text", None)) if argument is not None]
+        if len(passed) != 1:
             raise ValueError(
-                f"{type(self).__name__}: texts must be given once, got {len(given)} of texts and text. Images alone "
+                f"{type(self).__name__}: texts must be given once, got {len(passed)} of texts and text. Images alone "
                 "have no placeholder to stand in."
             )
-        return [given[0]] if isinstance(given[0], str) else list(given[0])
+        return [passed[0]] if isinstance(passed[0], str) else list(passed[0])
 
     def encode(
         self,
@@ -420,6 +426,7 @@ class Processor(ABC):
             ValueError: an option has another value, image tokens do not fit into ``max_length``, or rows of different
                 lengths shall be a tensor.
         """
+        # Options, as in transformers.
         name = type(self).__name__
         side = self.tokenizer.padding_side if padding_side is None else padding_side
         if side not in ("left", "right"):
@@ -439,7 +446,9 @@ class Processor(ABC):
         spans = answers if answers is not None else [()] * len(texts)
         if len(spans) != len(texts):
             raise ValueError(f"{name}: answers must be one list for each text, got {len(spans)} lists.")
-        written = [edited(*each) for each in zip(texts, edits, spans, strict=True)]
+
+        # The texts with image tokens, and where the answers are in them; then rows of tokens of unequal length.
+        written = [edited(*text_edits_spans) for text_edits_spans in zip(texts, edits, spans, strict=True)]
         encodings = self.tokenizer.backend.encode_batch(
             [text for text, _ in written], add_special_tokens=add_special_tokens
         )
@@ -450,6 +459,8 @@ class Processor(ABC):
                 [int(learns) for learns in answer_mask(encoding.offsets, moved)]
                 for encoding, (_, moved) in zip(encodings, written, strict=True)
             ]
+
+        # Truncation must not cut an image.
         if truncation:
             media = self.media_ids
             for row in rows["input_ids"]:
@@ -461,6 +472,7 @@ class Processor(ABC):
                         "text out."
                     )
             rows = {key: [row[:max_length] for row in column] for key, column in rows.items()}
+
         lengths = [len(row) for row in rows["input_ids"]]
         if padding:
             length = max([*lengths, *([max_length or 0] if padding == "max_length" else [])], default=0)
@@ -470,6 +482,8 @@ class Processor(ABC):
                 rows[key] = [
                     more + row if side == "left" else row + more for row, more in zip(column, fill, strict=True)
                 ]
+
+        # Lists of rows, or tensors, whose rows have one length.
         if return_tensors is None:
             return ModelInputs(rows)
         if not padding and len(set(lengths)) >= 2:

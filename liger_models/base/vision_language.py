@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.processor import Processor
+from liger_models.common.errors import check_integers
 from liger_models.convert.config_map import write_config
 from liger_models.layers.decoder import check_policy
 from liger_models.layers.layer import set_policy
@@ -83,6 +84,40 @@ class VisionLanguageModel(CausalLM):
         """The files that are saved with the checkpoint, including changes to the tokenizer and the processor."""
         processor: Processor | None = self.__dict__.get("_processor")
         return super().current_assets() | (processor.changed_files() if processor else {})
+
+
+def check_input_ids(input_ids: Tensor) -> None:
+    """Raise ValueError unless token ids are integers [B, T]."""
+    check_integers(input_ids=input_ids)
+    if input_ids.dim() != 2:
+        raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+
+
+def check_placeholders(found: int, expected: int, torn: int, images: int | None, number: str = "") -> None:
+    """Raise ValueError unless the placeholders of images in a batch are those of its images.
+
+    Args:
+        found: number of placeholders.
+        expected: number of image tokens.
+        torn: number of placeholders that are apart from the one before; see `count_torn`.
+        images: number of images; None without pixels.
+        number: the number of placeholders of each image, for the error, if it is the same for all.
+    """
+    if found != 0 and images is None:
+        raise ValueError(
+            f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
+            "processor returns."
+        )
+    if found != expected:
+        raise ValueError(
+            f"forward: input_ids must have one image placeholder for each of the {expected} image tokens "
+            f"({images or 0} images), got {found}. Expand them as the processor does; was the text truncated?"
+        )
+    if torn != 0:
+        raise ValueError(
+            f"forward: the {number}placeholders of each image must be contiguous in input_ids and in one document, got "
+            f"{torn} apart from the one before. Expand them as the processor does."
+        )
 
 
 def repeated_items(counts: list[int], times: int) -> list[int]:

@@ -140,6 +140,8 @@ class BatchLayout:
             )
         if cache is not None and cu_seqlens is not None and (not cache.takes_documents or past):
             raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one.")
+
+        # Documents and positions: packed ones start anew, padding is a document of its own.
         documents = None
         positions = torch.arange(past, past + T, device=device)[None]
         if cu_seqlens is not None:
@@ -160,6 +162,8 @@ class BatchLayout:
             # tokens and compiled graphs skip the check.
             if T == 1 or torch.compiler.is_compiling() or not bool(attention_mask.all()):
                 documents = mark_padding(attention_mask, device)
+
+        # Positions of the caller. They must not restart within a document, which nothing would separate.
         if position_ids is not None:
             positions = position_ids[None] if position_ids.dim() == 1 else position_ids
             if (
@@ -183,6 +187,9 @@ class BatchLayout:
                     "documents. Pass their bounds as cu_seqlens, or collate with "
                     "DataCollatorWithFlattening(return_flash_attn_kwargs=True).",
                 )
+
+        # Variable-length attention takes packed rows that are whole, without padding, cached tokens or images, and that
+        # are not too many.
         segments, few = None, cu_seqlens is None or len(cu_seqlens) - 1 <= MOST_DOCUMENTS * B
         alone = cache is None or cu_seqlens is not None  # no cached tokens
         if attention_mask is None and alone and visible_until is None and few and takes_segments(device, dtype):
@@ -190,12 +197,16 @@ class BatchLayout:
         bounds = None
         if cu_seqlens is not None and needs_bounds:
             bounds = (segments or Segments.of_rows(B, T, cu_seqlens, device)).cu_seqlens
+
+        # Masks for each window, and what kernels need in their place.
         if is_batch_invariant() and not torch.is_grad_enabled():
             windows = {}  # only the backward, which is ordinary attention's, needs masks
         masks = {
             window: text_mask(documents, past, window, B, T, device, needed, visible_until, segments)
             for window, needed in ({None: False} if windows is None else windows).items()
         }
+
+        # cos and sin of every rotary embedding, once for all layers.
         tables = {name: table(positions) for name, table in rotary.items()}
         pages = None if cache is None else cache.pages
         spans = None

@@ -53,18 +53,19 @@ def check_numbers(where: str, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if is_dataclass(value) and not isinstance(value, type):
             check_numbers(where, vars(value))
+        # Elements of a list are checked one by one; other values than numbers are not.
         low, high = LIMITS.get(name, (-math.inf, math.inf))
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, bool) or not isinstance(each, int | float):
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
             # An int may be too large for a float, so it is compared as it is.
             least = "positive" if low == math.ulp(0.0) else f"at least {low}"
-            if not isinstance(each, int) and not math.isfinite(each):
-                raise ValueError(f"{where}: {name} must be finite, got {each}. {_TODO}")
-            if not each >= low:
-                raise ValueError(f"{where}: {name} must be {least}, got {each}. {_TODO}")
-            if not each <= high:
-                raise ValueError(f"{where}: {name} must be at most {high}, got {each}. {_TODO}")
+            if not isinstance(number, int) and not math.isfinite(number):
+                raise ValueError(f"{where}: {name} must be finite, got {number}. {_TODO}")
+            if not number >= low:
+                raise ValueError(f"{where}: {name} must be {least}, got {number}. {_TODO}")
+            if not number <= high:
+                raise ValueError(f"{where}: {name} must be at most {high}, got {number}. {_TODO}")
 
 
 _TODO = "Check config.json."

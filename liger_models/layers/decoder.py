@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check_tensors, check_values
+from liger_models.common.errors import check_tensors
 from liger_models.common.foreign import foreign_arguments
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.dispatch import ACCELERATORS
@@ -17,6 +17,7 @@ from liger_models.kernels.moe.load_balancing import load_balancing_loss
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.embedding import LigerEmbedding, zero_padding_row
+from liger_models.layers.head_request import HeadRequest, LossTargets, in_graph
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import (
     CHECKPOINTING_POLICIES,
@@ -27,7 +28,7 @@ from liger_models.layers.layer import (
     routed_layers,
     set_policy,
 )
-from liger_models.layers.lm_head import LigerLMHead, LossFunction, Targets
+from liger_models.layers.lm_head import LigerLMHead, LossFunction
 from liger_models.layers.masks import takes_segments
 from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm
 from liger_models.layers.offload import Offload, offloaded_blocks
@@ -76,50 +77,13 @@ class CausalLMConfig(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
 
-def _in_graph(x: Tensor) -> bool:
-    """Whether a graph is being compiled or captured, or x has no values, so that no decision may depend on values."""
-    without_values = x.is_meta or hasattr(x, "fake_mode")
-    return torch.compiler.is_compiling() or without_values or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def check_num_items(num_items: Tensor | float | None, target: Tensor) -> None:
-    """Check the divisor of a summed loss, without waiting for the device.
-
-    Args:
-        num_items: a number, or a tensor of one element; None is valid.
-        target: [B, T] int64, −100 for no target. If there is none, ``num_items`` may be 0.
-
-    Raises:
-        ValueError: it is a bool, or neither positive nor 0 without targets. See `check_values` for tensors on a GPU.
-    """
-    if num_items is None:
-        return
-    must = "forward: num_items_in_batch must be a positive number, or 0 without targets"
-    todo = "Pass the number of targets in all accumulation steps and on all ranks, or leave it out."
-    if isinstance(num_items, Tensor):
-        kind = num_items.dtype
-        if num_items.numel() != 1 or kind == torch.bool or kind.is_complex:
-            raise ValueError(f"{must}, got a tensor {list(num_items.shape)} {kind}. {todo}")
-        if _in_graph(num_items) or _in_graph(target):
-            return
-        if num_items.device.type != "cpu":
-            count, none = num_items.detach().reshape(()), (target == -100).all().to(num_items.device)
-            check_values(count.isfinite() & ((count > 0) | ((count == 0) & none)), f"{must}, got another. {todo}")
-            return
-    value: Any = num_items.item() if isinstance(num_items, Tensor) else num_items
-    if not (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")):
-        raise ValueError(f"{must}, got {value!r}. {todo}")
-    if value == 0:
-        check_values((target == -100).all(), f"{must}, got 0. {todo}")
-
-
 def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tensor | None:
     """``cu_seqlens``, by that name or those of transformers' collator, which are removed from ``options``.
 
     Raises:
         ValueError: both are given, the names of transformers in part, or no tensors.
     """
-    q, k, *_ = (options.pop(f"{name}_{each}", None) for name in ("cu_seq_lens", "max_length") for each in "qk")
+    q, k, *_ = (options.pop(f"{name}_{side}", None) for name in ("cu_seq_lens", "max_length") for side in "qk")
     check_tensors(cu_seqlens=cu_seqlens, cu_seq_lens_q=q)
     if q is not None and cu_seqlens is not None:
         raise ValueError("forward: cu_seqlens and cu_seq_lens_q are the same, got both. Pass one.")
@@ -130,8 +94,7 @@ def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tenso
 
 def check_policy(name: str, policy: str) -> None:
     """Raise ValueError unless ``policy`` is one of `CHECKPOINTING_POLICIES`."""
-    known = policy in CHECKPOINTING_POLICIES
-    if not known:
+    if policy not in CHECKPOINTING_POLICIES:
         raise ValueError(f"set_checkpointing: {name} must be one of {CHECKPOINTING_POLICIES}, got {policy!r}.")
 
 
@@ -243,19 +206,23 @@ class Decoder(nn.Module):
             ValueError: an attribute is missing, there is a buffer, or attention layers share a cache slot.
         """
         name = type(self).__name__
-        absent = [part for part in ("embed_tokens", "layers", "norm", "lm_head", "rotary") if not hasattr(self, part)]
-        if absent:
+        parts = ("embed_tokens", "layers", "norm", "lm_head", "rotary")
+        missing = [part for part in parts if not hasattr(self, part)]
+        if missing:
             raise ValueError(
-                f"{name}: must have {', '.join(absent)} when it calls post_init, got none. Set them first."
+                f"{name}: must have {', '.join(missing)} when it calls post_init, got none. Set them first."
             )
         self.check_buffers()
+
+        # What the layers need of every forward's layout: bounds of documents, and a mask for each window.
         self._windows = {}
-        slots: dict[int, str] = {}
+        slots: dict[int, str] = {}  # slot in the decode cache -> path of the layer that has it
         for path, layer in named_layers(self.layers, remove_duplicate=False):
             self._needs_bounds = self._needs_bounds or layer.needs_bounds
             spec = layer.attention
             if spec is None:
                 continue
+            # A layer in two places would append to its slot twice.
             other = path if spec.cache_slot is None else slots.setdefault(spec.cache_slot, path)
             if other != path:
                 raise ValueError(
@@ -270,6 +237,7 @@ class Decoder(nn.Module):
             self._windows[spec.window] = self._windows.get(spec.window, False) or spec.needs_mask
             if spec.needs_flash:
                 self._needs_flash.add(spec.window)
+
         self.tie_weights()
         if self.device.type != "meta":
             self.reset_parameters()
@@ -300,6 +268,7 @@ class Decoder(nn.Module):
             ValueError: a module has parameters of its own but no method ``reset_parameters``.
         """
         std = self.config.initializer_range
+        # First what is drawn by a rule of its own; seeds give the same numbers in this order alone.
         drawn: set[nn.Module] = set()
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -310,16 +279,18 @@ class Decoder(nn.Module):
             elif draw(module, std):
                 drawn.add(module)
         zero_padding_row(self.embed_tokens)  # after the head, which may share the weight
+
+        # Then all other modules, submodules first, so that a module may change what its submodules have drawn.
         for name, module in reversed([*self.named_modules()]):
             if module in drawn:
                 continue
-            own = [parameter for parameter, _ in module.named_parameters(name, recurse=False)]
+            parameters = [parameter for parameter, _ in module.named_parameters(name, recurse=False)]
             reset = getattr(type(module), "reset_parameters", None)
-            if own and reset in (None, Decoder.reset_parameters):
+            if parameters and reset in (None, Decoder.reset_parameters):
                 raise ValueError(
                     f"{type(self).__name__}: {type(module).__name__} must have a method reset_parameters that "
-                    f"initialises {', '.join(own)}, got none. Models are built on the meta device first, and then "
-                    "initialised."
+                    f"initialises {', '.join(parameters)}, got none. Models are built on the meta device first, and "
+                    "then initialised."
                 )
             if reset is not None and module is not self:
                 reset(module)
@@ -327,13 +298,16 @@ class Decoder(nn.Module):
     @contextmanager
     def _sharing(self) -> Iterator[None]:
         """Context in which parameters may be replaced name by name; names that shared one share it again afterwards."""
-        first: dict[int, str] = {}
-        named = [(name, id(each)) for name, each in self.named_parameters(remove_duplicate=False)]
-        again = {name: first[each] for name, each in named if first.setdefault(each, name) != name}
+        first_names: dict[int, str] = {}  # identity of a parameter -> its first name
+        aliases = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            first = first_names.setdefault(id(parameter), name)
+            if first != name:
+                aliases[name] = first
         yield
-        for name, same in again.items():
+        for name, first in aliases.items():
             owner, _, attribute = name.rpartition(".")
-            setattr(self.get_submodule(owner), attribute, self.get_parameter(same))
+            setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
         self.tie_weights()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
@@ -368,19 +342,22 @@ class Decoder(nn.Module):
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Number of parameters, or of trainable ones, with or without the embedding's; tied parameters count once."""
         excluded = self.embed_tokens.weight if exclude_embeddings else None
-        counted = {each: size for module in self.modules() for each, size in own_parameters(module).items()}
-        kept = (each for each in counted if each.requires_grad or not only_trainable)
-        return sum(counted[each] for each in kept if each is not excluded)
+        sizes = {weight: size for module in self.modules() for weight, size in own_parameters(module).items()}
+        return sum(
+            size
+            for weight, size in sizes.items()
+            if weight is not excluded and (weight.requires_grad or not only_trainable)
+        )
 
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
         """The weights of all linear layers but the head, and the stacked weights of experts, by name."""
-        linear = {f"{path}.weight" for path, each in self.named_modules() if isinstance(each, nn.Linear)}
+        linear = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Linear)}
         routed = tuple(path for path, layer in named_layers(self) if layer.router is not None)
         return {
-            name: each
-            for name, each in self.named_parameters()
-            if (name in linear and each is not self.lm_head.weight)
-            or (name.rpartition(".")[0] in routed and each.dim() == 3)
+            name: weight
+            for name, weight in self.named_parameters()
+            if (name in linear and weight is not self.lm_head.weight)
+            or (name.rpartition(".")[0] in routed and weight.dim() == 3)
         }
 
     def print_trainable_parameters(self) -> None:
@@ -413,17 +390,19 @@ class Decoder(nn.Module):
             )
         if not 0 <= offload_layers <= blocks:
             raise ValueError(f"set_checkpointing: offload_layers must be 0 to {blocks}, got {offload_layers}.")
-        for each in policies:
-            check_policy("policy", each)
+        for block_policy in policies:
+            check_policy("policy", block_policy)
+
         self.checkpointing = policy
+        # Blocks whose second forward may differ recompute within their layers instead.
         self.recomputed = frozenset(
             index
-            for index, (block, each) in enumerate(zip(self.layers, policies, strict=True))
-            if each == "full" and is_replayable(block)
+            for index, (block, block_policy) in enumerate(zip(self.layers, policies, strict=True))
+            if block_policy == "full" and is_replayable(block)
         )
         self.offloaded = offloaded_blocks(blocks, offload_layers)
-        for block, each in zip(self.layers, policies, strict=True):
-            set_policy(block, each)
+        for block, block_policy in zip(self.layers, policies, strict=True):
+            set_policy(block, block_policy)
 
     @foreign_arguments("forward")
     def forward(
@@ -566,7 +545,8 @@ class Decoder(nn.Module):
                 f"{type(self).__name__}: the constructor must end with self.post_init(), got no call of it. Add it."
             )
         rotary: dict[str, Any] = dict(self.rotary.items())
-        windows = self._windows or {}
+        windows = self._windows
+        # Sinks have a fused kernel in half precision; elsewhere their layers need a mask.
         if embeds.device.type in ACCELERATORS and not takes_segments(embeds.device, embeds.dtype):
             windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
         return self.layout_class.build(
@@ -574,97 +554,78 @@ class Decoder(nn.Module):
             **options,
         )  # fmt: skip
 
-    @foreign_arguments("forward")
-    def run(
-        self,
-        embeds: Tensor,
-        layout: BatchLayout,
-        *,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | float | None = None,
-        return_logits: bool | None = None,
-        return_log_probs: bool = False,
-        loss_function: LossFunction | None = None,
-        logits_to_keep: int = 0,
-        output_hidden_states: bool = False,
-        routed_experts: Tensor | None = None,
-    ) -> CausalLMOutput:
+    def run(self, embeds: Tensor, layout: BatchLayout, **options: Any) -> CausalLMOutput:
         """Run everything after the embedding.
 
         Args:
             embeds: [B, T, C], or only this rank's share of the tokens.
             layout: layout of the whole batch.
-            Others: as in `forward`.
+            options: the arguments of `forward` that are fields of `HeadRequest`.
         """
+        request = HeadRequest.of(options)
         cache, groups, T = layout.cache, self.groups, layout.position_ids.shape[-1]
-        if labels is not None and (cache is not None or logits_to_keep):
-            raise ValueError(
-                "forward: labels can't be combined with cache or logits_to_keep. Omit these to compute a loss."
-            )
-        if return_log_probs and labels is None:
-            raise ValueError("forward: return_log_probs needs labels. Pass them.")
-        if loss_function is not None and (labels is None or return_log_probs or num_items_in_batch is not None):
-            raise ValueError(
-                "forward: loss_function needs labels, and neither return_log_probs nor num_items_in_batch."
-            )
-        check_tensors(labels=labels)
-        if labels is not None and tuple(labels.shape) != (embeds.shape[0], T):
-            raise ValueError(
-                f"forward: labels must be [{embeds.shape[0]}, {T}] like input_ids, got "
-                f"{None if labels is None else list(labels.shape)}."
-            )
-        if not (isinstance(logits_to_keep, int) and not isinstance(logits_to_keep, bool) and logits_to_keep >= 0):
-            raise ValueError(
-                f"forward: logits_to_keep must be an integer of at least 0, got {logits_to_keep!r}. 0 keeps all."
-            )
-        without_head = return_logits is False and labels is None
-        whole = cache is not None or loss_function is not None or output_hidden_states or without_head
-        groups.check_tokens(T, whole=whole or logits_to_keep != 0)
-        if routed_experts is not None:
-            layout = replace(layout, experts=self._share_experts(routed_experts.to(embeds.device), embeds.shape[0], T))
-        if embeds.shape[1] == T:
-            embeds = groups.token_share(embeds)
-        shifted, divisor = None if labels is None else layout.shift(labels), num_items_in_batch
-        target, targets = None, None
-        if shifted is not None:
-            check_num_items(num_items_in_batch, shifted)
-            target, num_items_in_batch = groups.share_targets(shifted, num_items_in_batch)
-            if not (return_logits or return_log_probs or loss_function is not None or _in_graph(embeds)):
-                targets = Targets(target)
+        request.check(embeds.shape[0], T, cached=cache is not None)
+        groups.check_tokens(T, whole=cache is not None or request.needs_all_tokens)
 
-        states: list[Tensor] | None = [] if output_hidden_states else None
-        hidden, router_logits = self.run_blocks(embeds, layout, *([] if states is None else [states]))
-        hidden = groups.enter_head(hidden)
-        kept = None if states is None and not without_head else (*(states or []), hidden)
-        if without_head:
-            if cache is not None:
-                cache.advance(T)
-            return CausalLMOutput(hidden_states=kept, router_logits=tuple(router_logits))
-        if targets is not None:
-            hidden, target = targets.select(hidden)
-        outputs: Any = self.lm_head(
-            hidden[:, -logits_to_keep:] if logits_to_keep else hidden,
-            target,
-            num_items=num_items_in_batch,
-            return_logits=bool(return_logits),
-            log_probs=return_log_probs,
-            loss_function=loss_function,
-        )
-        loss: Any = None
-        loss, logits = (None, outputs) if target is None else outputs
-        logits = groups.gather_logits(logits)
+        # This rank's share of the experts to take, of the tokens and of the targets.
+        if request.routed_experts is not None:
+            experts = self._share_experts(request.routed_experts.to(embeds.device), embeds.shape[0], T)
+            layout = replace(layout, experts=experts)
+        if embeds.shape[1] == T:
+            embeds = groups.token_share(embeds)  # [B, T / R, C]
+        targets = None if request.labels is None else LossTargets.of(request, layout, groups, embeds)
+
+        # Blocks and norm.
+        states: list[Tensor] = []
+        collect = [states] if request.output_hidden_states else []
+        hidden, router_logits = self.run_blocks(embeds, layout, *collect)
+        hidden = groups.enter_head(hidden)  # [B, T, C], under context parallelism [B, T / R, C]
         if cache is not None:
             cache.advance(T)
-        mask = None if layout.attention_mask is None else groups.context_share(layout.attention_mask)
-        aux_loss = self.auxiliary_loss(router_logits, mask) if cache is None else None
-        if aux_loss is not None and shifted is not None and divisor is not None:
-            aux_loss = groups.share_of_step(shifted, divisor) * aux_loss
-        if return_log_probs:
-            return CausalLMOutput(None, logits, aux_loss, groups.gather_log_probs(loss), kept, tuple(router_logits))
-        if loss is not None and loss_function is None:
+        output = CausalLMOutput(router_logits=tuple(router_logits))
+        if request.output_hidden_states or request.without_head:
+            output = output._replace(hidden_states=(*states, hidden))
+        if request.without_head:
+            return output
+
+        # The head, and the loss in it.
+        loss, logits = self._apply_head(hidden, request, targets)
+        aux_loss = None if cache is not None else self._shared_auxiliary_loss(router_logits, layout, request, targets)
+        output = output._replace(logits=groups.gather_logits(logits), aux_loss=aux_loss)
+        if request.return_log_probs:
+            return output._replace(log_probs=groups.gather_log_probs(loss))
+        if loss is not None and request.loss_function is None:
             loss = groups.sum_loss(loss)
             loss = loss if aux_loss is None else loss + aux_loss
-        return CausalLMOutput(loss, logits, aux_loss, None, kept, tuple(router_logits))
+        return output._replace(loss=loss)
+
+    def _apply_head(self, hidden: Tensor, request: HeadRequest, targets: LossTargets | None) -> tuple[Any, Any]:
+        """The loss, or the log-probabilities of the targets, and the logits, of this rank's tokens."""
+        if targets is None:
+            kept = request.logits_to_keep
+            return None, self.lm_head(hidden[:, -kept:] if kept else hidden)
+        target = targets.local  # [B, T / R]
+        if targets.rows is not None:
+            hidden, target = targets.rows.select(hidden)  # [n, C] and [n], unless all rows are needed
+        loss, logits = self.lm_head(
+            hidden,
+            target,
+            num_items=targets.num_items,
+            return_logits=bool(request.return_logits),
+            log_probs=request.return_log_probs,
+            loss_function=request.loss_function,
+        )
+        return loss, logits
+
+    def _shared_auxiliary_loss(
+        self, router_logits: list[Tensor], layout: BatchLayout, request: HeadRequest, targets: LossTargets | None
+    ) -> Tensor | None:
+        """`auxiliary_loss`, weighted by the share of this batch in the targets of the step."""
+        mask = None if layout.attention_mask is None else self.groups.context_share(layout.attention_mask)
+        aux_loss = self.auxiliary_loss(router_logits, mask)
+        if aux_loss is None or targets is None or request.num_items_in_batch is None:
+            return aux_loss
+        return self.groups.share_of_step(targets.shifted, request.num_items_in_batch) * aux_loss
 
     @property
     def routers(self) -> list[Layer]:
@@ -709,29 +670,33 @@ class Decoder(nn.Module):
 
         The residual stream before each block, [B, T, C], is appended to ``states``.
         """
-        x: Tensor | None = None
-        residual = embeds
-        router_logits = []
         offload = Offload() if self.offloaded and torch.is_grad_enabled() else None
         if offload is not None and torch.compiler.is_compiling():
             raise ValueError(
                 "forward: offload_layers must be 0 in a compiled model. Compile the blocks instead, or don't set it."
             )
         # With a decode cache a recomputed block would append to it again.
-        once = not torch.is_grad_enabled() or layout.cache is not None or _in_graph(embeds)
-        again: frozenset[int] = frozenset() if once else self.recomputed
-        replayed: dict[int, tuple[Tensor, ...]] = {}
+        once = not torch.is_grad_enabled() or layout.cache is not None or in_graph(embeds)
+        recomputed: frozenset[int] = frozenset() if once else self.recomputed
+        # A block is given the experts of its own layers.
+        experts: dict[int, tuple[Tensor, ...]] = {}
         if layout.experts:
-            replayed, layout = self._by_block(layout.experts), replace(layout, experts=())
+            experts, layout = self._by_block(layout.experts), replace(layout, experts=())
+
+        x: Tensor | None = None  # what is yet to be added to the stream, [B, T, C]
+        residual = embeds
+        router_logits: list[Tensor] = []
         for index, block in enumerate(self.layers):
             if states is not None:
                 states.append(residual if x is None else residual + x)
-            run = functools.partial(run_again, block) if index in again and not is_compiled(block) else block
+            run: Any = block
+            if index in recomputed and not is_compiled(block):
+                run = functools.partial(run_again, block)
+            block_layout = replace(layout, experts=experts[index]) if index in experts else layout
             with offload.saving(index in self.offloaded) if offload else nullcontext():
-                own = replace(layout, experts=replayed[index]) if index in replayed else layout
-                x, residual, *more = run(x, residual, own)
-            routed, layout = self.carry(index, more, layout)
-            router_logits += routed
+                x, residual, *more = run(x, residual, block_layout)
+            block_logits, layout = self.carry(index, more, layout)
+            router_logits += block_logits
             residual = self.after_block(index, residual, layout)
         if offload:
             offload.settle()

@@ -24,13 +24,13 @@ class DerivedTensors:
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[nn.Module, Hashable], tuple[Tensor | None, ...]] = {}
+        self._tensors: dict[tuple[nn.Module, Hashable], tuple[Tensor | None, ...]] = {}
         self._current: set[tuple[nn.Module, Hashable]] = set()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors."""
-        return sum(each.nbytes for found in self._found.values() for each in found if each is not None)
+        return sum(x.nbytes for tensors in self._tensors.values() for x in tensors if x is not None)
 
     def renew(self) -> None:
         """Compute everything again when it is asked for, into the same memory: the weights may have changed."""
@@ -49,21 +49,21 @@ class DerivedTensors:
         """What ``compute`` returns, from the first call after `renew`."""
         if key not in self._current:
             computed = compute()
-            for old, new in zip(self._found.setdefault(key, computed), computed, strict=True):
+            for old, new in zip(self._tensors.setdefault(key, computed), computed, strict=True):
                 if old is not None and new is not None and old is not new:
                     old.copy_(new)
             self._current.add(key)
-        found: Tensors = self._found[key]  # type: ignore[assignment]
-        return found
+        tensors: Tensors = self._tensors[key]  # type: ignore[assignment]
+        return tensors
 
 
-def derive(layer: nn.Module, kind: Hashable, compute: Callable[[], Tensors]) -> Tensors:
+def derive(layer: nn.Module, purpose: Hashable, compute: Callable[[], Tensors]) -> Tensors:
     """Tensors that ``compute`` makes of the weights of a layer and of nothing else, or what it made of them before.
 
     Args:
         layer: whose weights they are.
-        kind: what tells them from others of the layer, such as their dtype.
-        compute: returns a tuple of new tensors, always of the same shapes for a kind.
+        purpose: what tells them from others of the layer, such as their dtype.
+        compute: returns a tuple of new tensors, always of the same shapes for a purpose.
     """
     used = None if torch.compiler.is_compiling() else _USED.get()
-    return compute() if used is None else used.find((layer, kind), compute)
+    return compute() if used is None else used.find((layer, purpose), compute)

@@ -129,10 +129,13 @@ class LigerGatedDeltaNet(Layer):
         self.sizes = _Sizes(key_dim, key_dim, values * value_dim, values * value_dim, values, values)
         self.recompute = False
         """Save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
+
+        # One projection for queries, keys, values, gates, update rates and decays.
         self.in_proj = nn.Linear(hidden_size, num_key_heads * sum(self.sizes), bias=False)
         self.conv_weight = nn.Parameter(torch.empty(num_key_heads * sum(self.sizes[:3]), 1, conv_size))
         self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
         self.A_log = nn.Parameter(torch.empty(num_value_heads))
+        # Norm and gate of the heads, and the projection back.
         self.norm = LigerGatedRMSNorm(value_dim, eps, kernel=kernel)
         self.out_proj = nn.Linear(num_value_heads * value_dim, hidden_size, bias=False)
         self.draw(0.02)
@@ -207,10 +210,11 @@ class LigerGatedDeltaNet(Layer):
         The backward recomputes the normed activations; with ``recompute`` everything except the output projection.
         """
         if recomputes(self) and layout.cache is None:
-            y, residual = run_twice(
-                self._add_norm, norm, x, residual, layout, preserve_rng_state=draws(self, 0.0)
-            )  # fmt: skip
-            return y, residual
+            random = draws(self, 0.0)
+            outputs: tuple[Tensor, Tensor] = run_twice(
+                self._add_norm, norm, x, residual, layout, preserve_rng_state=random
+            )
+            return outputs
         return self._add_norm(norm, x, residual, layout)
 
     def _add_norm(
@@ -239,21 +243,28 @@ class LigerGatedDeltaNet(Layer):
         if bounds is not None:
             projected = projected.reshape(1, B * T, -1)
         *qkv, z, b, a = projected.unflatten(-1, (self.num_key_heads, -1)).split([*self.sizes], -1)
-        weight = self._own(self.conv_weight).view(self.num_key_heads, -1, self.conv_size)
-        filters = torch.cat([each.flatten(0, 1) for each in weight.split([*self.sizes[:3]], 1)])
+
+        # Update rates β and logarithms of the decays, [B, T, Hv]. The decays are computed in fp32: they multiply up.
         beta, decay = b.flatten(2).sigmoid(), self._own(self.A_log).float().exp()
         g = -decay * F.softplus(a.flatten(2).float() + self._own(self.dt_bias).float())
+
+        # Both ops continue from the states of the cache.
         cache = layout.cache
-        before = cache.states(self.layer) if cache is not None else None
-        conv_state, state = (None, None) if before is None else before
+        states = cache.states(self.layer) if cache is not None else None
+        conv_state, state = (None, None) if states is None else states
         options: dict[str, Any] = {"cu_seqlens": bounds, "kernel": self.kernel, "stateful": cache is not None}
-        inputs = torch.cat([each.flatten(2) for each in qkv], -1)
+
+        # The convolution runs over all queries, then all keys, then all values: [B, T, Hk · (2 Dk) + Hv · Dv].
+        weight = self._own(self.conv_weight).view(self.num_key_heads, -1, self.conv_size)
+        filters = torch.cat([part.flatten(0, 1) for part in weight.split([*self.sizes[:3]], 1)])
+        inputs = torch.cat([part.flatten(2) for part in qkv], -1)
         convolved, conv_state = _run(
             short_conv, short_conv_reference, inputs, filters, initial_state=conv_state, **options
         )
-        q, k, v = convolved.split([self.num_key_heads * each for each in self.sizes[:3]], -1)
-        q, k = (each.unflatten(-1, (-1, self.key_dim)) for each in (q, k))
-        v, z = (each.unflatten(-1, (-1, self.value_dim)) for each in (v, z.flatten(2)))
+        q, k, v = convolved.split([self.num_key_heads * size for size in self.sizes[:3]], -1)
+        q, k = (x.unflatten(-1, (-1, self.key_dim)) for x in (q, k))  # [B, T, Hk, Dk]
+        v, z = (x.unflatten(-1, (-1, self.value_dim)) for x in (v, z.flatten(2)))  # [B, T, Hv, Dv]
+
         out, state = _run(
             gated_delta_rule, gated_delta_rule_reference, q, k, v, g, beta, initial_state=state, **options
         )

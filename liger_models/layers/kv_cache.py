@@ -90,7 +90,7 @@ class DecodeCache:
     def select(self, rows: Tensor) -> None:
         """Select, repeat or reorder sequences; ``rows`` [B'] int64 indexes the batch."""
         self._layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self._layers.items()}
-        self._states = {layer: tuple(each[rows] for each in kept) for layer, kept in self._states.items()}
+        self._states = {layer: tuple(state[rows] for state in states) for layer, states in self._states.items()}
         self.extra = {name: kept[rows] for name, kept in self.extra.items()}
 
 

@@ -153,7 +153,7 @@ class Layer(nn.Module):
 
 def layers_of(module: nn.Module) -> Iterator[Layer]:
     """Every `Layer` in a module, including itself, in the order of ``modules()``."""
-    return (each for each in module.modules() if isinstance(each, Layer))
+    return (layer for layer in module.modules() if isinstance(layer, Layer))
 
 
 def routed_layers(module: nn.Module) -> list[Layer]:
@@ -164,7 +164,7 @@ def routed_layers(module: nn.Module) -> list[Layer]:
 def named_layers(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, Layer]]:
     """Every `Layer` in a module, with its name, in the order of ``named_modules(remove_duplicate=...)``."""
     modules = module.named_modules(remove_duplicate=remove_duplicate)
-    return [(name, each) for name, each in modules if isinstance(each, Layer)]
+    return [(name, layer) for name, layer in modules if isinstance(layer, Layer)]
 
 
 def draw(module: nn.Module, std: float) -> bool:

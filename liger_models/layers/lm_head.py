@@ -45,16 +45,19 @@ def _aside(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
-class Targets:
-    """Targets [...] of which only those other than −100 need logits; their number is copied to the host asynchronously.
+class LabeledRows:
+    """The rows of targets [...] that are not −100, which alone need logits. Their number is copied to the host.
 
-    If it is created before the blocks run, the number has arrived when the head needs it, so the head never waits for
-    the device. The copy has a stream of its own, so that it does not queue behind optimizer moments being offloaded.
+    The copy is asynchronous: if the object is created before the blocks run, the number has arrived when the head needs
+    it, so the head never waits for the device. The copy has a stream of its own, so that it does not queue behind
+    optimizer moments being offloaded.
     """
 
     def __init__(self, target: Tensor) -> None:
-        self.target, self.ignored = target, (target == -100).flatten()
-        self.count, self.copied = (~self.ignored).sum(), None
+        self.target = target
+        self.ignored = (target == -100).flatten()
+        self.count = (~self.ignored).sum()
+        self.copied: torch.Event | None = None
         if target.device.type in ACCELERATORS:
             stream, count = _aside(target.device), self.count
             stream.wait_stream(torch.accelerator.current_stream(target.device))
@@ -64,14 +67,13 @@ class Targets:
             self.copied = stream.record_event()
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., C] and the targets [...], or only n rows of both, n a multiple of 256, with all labelled rows."""
+        """x [..., C] and the targets [...], or only n rows of both, n a multiple of 256, with all labeled rows."""
         if self.copied is not None:
             self.copied.synchronize()
-        N = len(self.ignored)
         wanted = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
-        if wanted >= N:
+        if wanted >= len(self.ignored):
             return x, self.target
-        rows = self.ignored.to(torch.uint8).argsort(stable=True)[:wanted]
+        rows = self.ignored.to(torch.uint8).argsort(stable=True)[:wanted]  # labeled rows come first
         return _Rows.apply(x.flatten(0, -2), rows), self.target.flatten()[rows]  # type: ignore[no-untyped-call]
 
 
@@ -146,6 +148,8 @@ class LigerLMHead(nn.Linear, Layer):
         scale, cap, vocab_shard = self.logit_scale, self.softcap, self.vocab_shard
         # A sharded vocabulary always needs the fused loss: otherwise the logits would have to be gathered.
         fused = self.kernels.fused_linear_cross_entropy or vocab_shard is not None
+
+        # Logits before scale and cap, where somebody reads them as a whole.
         raw = logits = None
         if target is None and not torch.is_grad_enabled():
             raw = self.product(x, None)
@@ -155,12 +159,16 @@ class LigerLMHead(nn.Linear, Layer):
                 raw = F.linear(x, weight)
         if raw is not None and vocab_shard is not None:
             raw = gather_vocab(raw, vocab_shard.ranks, vocab_shard.vocabulary)
+
+        # The logits that are returned.
         if raw is not None and (target is None or return_logits):
             logits = raw if scale == 1.0 else raw * scale
             if cap is not None:
                 logits = cap * torch.tanh(logits / cap)
         if target is None:
             return logits
+
+        # One of three losses.
         if loss_function is not None:
             if vocab_shard is not None:
                 raise ValueError("LigerLMHead: loss_function needs the whole weight, got a shard of apply_tp.")

@@ -160,9 +160,11 @@ def text_mask(
         return Mask()
     if segments is not None and not needed and T > 1:
         return Mask(segments=segments)
+    # On an accelerator no T × T mask is built.
     if T > 1 and device.type in ACCELERATORS:
         block = _block_mask(documents, past, window, B, T, device, visible_until)
         return Mask(block=block, later=visible_until is not None)
+    # On the CPU, and for a single token, a dense one: [1 or B, 1, T, S].
     query = torch.arange(past, past + T, device=device)[:, None]
     key = torch.arange(past + T, device=device)
     visible = query >= key if visible_until is None else (visible_until[:, None, :, None] + past) >= key
@@ -220,16 +222,19 @@ def _block_mask(
         seen = (last + start >= k) & (q + start - k < reach)
         return seen if documents is None else seen & (documents[b, q + start] == documents[b, k])
 
+    # Which blocks of 128 × 128 pairs have visible ones, and which have only visible ones.
     query, query_end = _block_bounds(past, S, device)
     key, key_end = _block_bounds(0, S, device)
     nearest, furthest = query[:, None] - (key_end - 1), query_end[:, None] - 1 - key  # distances between two blocks
     some = (furthest >= 0) & (nearest < reach)
     every = (nearest >= 0) & (furthest < reach) & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
+    # Images: a token sees up to the end of its image.
     if visible_until is not None:
         least, most = (past + x[:, :, None] for x in _block_range(visible_until))
         some = (most >= key) & (nearest < reach)
         every = (least >= key_end - 1) & (furthest < reach)
         every = every & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
+    # Documents: their numbers ascend, so those of a block are a range.
     if documents is not None:
         q_low, q_high = (x[:, :, None] for x in _block_range(documents[:, past:]))
         k_low, k_high = (x[:, None, :] for x in _block_range(documents))

@@ -74,6 +74,7 @@ class LigerMoE(Layer):
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"LigerMoE: top_k ({top_k}) must be 1 to num_experts ({num_experts}). Check config.json.")
         self.gate: nn.Module = nn.Linear(hidden_size, num_experts, bias=bias)
+        # The matrices of all experts, stacked: one grouped product computes them.
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size)) if bias else None
@@ -205,7 +206,7 @@ class LigerMoE(Layer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``residual = residual + x; experts(norm(residual))``: ``(y, residual, router_logits)``.
 
-        ``experts`` [..., K] are taken instead of the router's choice, as ``given`` of `route`.
+        ``experts`` [..., K] replace the router's choice.
         """
         normed, residual = add_norm(norm, x, residual)
         y, router_logits = self(normed, experts)
@@ -221,20 +222,21 @@ class LigerMoE(Layer):
         """See `Layer.choose`."""
         return self._route(router_logits)[1]
 
-    def _route(self, logits: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """``(weights [N, K], experts [N, K], logits [N, X])`` of the router's logits, and of experts that are given.
+    def _route(self, logits: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """``(weights [N, K], experts [N, K], logits [N, X])`` by the router's logits; ``experts`` replace its choice.
 
         Routing is not recomputed, because the backward must not select other experts.
         """
-        given = None if given is None else given.flatten(0, -2)
+        experts = None if experts is None else experts.flatten(0, -2)
         choose = route if self.kernel and use_triton(logits) else route_reference
-        return *choose(logits, self.top_k, self.normalize, self.round_weights, given), logits
+        return *choose(logits, self.top_k, self.normalize, self.round_weights, experts), logits
 
     def _mix(self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of x [..., C], weighted: ``(y [..., C], logits [N, X])`` of all tokens."""
         rows = x.reshape(-1, x.shape[-1])
         fused = self.kernel and use_triton(rows)
         group, expert = self.groups.tensor, self.groups.expert
+
         down_bias = local_or_none(self.down_bias)
         if group is not None and down_bias is not None:  # one rank adds it to the sum, and all get its gradient
             down_bias = sum_gradient(down_bias, group) * (group.rank == 0)
@@ -243,6 +245,7 @@ class LigerMoE(Layer):
         if self.lora is not None:
             assert matrices[0] is not None
             low_ranks = self.lora.low_ranks(matrices[0].dtype)
+
         if group is not None:
             x = copy_to_region(x, group)
             rows = x.reshape(-1, x.shape[-1])
@@ -251,7 +254,9 @@ class LigerMoE(Layer):
             # FSDP averages gradients over the ranks, but the experts' gradients are already summed over them. To divide
             # them, the gradient of the result is divided, and those of rows and routing weights are multiplied again:
             # these have fewer bytes than the experts' weights.
-            rows, weights = (divide_gradient(each, 1 / expert.size) for each in (rows, weights))
+            rows, weights = (divide_gradient(x, 1 / expert.size) for x in (rows, weights))
+
+        # The experts: over several ranks, fused, or as the reference.
         gate_up_weight, down_weight, *biases = matrices
         assert gate_up_weight is not None
         assert down_weight is not None
@@ -276,7 +281,8 @@ class LigerMoE(Layer):
         """The router's results for all tokens, gathered if each rank has its own; ``shape`` is [B, T]."""
         if not group.sequence_parallel:
             return sum_gradient(weights, group), experts, logits
-        weights, experts, logits = (each.unflatten(0, (*shape[:-1], -1)) for each in (weights, experts, logits))
+        # Tokens are gathered along the second of the dimensions [B, T / R].
+        weights, experts, logits = (x.unflatten(0, (*shape[:-1], -1)) for x in (weights, experts, logits))
         weights, experts, logits = (
             copy_to_region(weights, group),
             gather_tokens(experts, group),

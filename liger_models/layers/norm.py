@@ -146,6 +146,11 @@ def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> 
     )  # fmt: skip
 
 
+def fp32_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
+    """Makes RMSNorms of a width whose weight multiplies in fp32 (OLMo, Gemma 4, GPT-OSS)."""
+    return partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
+
+
 class LigerLayerNorm(Layer):
     """``weight · (x − mean(x)) / sqrt(var(x) + eps) + bias`` over the last dimension.
 
@@ -280,15 +285,15 @@ def call_linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 def is_fusible(*linears: nn.Module) -> bool:
     """`is_plain`, or with adapters whose two matrices a fused op takes beside the weight (`LoRALinear.low_rank`)."""
-    return all(is_plain(each) or (getattr(each, "is_low_rank", False) and not is_hooked(each)) for each in linears)
+    return all(is_plain(x) or (getattr(x, "is_low_rank", False) and not is_hooked(x)) for x in linears)
 
 
 def float8_recipe(*linears: nn.Module) -> str | None:
     """The recipe by which a fused op may compute these layers in float8; None if they have none or several."""
-    recipes = {getattr(each, "float8_recipe", None) for each in linears}
+    recipes = {getattr(linear, "float8_recipe", None) for linear in linears}
     if len(recipes) > 1 or None in recipes:
         return None
-    if any(is_hooked(each) or type(each.weight) not in PLAIN_WEIGHTS for each in linears):
+    if any(is_hooked(linear) or type(linear.weight) not in PLAIN_WEIGHTS for linear in linears):
         return None
     return recipes.pop()
 

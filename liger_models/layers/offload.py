@@ -176,11 +176,13 @@ class Offload:
                 torch.accelerator.current_stream(data.device).wait_event(kept.left)
 
     def _pack(self, tensor: Tensor) -> Tensor | Place:
+        # Parameters are on the device anyway, and copies of small tensors would take longer than they save.
         base = tensor if tensor._base is None else tensor._base
         storage = tensor.untyped_storage()
         if isinstance(base, nn.Parameter) or storage.nbytes() < SMALLEST:
             return tensor
         self._copied = {alive: copy for alive, copy in self._copied.items() if not alive.expired()}
+        # Views of one storage share its copy, unless it was written to since.
         reference = StorageWeakRef(storage)
         version, kept = self._copied.get(reference, (0, None))
         if kept is None or version != tensor._version:
@@ -199,6 +201,7 @@ class Offload:
         if isinstance(packed, Tensor):
             return packed
         self.settle()
+        # Fetch the storages before this one, which the backward reads next, up to a number of bytes.
         kept = packed.kept if isinstance(packed, Place) else packed[1]
         rounds, coming = kept.rounds if kept else 0, 0
         while kept is not None and coming < COMING:

@@ -32,7 +32,7 @@ class PagePool(PagedCache):
         super().__init__(rows, capacity, device)
         self._make_tables(rows)
         self._states = {
-            layer: tuple(each.new_zeros(rows, *each.shape[1:]) for each in states)
+            layer: tuple(state.new_zeros(rows, *state.shape[1:]) for state in states)
             for layer, states in like._states.items()
         }
         self._filled = self._history = self.lengths
@@ -47,7 +47,7 @@ class PagePool(PagedCache):
     def resize(self, kept: list[int]) -> None:
         """Keep these rows only, as rows 0, 1, .... Pages are to be assigned anew, and the step captured anew."""
         rows = self.upload(kept)
-        self._states = {layer: tuple(each[rows] for each in states) for layer, states in self._states.items()}
+        self._states = {layer: tuple(state[rows] for state in states) for layer, states in self._states.items()}
         self._make_tables(len(kept))
 
     def _make_tables(self, rows: int) -> None:
@@ -66,10 +66,10 @@ class PagePool(PagedCache):
 
     def take(self, count: int) -> list[int]:
         """Free pages, which are then held by one row."""
-        taken = [self._free.pop() for _ in range(count)]
-        for page in taken:
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
             self._holders[page] = 1
-        return taken
+        return pages
 
     def share(self, pages: list[int]) -> list[int]:
         """The same pages, which are then held by one more row."""
@@ -91,16 +91,16 @@ class PagePool(PagedCache):
 
     def copy(self, pages: list[tuple[int, int]], rows: list[tuple[int, int]]) -> None:
         """Copy pages, and states of rows: for each pair what belongs to the first to the second."""
-        for kept, pairs in ((self._layers, pages), (self._states, rows)):
-            if kept and pairs:
-                theirs, own = self.upload(pairs).unbind(1)
-                for each in (x for layer in kept.values() for x in layer):
-                    each[own] = each[theirs]
+        for tensors, pairs in ((self._layers, pages), (self._states, rows)):
+            if tensors and pairs:
+                source, target = self.upload(pairs).unbind(1)
+                for x in (x for layer in tensors.values() for x in layer):
+                    x[target] = x[source]
 
     def clear_states(self, row: int) -> None:
         """Give a row the states before its first token."""
-        for each in (x for states in self._states.values() for x in states):
-            each[row].zero_()
+        for state in (x for states in self._states.values() for x in states):
+            state[row].zero_()
 
     def fill(self, parts: list[tuple[int, int, int]]) -> None:
         """Announce a forward of tokens of several rows, one after the other in a single row of the batch.
@@ -110,8 +110,8 @@ class PagePool(PagedCache):
         """
         slots = []
         for row, begin, end in parts:
-            place = torch.arange(begin, end)
-            slots.append(self._host_table[row, place // self.page].long() * self.page + place % self.page)
+            position = torch.arange(begin, end)
+            slots.append(self._host_table[row, position // self.page].long() * self.page + position % self.page)
         self._slots = self.upload(torch.cat(slots))
         self._filled = self.upload([row for row, _, _ in parts])
         row, self.length, end = parts[0]
@@ -136,9 +136,9 @@ class PagePool(PagedCache):
 
     def step(self) -> None:
         """As `PagedCache.step`, for the rows that are not idle."""
-        place = self.positions
-        self._slots = self._slots_of(self._table, place)[:, 0] * (self.remaining > 0)
-        self.lengths.copy_(place[:, 0] + 1)
+        positions = self.positions
+        self._slots = self._slots_of(self._table, positions)[:, 0] * (self.remaining > 0)  # idle rows write to page 0
+        self.lengths.copy_(positions[:, 0] + 1)
         self.pages, self.length = Pages(self._table, self.lengths), 1
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,16 +160,16 @@ class PagePool(PagedCache):
         """As `DecodeCache.states`, of the rows in the forward."""
         if self.pages is not None:
             return self._states[layer]
-        return tuple(each[self._filled] for each in self._states[layer]) if self.length else None
+        return tuple(state[self._filled] for state in self._states[layer]) if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
         """As `DecodeCache.replace_states`, for the rows in the forward."""
         n = len(self._filled)
-        for kept, each in zip(self._states[layer], states, strict=True):
+        for held, state in zip(self._states[layer], states, strict=True):
             if self.pages is not None:
-                kept.copy_(each)
+                held.copy_(state)
             else:  # bounds of packed documents have an empty one at either end, see `Segments.of_rows`
-                kept[self._filled] = each[(len(each) - n) // 2 :][:n]
+                held[self._filled] = state[(len(state) - n) // 2 :][:n]
 
     def upload(self, values: "Tensor | list[tuple[int, int]] | list[list[int]] | list[int]") -> Tensor:
         """Integers of the host as int64 on the device, without waiting for it."""

@@ -52,11 +52,8 @@ class PagedCache(DecodeCache):
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors on the device."""
-        tensors = [
-            *self._fixed.values(),
-            *(x for each in (self._layers, self._states) for kept in each.values() for x in kept),
-        ]
-        return sum(each.nbytes for each in tensors)
+        of_layers = [*self._layers.values(), *self._states.values()]
+        return sum(x.nbytes for x in (*self._fixed.values(), *(x for tensors in of_layers for x in tensors)))
 
     def start(self, B: int, T: int, mask: Tensor | None = None, repeats: int = 1) -> None:
         """Forget everything. The next forward is one of B prompts of T tokens.
@@ -79,14 +76,20 @@ class PagedCache(DecodeCache):
         device = self.lengths.device
         self.length, self.pages = 0, None
         self.extra.clear()
+
+        # Rows of a step beyond the N that there are do the same as the last one.
         row = torch.arange(self.rows, device=device).clamp_max_(N - 1)
         first = row // repeats * repeats
         self._row = None if self.rows == N else row
         self._prompt = None if self.rows == B else row // repeats
-        place = torch.arange(T, device=device).expand(B, T) if mask is None else (mask != 0).cumsum(1) - 1
-        slots = self._slots_of(self._own[:N:repeats], place)
+
+        # Where the tokens of the prompts go, without their padding: into pages of the first row of each prompt.
+        position = torch.arange(T, device=device).expand(B, T) if mask is None else (mask != 0).cumsum(1) - 1
+        slots = self._slots_of(self._own[:N:repeats], position)  # [B, T]
         self._slots = (slots if mask is None else slots.masked_fill(mask == 0, -1)).flatten()
-        self.lengths.copy_(self._of_prompts(place[:, -1] + 1))
+        self.lengths.copy_(self._of_prompts(position[:, -1] + 1))
+
+        # Rows of one prompt share the pages that it fills. The page that it begins is copied by `settle`.
         filled = (self.lengths // self.page)[:, None].long()
         column = torch.arange(self._own.shape[1], device=device)
         self._table.copy_(torch.where(column < filled, self._own[first], self._own[row]))
@@ -99,9 +102,9 @@ class PagedCache(DecodeCache):
         """Make room for so many tokens per row. Pages and table are then elsewhere: a step must be captured anew."""
         (rows, count), new = self._own.shape, -(-capacity // self.page)
         pages = torch.arange(rows * count, rows * new, dtype=torch.int32, device=self._own.device).view(rows, -1)
-        self._own, self._table = (torch.cat([each, pages], 1) for each in (self._own, self._table))
-        for layer, kept in self._layers.items():
-            keys, values = (torch.cat([x, x.new_empty(pages.numel(), *x.shape[1:])]) for x in kept)
+        self._own, self._table = (torch.cat([table, pages], 1) for table in (self._own, self._table))
+        for layer, keys_values in self._layers.items():
+            keys, values = (torch.cat([x, x.new_empty(pages.numel(), *x.shape[1:])]) for x in keys_values)
             self._layers[layer] = keys, values
         self.capacity = new * self.page
 
@@ -120,23 +123,27 @@ class PagedCache(DecodeCache):
             Whether the memory is that of earlier prompts, so that a captured step reads it.
         """
         if self._shared is not None:
-            theirs, own = self._shared
-            for pages in (x for each in self._layers.values() for x in each):
-                pages[own] = pages[theirs]
-        found = {name: self._of_prompts(each) for name, each in self.extra.items()}
-        kinds, known = ({name: (x.shape, x.dtype) for name, x in each.items()} for each in (found, self._fixed))
-        if kinds != known:
-            self._fixed = {name: each.clone() for name, each in found.items()}
+            begun, copies = self._shared
+            for pages in (x for keys_values in self._layers.values() for x in keys_values):
+                pages[copies] = pages[begun]
+
+        extra = {name: self._of_prompts(x) for name, x in self.extra.items()}
+        formats, fixed_formats = (
+            {name: (x.shape, x.dtype) for name, x in tensors.items()} for tensors in (extra, self._fixed)
+        )
+        stays = formats == fixed_formats
+        if stays:
+            for name, x in extra.items():
+                self._fixed[name].copy_(x)
         else:
-            for name, each in found.items():
-                self._fixed[name].copy_(each)
+            self._fixed = {name: x.clone() for name, x in extra.items()}
         self.extra = dict(self._fixed)
-        return kinds == known
+        return stays
 
     @property
     def is_settled(self) -> bool:
         """Whether ``extra`` is what `settle` left: nothing was stored there that a captured step would not see."""
-        same = all(self.extra.get(name) is each for name, each in self._fixed.items())
+        same = all(self.extra.get(name) is x for name, x in self._fixed.items())
         return same and len(self.extra) == len(self._fixed)
 
     def step(self) -> None:
@@ -170,15 +177,15 @@ class PagedCache(DecodeCache):
         """As `DecodeCache.replace_states`, in memory that stays."""
         states = states if self.pages is not None else tuple(map(self._of_prompts, states))
         if layer not in self._states:
-            self._states[layer] = tuple(torch.empty_like(each) for each in states)
-        for kept, each in zip(self._states[layer], states, strict=True):
-            kept.copy_(each)
+            self._states[layer] = tuple(torch.empty_like(state) for state in states)
+        for fixed, state in zip(self._states[layer], states, strict=True):
+            fixed.copy_(state)
 
     def select(self, rows: Tensor) -> None:
         """Raise ValueError: what a captured step reads must stay where it is."""
         raise ValueError("PagedCache: rows can't be selected. Use a DecodeCache.")
 
-    def _slots_of(self, table: Tensor, place: Tensor) -> Tensor:
-        """The slots of tokens at these places of their rows, [B, T] int64."""
-        place = place.clamp_min(0)
-        return table.gather(1, place // self.page).long() * self.page + place % self.page
+    def _slots_of(self, table: Tensor, position: Tensor) -> Tensor:
+        """The slots of tokens at these positions [B, T] of their rows, [B, T] int64."""
+        position = position.clamp_min(0)
+        return table.gather(1, position // self.page).long() * self.page + position % self.page

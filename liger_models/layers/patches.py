@@ -113,6 +113,8 @@ def mrope_positions(
     B, T = kinds.shape
     step = torch.ones_like(kinds)
     offset = kinds.new_zeros(3, B, T)
+
+    # How far each token moves the positions on, and where it is within its image.
     for kind, grid in enumerate(grids, start=1):
         if grid is None or len(grid) == 0:
             continue
@@ -120,10 +122,12 @@ def mrope_positions(
         here = kinds == kind
         tokens = (grid[:, 0], grid[:, 1] // merge, grid[:, 2] // merge)
         size = tokens[0] * tokens[1] * tokens[2]
+        # The image of each token, and its frame, row and column there.
         item, index = _share_out(here, size)
         height, width = tokens[1][item], tokens[2][item]
         frame, cell = _divide(index, height * width)
         row, column = _divide(cell, width)
+        # Only the last token of an image, or of a video, moves the positions on.
         last = cell == height * width - 1
         if kind == 2 and frames_apart:
             frame = torch.zeros_like(frame)
@@ -135,6 +139,8 @@ def mrope_positions(
         offset = torch.where(here, torch.stack([frame, row, column]), offset)
     if mask is not None:
         step, offset = step * (mask != 0), offset * (mask != 0)
+
+    # Positions start from the sum of the steps before, in each document anew.
     if cu_seqlens is None:
         start = step.cumsum(1) - step
     else:
@@ -169,10 +175,10 @@ def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | 
 def ends_of_runs(inside: Tensor) -> Tensor:
     """For each True of ``inside`` [B, T], the index of the last True of its run; elsewhere its own index. int64."""
     T = inside.shape[1]
-    place = torch.arange(T, device=inside.device).expand_as(inside)
+    index = torch.arange(T, device=inside.device).expand_as(inside)
     last = inside & ~torch.nn.functional.pad(inside, (0, 1))[:, 1:]
-    ends = torch.where(last, place, T).flip(1).cummin(1).values.flip(1)
-    return torch.where(inside, ends, place)
+    ends = torch.where(last, index, T).flip(1).cummin(1).values.flip(1)  # the next end, seen from each token
+    return torch.where(inside, ends, index)
 
 
 def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
@@ -189,6 +195,7 @@ def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
     (top, bottom, down), (left, right, across) = (
         _between(index, length, side) for index, length in zip(patches[2:4], patches[4:6], strict=True)
     )
+    # Each position is between four of the grid, which share it by the distances to them.
     corners = [
         (top, left, (1 - down) * (1 - across)),
         (top, right, (1 - down) * across),
@@ -203,9 +210,9 @@ def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 def _between(index: Tensor, length: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
     """The two neighbours of each position on a line of ``side`` points, and the distance from the first of them."""
-    place = index.float() * (side - 1) / (length - 1).clamp_min(1)
-    first = place.floor()
-    return first.long(), (first.long() + 1).clamp_max(side - 1), place - first
+    position = index.float() * (side - 1) / (length - 1).clamp_min(1)
+    first = position.floor()
+    return first.long(), (first.long() + 1).clamp_max(side - 1), position - first
 
 
 def _divide(index: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,23 +65,24 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
     if torch.compiler.is_compiling():
         return checkpoint(function, *args, use_reentrant=False, **options)
     # PyTorch compares the versions of tensors in `args`, which it saves, but not of the parameters read besides.
-    owners = [each for each in (getattr(function, "__self__", None), *modules, *args) if isinstance(each, nn.Module)]
+    owners = [x for x in (getattr(function, "__self__", None), *modules, *args) if isinstance(x, nn.Module)]
     read = [
-        (name, each, each._version)
+        (name, parameter, parameter._version)
         for owner in owners
-        for name, each in owner.named_parameters()
-        if not each.is_inference()
+        for name, parameter in owner.named_parameters()
+        if not parameter.is_inference()
     ]
 
     invariant = is_batch_invariant()
 
     def call(*args: Any) -> Any:
-        for name, each, version in read:
-            if each._version != version:
+        for name, parameter, version in read:
+            if parameter._version != version:
                 raise RuntimeError(
-                    f"backward: {name} {list(each.shape)} must not be changed in place between forward and backward, "
-                    f"because the backward reads it again (set_checkpointing), got version {each._version} instead of "
-                    f"{version}. Call backward before optimizer.step() and other changes of the weights."
+                    f"backward: {name} {list(parameter.shape)} must not be changed in place between forward and "
+                    "backward, because the backward reads it again (set_checkpointing), got version "
+                    f"{parameter._version} instead of {version}. Call backward before optimizer.step() and other "
+                    "changes of the weights."
                 )
         with batch_invariant(invariant):  # the backward may run outside of the forward's context
             return function(*args)

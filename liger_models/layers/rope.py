@@ -169,6 +169,8 @@ class RotaryEmbedding(Layer):
             raise ValueError(
                 f"RotaryEmbedding: width must be even, got {width}. Check head_dim and partial_rotary_factor."
             )
+
+        # The frequencies. Dynamic scaling computes its own in the forward, by the length.
         self.width, self.theta, self.scaling = width, theta, scaling
         self.max_position_embeddings = max_position_embeddings
         self.attention_factor = 1.0
@@ -187,6 +189,7 @@ class RotaryEmbedding(Layer):
                 self.long_inv_freq = _longrope_frequencies(width, theta, scaling.long_factor)
                 self.attention_factor = longrope_attention_factor(scaling, max_position_embeddings)
                 self.switch_length = scaling.original_max_position_embeddings
+        # No buffer: checkpoints have none, and the meta device would lose it.
         self.inv_freq = base
         self._move(torch.get_default_device())
 

@@ -80,6 +80,7 @@ class PatchMerger(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """x [1, N, C] is yet to be added to residual [1, N, C] -> [N / merge², out_size]."""
+        # The norm of merged patches is no longer that of a row of the stream, so the sum is not fused with it.
         if self.norm_of_all:
             total = residual if x is None else (residual + x).to(residual.dtype)
             normed = self.norm(self._grouped(total))

@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_models.distributed.ranks import is_distributed, world_size
 from liger_models.kernels.loss.cross_entropy import cross_entropy
 from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
-from liger_models.layers.decoder import check_num_items
+from liger_models.layers.head_request import check_num_items
 from liger_models.losses.base import FusedLinearLoss
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")

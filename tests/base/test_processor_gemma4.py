@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from liger_models import LigerGemma4, LigerGemma4Unified
-from liger_models.arch._gemma4.processor import Gemma4Images
 from liger_models.arch.gemma4.model import Gemma4Config
+from liger_models.arch.gemma4.processor import Gemma4Images
 from liger_models.arch.gemma4.tower import Gemma4VisionConfig
-from liger_models.arch.gemma4_unified import Gemma4UnifiedConfig, Gemma4UnifiedVisionConfig
+from liger_models.arch.gemma4.unified import Gemma4UnifiedConfig, Gemma4UnifiedVisionConfig
 from liger_models.base.processor import MediaSize
 
 from ..late import Late

@@ -11,7 +11,7 @@ from liger_models.arch import get_arch
 from liger_models.arch.cohere2 import Cohere2Config
 from liger_models.arch.gemma import GemmaConfig
 from liger_models.arch.gemma2 import Gemma2Config
-from liger_models.arch.gemma3_text import Gemma3TextConfig
+from liger_models.arch.gemma3.text import Gemma3TextConfig
 from liger_models.arch.granite import GraniteConfig
 from liger_models.arch.llama import LlamaConfig
 from liger_models.arch.ministral3 import Ministral3Config

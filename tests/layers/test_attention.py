@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from liger_models.layers.attention import MOST_SCORES, LigerAttention, attention
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.attention_backends import MOST_SCORES, attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.masks import Mask, Segments
@@ -42,9 +43,9 @@ def test_against_the_formula(H, G):
 def test_shared_heads_have_copies_where_all_scores_would_be_kept(monkeypatch, most, heads):
     q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8)
     sdpa = mock.Mock(side_effect=F.scaled_dot_product_attention)
-    monkeypatch.setattr("liger_models.layers.attention.F.scaled_dot_product_attention", sdpa)
-    monkeypatch.setattr("liger_models.layers.attention.ACCELERATORS", ("cpu",))
-    monkeypatch.setattr("liger_models.layers.attention.MOST_SCORES", most)
+    monkeypatch.setattr("liger_models.layers.attention_backends.F.scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr("liger_models.layers.attention_backends.ACCELERATORS", ("cpu",))
+    monkeypatch.setattr("liger_models.layers.attention_backends.MOST_SCORES", most)
     got = attention(q, k, v, sequence(2, 6), scale=0.3)
     torch.testing.assert_close(got, naive(q, k, v, torch.ones(6, 6, dtype=torch.bool).tril(), 0.3))
     assert [x.shape[1] for x in sdpa.call_args.args] == [4, heads, heads]
@@ -58,8 +59,8 @@ def test_many_queries_are_taken_a_few_heads_at_a_time(monkeypatch, most, heads):
     inputs = [torch.randn(2, 6, each, 8, requires_grad=True) for each in (8, 2, 2)]
     want = naive(*inputs, torch.ones(6, 6, dtype=torch.bool).tril(), 0.3)
     sdpa = mock.Mock(side_effect=F.scaled_dot_product_attention)
-    monkeypatch.setattr("liger_models.layers.attention.F.scaled_dot_product_attention", sdpa)
-    monkeypatch.setattr("liger_models.layers.attention.MOST_QUERIES", most)
+    monkeypatch.setattr("liger_models.layers.attention_backends.F.scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr("liger_models.layers.attention_backends.MOST_QUERIES", most)
     got = attention(*inputs, sequence(2, 6), scale=0.3)
     assert [call.args[0].shape[1] for call in sdpa.call_args_list] == heads
     assert got.is_contiguous() or len(heads) == 1

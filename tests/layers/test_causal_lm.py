@@ -14,7 +14,7 @@ from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.loss.linear_cross_entropy import VocabShard
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
-from liger_models.layers.lm_head import LigerLMHead, Targets
+from liger_models.layers.lm_head import LabeledRows, LigerLMHead
 
 from ..late import dynamo_testing, transformers
 from ..repository.test_readme import ROOT, blocks
@@ -497,7 +497,7 @@ def test_counting_targets_waits_for_no_copies_to_the_host():
         for _ in range(64):
             many.copy_(ones, non_blocking=True)
         last.copy_(ones[:8], non_blocking=True)
-    targets = Targets(target)
+    targets = LabeledRows(target)
     before.copy_(last, non_blocking=True)
     rows, kept = targets.select(ones[:1024, None].bfloat16())
     torch.cuda.synchronize()

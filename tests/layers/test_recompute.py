@@ -70,8 +70,8 @@ def test_attention_of_recomputed_blocks_takes_a_few_heads_at_a_time(monkeypatch,
     model = build(LigerLlama, "cpu")
     want = gradients(model, policy, "cpu")
     sdpa = mock.Mock(side_effect=F.scaled_dot_product_attention)
-    monkeypatch.setattr("liger_models.layers.attention.F.scaled_dot_product_attention", sdpa)
-    monkeypatch.setattr("liger_models.layers.attention.MOST_RECOMPUTED", 2 * 9 * 4 * 8 - 1)
+    monkeypatch.setattr("liger_models.layers.attention_backends.F.scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr("liger_models.layers.attention_backends.MOST_RECOMPUTED", 2 * 9 * 4 * 8 - 1)
     got = gradients(model, policy, "cpu")
     assert sdpa.call_count == calls
     torch.testing.assert_close(got, want)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_models import LigerMTP
-from liger_models.arch.qwen3_5_text import LigerQwen3_5Text, Qwen3_5TextConfig
+from liger_models.arch.qwen3_5.text import LigerQwen3_5Text, Qwen3_5TextConfig
 
 from .models import TINY, batch, gradients, mean, share
 

@@ -11,7 +11,7 @@ from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.arch.mistral import LigerMistral
 from liger_models.arch.mixtral import LigerMixtral
-from liger_models.arch.qwen3_next import LigerQwen3Next
+from liger_models.arch.qwen3_5.qwen3_next import LigerQwen3Next
 from liger_models.distributed.collectives import Group
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.options import KernelOptions

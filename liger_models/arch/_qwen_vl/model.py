@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.arch._qwen_vl.processor import QwenVLProcessor
-from liger_models.base.vision_language import VisionLanguageModel, repeated_items
+from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, repeated_items
 from liger_models.common.errors import check_integers, check_tensors
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
@@ -143,10 +143,8 @@ class MRopeModel(VisionLanguageModel):
             if images is not None or videos is not None:
                 raise ValueError("forward: pixels need input_ids, which say where the images are.")
             return super().prepare(input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **masks)
-        check_integers(input_ids=input_ids)
+        check_input_ids(input_ids)
         check_tensors(attention_mask=attention_mask)
-        if input_ids.dim() != 2:
-            raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         self.groups.check_tokens(input_ids.shape[1], whole=False)
         decoding = cache is not None and cache.length > 0 and images is None and videos is None
         if not decoding and not torch.compiler.is_compiling():
@@ -181,27 +179,32 @@ class MRopeModel(VisionLanguageModel):
         """
         embeds = self.embed_tokens(input_ids)
         side = self.config.vision_config.spatial_merge_size
-        kinds = (images, self.config.image_token_id), (videos, self.config.video_token_id)
-        given = [(*pair, token) for pair, token in kinds if pair is not None]
-        if not given and (skip or not self.tower_is_sharded):
+        media = [
+            (*pair, token)
+            for pair, token in ((images, self.config.image_token_id), (videos, self.config.video_token_id))
+            if pair is not None
+        ]  # pixels, grid and the id of the placeholder
+        if not media and (skip or not self.tower_is_sharded):
             return embeds, []
-        if not given:
+        if not media:
             nothing = embeds.new_zeros(side**2, self.visual.patch_embed.in_features)
-            unused = self.visual(nothing, torch.tensor([[1, side, side]], device=embeds.device))
-            total = sum((level.sum() for level in unused[1]), unused[0].sum())
+            unused, unused_levels = self.visual(nothing, torch.tensor([[1, side, side]], device=embeds.device))
+            total = sum((level.sum() for level in unused_levels), unused.sum())
             return embeds + 0 * total.to(embeds.dtype), []
-        tokens, levels = self.visual(
-            torch.cat([pixels for pixels, _, _ in given]),
-            torch.cat([grid.to(pixels.device) for pixels, grid, _ in given]),
-        )
-        counts = [len(pixels) // side**2 for pixels, _, _ in given]
 
-        def place(base: Tensor, tokens: Tensor) -> Tensor:
-            for part, (_, _, token) in zip(tokens.to(base.dtype).split(counts), given, strict=True):
+        tokens, levels = self.visual(
+            torch.cat([pixels for pixels, _, _ in media]),
+            torch.cat([grid.to(pixels.device) for pixels, grid, _ in media]),
+        )  # [image tokens, C], and for each level of DeepStack the same
+        counts = [len(pixels) // side**2 for pixels, _, _ in media]
+
+        def insert(base: Tensor, tokens: Tensor) -> Tensor:
+            """``base`` [B, T, C] with the tokens in place of their placeholders."""
+            for part, (_, _, token) in zip(tokens.to(base.dtype).split(counts), media, strict=True):
                 base = base.masked_scatter((input_ids == token)[..., None], part)
             return base
 
-        return place(embeds, tokens), [place(torch.zeros_like(embeds), level) for level in levels]
+        return insert(embeds, tokens), [insert(torch.zeros_like(embeds), level) for level in levels]
 
     def _check_counts(
         self,
@@ -212,31 +215,31 @@ class MRopeModel(VisionLanguageModel):
     ) -> None:
         """Raise ValueError unless placeholders and patches match. Synchronises with the device once."""
         side, width = self.config.vision_config.spatial_merge_size, self.visual.patch_embed.in_features
+        media = (
+            ("image", images, self.config.image_token_id, "pixel_values", "image_grid_thw"),
+            ("video", videos, self.config.video_token_id, "pixel_values_videos", "video_grid_thw"),
+        )
         counts = []
-        for given, token in (images, self.config.image_token_id), (videos, self.config.video_token_id):
-            here = input_ids == token
-            thw = input_ids.new_zeros(0, 3) if given is None else given[1].to(input_ids)
-            frame, apart = thw[:, 1:].prod(1) // side**2, self.frames_apart and given is videos
+        for kind, pair, token, _, _ in media:
+            here = input_ids == token  # [B, T]
+            thw = input_ids.new_zeros(0, 3) if pair is None else pair[1].to(input_ids)
+            frame = thw[:, 1:].prod(1) // side**2  # placeholders of a frame
             size = frame * thw[:, 0]
             uneven = (thw < 1).sum() + (thw[:, 1:] % side).sum()
-            torn = count_torn(here, size, frame if apart else size, cu_seqlens)
-            counts += [here.sum(), thw.prod(1).sum(), uneven, torn]
-        numbers = torch.stack(counts).tolist()
-        for kind, given, (tokens, expected, wrong, torn) in zip(
-            ("image", "video"), (images, videos), (numbers[:4], numbers[4:]), strict=True
-        ):
-            pixels, grid = ("pixel_values", "image_grid_thw") if kind == "image" else (
-                "pixel_values_videos", "video_grid_thw"
-            )  # fmt: skip
-            rows = 0 if given is None else given[0].shape[0]
-            if given is not None and given[0].shape[1] != width:
-                raise ValueError(f"forward: {pixels} must be [patches, {width}], got {given and list(given[0].shape)}.")
-            if wrong:
+            together = frame if kind == "video" and self.frames_apart else size
+            counts += [here.sum(), thw.prod(1).sum(), uneven, count_torn(here, size, together, cu_seqlens)]
+
+        numbers = torch.stack(counts).view(2, 4).tolist()
+        for (kind, pair, _, pixels, grid), (tokens, expected, uneven, torn) in zip(media, numbers, strict=True):
+            rows = 0 if pair is None else pair[0].shape[0]
+            if pair is not None and pair[0].shape[1] != width:
+                raise ValueError(f"forward: {pixels} must be [patches, {width}], got {list(pair[0].shape)}.")
+            if uneven:
                 raise ValueError(
                     f"forward: {grid} must have at least one frame, and rows and columns that are multiples of {side}, "
-                    f"got {given[1].tolist() if given is not None and wrong else None}."
+                    f"got {None if pair is None else pair[1].tolist()}."
                 )
-            if tokens != 0 and given is None:
+            if tokens != 0 and pair is None:
                 raise ValueError(
                     f"forward: {tokens} {kind} placeholders in input_ids must have {pixels}, got none. Pass what the "
                     "processor returns."
@@ -309,6 +312,7 @@ class MRopeModel(VisionLanguageModel):
                     f"forward: second_per_grid_ts must have a number for each of the {len(video_grid_thw)} videos, got "
                     f"{list(interval.shape)}."
                 )
+        # 0 for text, 1 for images, 2 for videos.
         kinds = (input_ids == self.config.image_token_id).long() + 2 * (input_ids == self.config.video_token_id)
         return mrope_positions(
             kinds, [image_grid_thw, video_grid_thw],

@@ -154,8 +154,8 @@ class QwenVLImages:
         if self.of == "image":
             resized = to_tensor(images[0], size, BICUBIC)[None]
         else:
-            given_size = images[0].size[::-1]
-            resized = torch.stack([to_tensor(image, given_size, BICUBIC) for image in images])
+            original = images[0].size[::-1]
+            resized = torch.stack([to_tensor(image, original, BICUBIC) for image in images])
             resized = F.interpolate(resized, size, mode="bicubic", antialias=True)  # in uint8
         pixels = self.normalize(resized)
         pixels = torch.cat([pixels, pixels[-1:].expand(-count % self.frames, -1, -1, -1)])
@@ -180,12 +180,13 @@ class QwenVLImages:
                 f"QwenVLImages: a video must have at least {self.frames} frames, got {count}. Pass an image as an "
                 "image."
             )
-        given = [bound for bound in (min_pixels, max_pixels) if bound is not None]
-        if not all(isinstance(bound, int) and bound > 0 for bound in given) or given != sorted(given):
+        bounds = [bound for bound in (min_pixels, max_pixels) if bound is not None]
+        if not all(isinstance(bound, int) and bound > 0 for bound in bounds) or bounds != sorted(bounds):
             raise ValueError(
                 "QwenVLImages: min_pixels and max_pixels must be positive numbers of pixels, the second at least the "
                 f"first, got {min_pixels!r} and {max_pixels!r}."
             )
+        # The area of a video counts all frames, in units of what becomes one token in depth.
         deep = (count, round(count / self.frames) * self.frames) if whole else (1, 1)
         if whole and min(height, width) < factor:
             scale = factor / min(height, width)
@@ -216,8 +217,8 @@ class QwenVLImages:
         if whole:
             step = (frames - 1) / (count - 1)
             return [round(index * step) for index in range(count)]
-        found: list[int] = torch.arange(0, frames, frames / count).int().tolist()
-        return found
+        numbers: list[int] = torch.arange(0, frames, frames / count).int().tolist()
+        return numbers
 
     def bounds(self) -> dict[str, Any]:
         """The bounds of the area as settings, under the names of all versions of transformers."""
@@ -237,6 +238,7 @@ class QwenVLImages:
         """pixels [T, 3, height, width] -> patches; those that are merged into one token are adjacent."""
         T, channels, height, width = pixels.shape
         rows, columns, m, p = height // self.patch, width // self.patch, self.merge, self.patch
+        # Height and width are divided into blocks that become one token, and these into patches.
         blocks = pixels.view(T // self.frames, self.frames, channels, rows // m, m, p, columns // m, m, p)
         patches = blocks.permute(
             0, 3, 6, 4, 7, 2, 1, 5, 8
@@ -296,6 +298,8 @@ class QwenVLProcessor(Processor):
                 raise ValueError(
                     f"{name}: must have the model's {sizes}, got {wrong}. Take the files of one checkpoint."
                 )
+
+        # The texts of the placeholders.
         image, video = (
             model.tokenizer.backend.id_to_token(token) or "" for token in (config.image_token_id, config.video_token_id)
         )
@@ -305,6 +309,8 @@ class QwenVLProcessor(Processor):
                 f"{config.video_token_id}, got {len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint."
             )
         check_given(images)
+
+        # Videos have bounds of their own, which depend on whether their frames are written apart.
         apart: bool = cast(Any, model).frames_apart
         bounds = {"min_pixels": 131072, "max_pixels": 786432} if apart else {"min_pixels": 100352, "max_pixels": 602112}
         return cls(

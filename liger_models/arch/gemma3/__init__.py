@@ -1,4 +1,3 @@
-"""Gemma 3 with images."""
+"""Gemma 3, text and with images."""
 
-from liger_models.arch.gemma3.model import Gemma3Config as Gemma3Config
-from liger_models.arch.gemma3.model import LigerGemma3 as LigerGemma3
+MODEL_TYPES = {"gemma3": "model", "gemma3_text": "text"}

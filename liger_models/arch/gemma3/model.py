@@ -16,25 +16,23 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from liger_models.arch.gemma3 import text
 from liger_models.arch.gemma3.processor import Gemma3Processor
+from liger_models.arch.gemma3.text import Gemma3Decoder, Gemma3TextConfig
 from liger_models.arch.registry import add_family
-from liger_models.base.vision_language import VisionLanguageModel, repeated_items
-from liger_models.common.errors import check_integers, check_tensors
-from liger_models.convert.config_map import flat_rope, of_text
+from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, check_placeholders, repeated_items
+from liger_models.common.errors import check_tensors
+from liger_models.convert.config_map import of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
-from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.linear import local
-from liger_models.layers.mlp import ACTIVATIONS, GatedMLP, LigerMLP
-from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm, zero_centered_norm
+from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
+from liger_models.layers.norm import LigerLayerNorm, zero_centered_norm
 from liger_models.layers.patches import count_torn, ends_of_runs
-from liger_models.layers.rope import RotaryEmbedding
 from liger_models.layers.vision import VisionBlock
 
 
@@ -89,37 +87,9 @@ class Gemma3VisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Config(RMSNormDecoderConfig):
-    """Sizes and constants of a Gemma 3 model; those of the vision tower are in ``vision_config``.
+class Gemma3Config(Gemma3TextConfig):
+    """Sizes and constants of a Gemma 3 model; those of the vision tower are in ``vision_config``."""
 
-    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. ``layer_types``, if given, overrides
-    ``sliding_window_pattern``.
-    """
-
-    activations = ("gelu_pytorch_tanh", "gelu_new")
-
-    vocab_size: int = 262208
-    hidden_size: int = 2304
-    intermediate_size: int = 9216
-    num_hidden_layers: int = 26
-    num_attention_heads: int = 8
-    num_key_value_heads: int | None = 4
-    head_dim: int | None = 256
-    hidden_act: str = "gelu_pytorch_tanh"
-    max_position_embeddings: int = 131072
-    rope_theta: float = 1_000_000.0
-    rope_local_base_freq: float = 10000.0
-    attention_bias: bool = False
-    query_pre_attn_scalar: int = 256
-    sliding_window: int | None = 4096
-    sliding_window_pattern: int = 6
-    layer_types: list[str] | None = None
-    final_logit_softcapping: float | None = None
-    use_bidirectional_attention: bool | None = False
-    tie_word_embeddings: bool = True
-    bos_token_id: int | None = 2
-    eos_token_id: int | list[int] | None = 1
-    pad_token_id: int | None = 0
     image_token_index: int = 262144
     boi_token_index: int = 255999
     eoi_token_index: int = 256000
@@ -134,19 +104,11 @@ class Gemma3Config(RMSNormDecoderConfig):
                 f"Gemma3Config: mm_tokens_per_image ({self.mm_tokens_per_image}) must be the square of a number that "
                 f"divides the number of rows of patches ({patches}). Check config.json."
             )
-        check_layer_types("Gemma3Config", self.layer_types, self.num_hidden_layers)
-        check_values(self, use_bidirectional_attention=(None, False))
 
     @property
     def tokens_per_side(self) -> int:
         """Number of rows, and of columns, of image tokens."""
         return int(self.mm_tokens_per_image**0.5)
-
-    def layer_type(self, layer: int) -> str:
-        """The type of a layer, "sliding_attention" or "full_attention"; also the name of its rotary embedding."""
-        if self.layer_types is not None:
-            return self.layer_types[layer]
-        return "sliding_attention" if (layer + 1) % self.sliding_window_pattern else "full_attention"
 
 
 class Gemma3Tower(nn.Module):
@@ -178,6 +140,7 @@ class Gemma3Tower(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Pixels [n, channels, image_size, image_size] -> image tokens [n · tokens, C]."""
+        # [n, patches, channels · side²]
         patches = rearrange(pixels, "n c (h y) (w x) -> n (h w) (c y x)", y=self.patch, x=self.patch)
         embedded = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
         x, residual = None, embedded + local(self.pos_embed.weight)
@@ -185,6 +148,7 @@ class Gemma3Tower(nn.Module):
         for block in self.blocks:
             x, residual = block(x, residual, layout)
         seen = self.post_layernorm.add(x, residual)[0]
+        # Image tokens are means over squares of patches: [n, tokens, patches of a token, C].
         side = int(seen.shape[1] ** 0.5)
         squares = rearrange(
             seen, "n (h y w x) c -> n (h w) (y x) c", h=self.side, w=self.side, y=side // self.side, x=side // self.side
@@ -193,61 +157,13 @@ class Gemma3Tower(nn.Module):
         return tokens.flatten(0, 1)
 
 
-class Gemma3Block(nn.Module):
-    """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
-
-    def __init__(self, config: Gemma3Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = zero_centered_norm(config, kernels)
-        layer_type = config.layer_type(layer)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention.from_config(
-            config,
-            layer,
-            kernels,
-            norm=norm,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            scale=config.query_pre_attn_scalar**-0.5,
-            window=config.sliding_window if layer_type == "sliding_attention" else None,
-            rotary=layer_type,
-        )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.pre_feedforward_layernorm = norm(config.hidden_size)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
-        self.post_feedforward_layernorm = norm(config.hidden_size)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        x = self.post_attention_layernorm(x)
-        x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
-        return self.post_feedforward_layernorm(x), residual
-
-
-class LigerGemma3(VisionLanguageModel):
+class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
     """Gemma 3 with images and its language-model head."""
 
     config_class = Gemma3Config
-    block_class = Gemma3Block
     tower_class = Gemma3Tower
     processor_class = Gemma3Processor
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "token_type_ids")
-
-    def build_embedding(self, config: Gemma3Config) -> LigerEmbedding:
-        """An embedding multiplied by sqrt(hidden_size)."""
-        return LigerEmbedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
-        )
-
-    def build_norm(self, config: Gemma3Config) -> LigerRMSNorm:
-        """A norm that scales by 1 + weight."""
-        return zero_centered_norm(config, self.kernels)(config.hidden_size)
-
-    def build_rotary(self, config: Gemma3Config) -> dict[str, nn.Module]:
-        """A rotary embedding for each type of layers; those with a window have a base of their own."""
-        sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
-        return {"full_attention": super().build_rotary(config)["default"], "sliding_attention": sliding}
 
     def forward(
         self,
@@ -286,41 +202,28 @@ class LigerGemma3(VisionLanguageModel):
                 input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=attention_mask,
                 cu_seqlens=cu_seqlens, cache=cache, **options,
             )  # fmt: skip
-        check_integers(input_ids=input_ids)
+        check_input_ids(input_ids)
         check_tensors(pixel_values=pixel_values)
-        if input_ids.dim() != 2:
-            raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         vision, per_image = self.config.vision_config, self.config.mm_tokens_per_image
         size = (vision.num_channels, vision.image_size, vision.image_size)
         if pixel_values is not None and (pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != size):
             raise ValueError(
-                f"forward: pixel_values must be [images, {', '.join(map(str, size))}], got "
-                f"{None if pixel_values is None else list(pixel_values.shape)}."
+                f"forward: pixel_values must be [images, {', '.join(map(str, size))}], got {list(pixel_values.shape)}."
             )
         here = input_ids == self.config.image_token_index
         decoding = cache is not None and cache.length > 0 and pixel_values is None
         if not decoding and not torch.compiler.is_compiling():
-            images = 0 if pixel_values is None else len(pixel_values)
-            sizes = input_ids.new_full((images,), per_image)
+            images = None if pixel_values is None else len(pixel_values)
+            sizes = input_ids.new_full((images or 0,), per_image)
+            # One wait for the device for both numbers.
             found, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes, cu_seqlens)]).tolist()
-            if found != 0 and pixel_values is None:
-                raise ValueError(
-                    f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
-                    "processor returns."
-                )
-            if found != images * per_image:
-                raise ValueError(
-                    f"forward: input_ids must have one image placeholder for each of the {images * per_image} image "
-                    f"tokens ({images} images), got {found}. Expand them as the processor does; was the text truncated?"
-                )
-            if torn != 0:
-                raise ValueError(
-                    f"forward: the {per_image} placeholders of each image must be contiguous in input_ids and in one "
-                    f"document, got {torn} apart from the one before. Expand them as the processor does."
-                )
+            check_placeholders(found, (images or 0) * per_image, torn, images, f"{per_image} ")
+
+        # Image tokens take the places of the placeholders, whose id the embedding may lack.
         outside = self.config.image_token_index >= self.config.vocab_size
         embeds = self.embed_tokens(input_ids.masked_fill(here, 0) if outside else input_ids)
         if pixel_values is None and self.tower_is_sharded and not decoding:
+            # All ranks gather the weights of a sharded tower together, whichever of them has images.
             unused = self.visual(embeds.new_zeros(1, *size))
             embeds = embeds + 0 * unused.sum().to(embeds.dtype)
         visible_until = None
@@ -343,9 +246,7 @@ class LigerGemma3(VisionLanguageModel):
 
 
 IGNORED_KEYS = (
-    "cache_implementation",  # a generation setting
-    "_sliding_window_pattern",  # redundant: layer_types was computed from it
-    "attn_logit_softcapping",  # Gemma 2's; transformers does not read it here
+    *text.IGNORED_KEYS,
     "final_logit_softcapping",  # transformers does not read it in the model with images
 )
 TOP = (
@@ -363,15 +264,13 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     ``image_token_id`` is another name of ``image_token_index``, as are those of the other tokens of an image.
     """
     hf = {f"{key.removesuffix('_id')}_index" if key in IMAGE_TOKENS else key: value for key, value in hf.items()}
-    text = flat_rope(hf.get("text_config") or {})
-    text["hidden_act"] = text.pop("hidden_activation", None)
-    return of_text(Gemma3Config, hf, text, TOP)
+    return of_text(Gemma3Config, hf, text.from_json(hf.get("text_config") or {}), TOP)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `from_json`: moves the keys of the language model back into ``text_config``."""
-    text = {"hidden_activation" if key == "hidden_act" else key: value for key, value in keys.items() if key not in TOP}
-    return {key: keys[key] for key in TOP if key in keys} | {"text_config": text}
+    own = {key: value for key, value in keys.items() if key not in TOP}
+    return {key: keys[key] for key in TOP if key in keys} | {"text_config": text.to_json(own)}
 
 
 def weight_map(config: Gemma3Config) -> WeightMap:
@@ -388,7 +287,7 @@ def other_maps(config: Gemma3Config) -> list[WeightMap]:
     ]
 
 
-def _map(config: Gemma3Config, text: str, visual: str, projector: str, head: str) -> WeightMap:
+def _map(config: Gemma3Config, prefix: str, visual: str, projector: str, head: str) -> WeightMap:
     vision, block = config.vision_config, f"{visual}.encoder.layers.{{b}}"
     kinds, heads = ("weight", "bias"), vision.num_attention_heads
     attention = {
@@ -404,15 +303,8 @@ def _map(config: Gemma3Config, text: str, visual: str, projector: str, head: str
         config,
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
-        norms=(
-            "input_layernorm",
-            "self_attn.q_norm",
-            "self_attn.k_norm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
-        prefix=text,
+        norms=text.NORMS,
+        prefix=prefix,
         head=head,
         also={
             "visual.patch_embed.weight": Rearrange(

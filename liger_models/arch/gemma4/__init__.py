@@ -1,4 +1,8 @@
-"""Gemma 4 with images."""
+"""Gemma 4 and Gemma 4 Unified, text and with images."""
 
-from liger_models.arch.gemma4.model import Gemma4Config as Gemma4Config
-from liger_models.arch.gemma4.model import LigerGemma4 as LigerGemma4
+MODEL_TYPES = {
+    "gemma4": "model",
+    "gemma4_text": "text",
+    "gemma4_unified": "unified",
+    "gemma4_unified_text": "unified_text",
+}

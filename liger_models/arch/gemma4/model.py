@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from liger_models.arch._gemma4 import images, text
-from liger_models.arch._gemma4.images import Gemma4WithImages, Placeholders
-from liger_models.arch._gemma4.text import Gemma4TextConfig, text_map
+from liger_models.arch.gemma4 import images, names
+from liger_models.arch.gemma4.config import Gemma4TextConfig
+from liger_models.arch.gemma4.images import Gemma4WithImages, Placeholders
+from liger_models.arch.gemma4.names import text_map
 from liger_models.arch.gemma4.tower import Gemma4Tower, Gemma4VisionConfig
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
@@ -64,7 +65,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `from_json`."""
     vision = dict(keys["vision_config"])
     vision["rope_parameters"] = {"rope_type": "default", "rope_theta": vision.pop("rope_theta")}
-    return images.to_json(keys, vision, text.to_json)
+    return images.to_json(keys, vision, names.to_json)
 
 
 def weight_map(config: Gemma4Config) -> WeightMap:
@@ -90,6 +91,7 @@ def weight_map(config: Gemma4Config) -> WeightMap:
         )
         norm = f"self_attn.{part}_norm.weight"
         also[f"{ours}.{norm}"] = Rearrange("(a half f) -> (half a f)", f"{block}.{norm}", a=2, half=2)
+    # The bounds of the clipped layers (E2B, E4B), and the constants of the standardization (26B-A4B, 31B).
     if vision.use_clipped_linears:
         for linear in linears:
             for name, bound in (("least", "min"), ("most", "max")):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from liger_models.kernels.options import KernelOptions
 from liger_models.kernels.rope.qkv_norm_rope import qkv_norm_rope, qkv_norm_rope_reference
-from liger_models.layers.attention import attention
+from liger_models.layers.attention_backends import attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local

@@ -1,4 +1,3 @@
 """Llama 3.2 Vision."""
 
-from liger_models.arch.mllama.model import LigerMllama as LigerMllama
-from liger_models.arch.mllama.model import MllamaConfig as MllamaConfig
+MODEL_TYPES = {"mllama": "model"}

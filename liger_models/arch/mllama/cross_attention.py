@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from liger_models.distributed.collectives import Group, copy_to_region, to_heads, to_tokens
 from liger_models.distributed.groups import ParallelGroups
-from liger_models.layers.attention import attention, check_heads
+from liger_models.layers.attention import check_heads
+from liger_models.layers.attention_backends import attention
 from liger_models.layers.batch import BatchLayout, number_documents
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import Layer

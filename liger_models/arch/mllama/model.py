@@ -93,7 +93,7 @@ class MllamaVisionConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        name, C, taken = type(self).__name__, self.hidden_size, self.intermediate_layers_indices
+        name, C, layers = type(self).__name__, self.hidden_size, self.intermediate_layers_indices
         if C % self.attention_heads != 0:
             raise ValueError(
                 f"{name}: hidden_size ({C}) must be a multiple of attention_heads ({self.attention_heads}). Check "
@@ -104,15 +104,15 @@ class MllamaVisionConfig:
                 f"{name}: image_size ({self.image_size}) must be a multiple of patch_size ({self.patch_size}). Check "
                 "config.json."
             )
-        if taken != sorted(set(taken)) or not all(0 <= layer < self.num_hidden_layers for layer in taken):
+        if layers != sorted(set(layers)) or not all(0 <= layer < self.num_hidden_layers for layer in layers):
             raise ValueError(
                 f"{name}: intermediate_layers_indices must ascend and be below num_hidden_layers "
-                f"({self.num_hidden_layers}), got {taken}. Check config.json."
+                f"({self.num_hidden_layers}), got {layers}. Check config.json."
             )
-        if self.vision_output_dim != (1 + len(taken)) * C:
+        if self.vision_output_dim != (1 + len(layers)) * C:
             raise ValueError(
                 f"{name}: vision_output_dim ({self.vision_output_dim}) must be hidden_size ({C}) times 1 plus the "
-                f"number of intermediate_layers_indices ({len(taken)}). Check config.json."
+                f"number of intermediate_layers_indices ({len(layers)}). Check config.json."
             )
         if not all(
             len(ratio) == 2 and math.prod(ratio) <= self.max_num_tiles for ratio in self.supported_aspect_ratios
@@ -214,6 +214,7 @@ class MllamaTower(nn.Module):
         self.pre_tile_embed, self.post_tile_embed = (nn.Embedding(ratios, tiles * C) for _ in range(2))
         self.pos_gate, self.pre_tile_gate, self.post_tile_gate = (nn.Parameter(torch.empty(1)) for _ in range(3))
         self.layernorm_pre, self.layernorm_post = around(), around()
+        # Blocks of the tower, then blocks whose branches have a gate.
         local = (
             VisionBlock(C, vision.attention_heads, norm, _mlp(vision, kernels), kernels, rotary=None, bias=False)
             for _ in range(vision.num_hidden_layers)
@@ -243,29 +244,35 @@ class MllamaTower(nn.Module):
         n, tiles = used.shape
         patches = rearrange(pixels, "n t c (h y) (w x) -> n t (h w) (c y x)", y=side, x=side)
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
-        x = self._add_tile(x, ratio, self.pre_tile_embed, self.pre_tile_gate)
+        x = self._add_tile(x, ratio, self.pre_tile_embed, self.pre_tile_gate)  # [n, tiles, patches, C]
         x = torch.cat([local(self.class_embed).expand(n, tiles, 1, -1), x], 2)
+        # Positions within a tile, and by the gate those that depend on the place of the tile.
         gate = local(self.pos_gate).tanh()
         x = x + (1 - gate) * local(self.pos_embed.weight)
         x = x + gate * nn.functional.embedding(ratio, local(self.tile_pos_embed.weight)).view(n, tiles, P, -1)
         residual = nn.functional.pad(self.layernorm_pre(x), (0, 0, 0, -P % PATCHES_MULTIPLE)).flatten(1, 2)
         layout = self._layout(used)
-        taken = []
+
+        # The first blocks, of some of which the inputs or outputs are features of the image tokens.
+        intermediate = []
         x = None
-        blocks, locals_ = list(self.blocks), self.config.num_hidden_layers
-        for layer, block in enumerate(blocks[:locals_]):
+        blocks, count = list(self.blocks), self.config.num_hidden_layers
+        for layer, block in enumerate(blocks[:count]):
             take = layer in self.config.intermediate_layers_indices
             if take and self.intermediate == "inputs":
-                taken.append(residual if x is None else residual + x)
+                intermediate.append(residual if x is None else residual + x)
             x, residual = block(x, residual, layout)
             if take and self.intermediate == "outputs":
-                taken.append(residual + x)
-        seen = self.layernorm_post.add(x, residual)[0].unflatten(1, (tiles, -1))
-        x, residual = None, self._add_tile(seen, ratio, self.post_tile_embed, self.post_tile_gate).flatten(1, 2)
-        for block in blocks[locals_:]:
+                intermediate.append(residual + x)
+
+        # The last, gated blocks, on the normed stream.
+        normed = self.layernorm_post.add(x, residual)[0].unflatten(1, (tiles, -1))  # [n, tiles, N, C]
+        x, residual = None, self._add_tile(normed, ratio, self.post_tile_embed, self.post_tile_gate).flatten(1, 2)
+        for block in blocks[count:]:
             x, residual = block(x, residual, layout)
         last = residual if x is None else residual + x
-        features = torch.cat([last, *taken], -1).unflatten(1, (tiles, -1))[:, :, :P]
+        # [n, tiles, P, (1 + intermediate) · C], without the padding
+        features = torch.cat([last, *intermediate], -1).unflatten(1, (tiles, -1))[:, :, :P]
         tokens: Tensor = self.projection(features.flatten(1, 2))
         return tokens
 
@@ -284,8 +291,8 @@ class MllamaTower(nn.Module):
         lengths = torch.tensor([P, padded - P] * tiles, device=used.device)
         part = torch.arange(2 * tiles, device=used.device).repeat_interleave(lengths, output_size=tiles * padded)
         mask = parts_mask(parts[:, part, None] | parts[:, None], part, segments=True, recurring=True)
-        places = torch.arange(tiles * padded, device=used.device)[None]
-        return BatchLayout(places, {}, masks={None: mask}, causal=False)
+        positions = torch.arange(tiles * padded, device=used.device)[None]
+        return BatchLayout(positions, {}, masks={None: mask}, causal=False)
 
 
 class MllamaBlock(nn.Module):
@@ -412,18 +419,20 @@ class LigerMllama(VisionLanguageModel):
                 otherwise as `Decoder.forward`.
         """
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
-        given = pixel_values is not None
-        if given != (aspect_ratio_ids is not None) or (not given and cross_attention_mask is not None):
+        has_images = pixel_values is not None
+        if has_images != (aspect_ratio_ids is not None) or (not has_images and cross_attention_mask is not None):
             raise ValueError(
                 "forward: pixel_values and aspect_ratio_ids must be given together, and cross_attention_mask with them."
             )
+
+        # The images: those of this call, those in the cache, or none.
         past = 0 if cache is None else cache.length
         if input_ids is None:
-            if given:
+            if has_images:
                 raise ValueError("forward: pixels need input_ids, which say where the images are.")
             images = self._cached(inputs_embeds, cache) if past else None
         else:
-            if given and past:
+            if has_images and past:
                 raise ValueError("forward: images must come with the first tokens of a cache. Pass all of them then.")
             check_integers(input_ids=input_ids, aspect_ratio_ids=aspect_ratio_ids)
             check_tensors(pixel_values=pixel_values, cross_attention_mask=cross_attention_mask)
@@ -565,6 +574,8 @@ def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
     vision, visual, projector = config.vision_config, f"{prefix}vision_model", f"{prefix}multi_modal_projector"
     C, taken = vision.hidden_size, len(vision.intermediate_layers_indices)
     own, cross, kinds = f"{text}.layers.{{own}}", f"{text}.layers.{{cross}}", ("weight", "bias")
+
+    # The tower, the blocks with self-attention, and those with cross-attention.
     tower: dict[str, Expression | str] = {
         "visual.patch_embed.weight": Rearrange(
             "c p y x -> c (p y x)", f"{visual}.patch_embedding.weight", p=vision.num_channels, y=vision.patch_size

@@ -10,6 +10,7 @@ Source: https://arxiv.org/abs/2511.21631, https://arxiv.org/abs/2406.04334, tran
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
 
 
@@ -47,7 +49,7 @@ class Qwen3VLConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.vision_config.check_decoder("Qwen3VLConfig", self.hidden_size, self.num_hidden_layers)
+        self.vision_config.check_decoder(type(self).__name__, self.hidden_size, self.num_hidden_layers)
 
 
 class Qwen3VLBlock(nn.Module):
@@ -61,22 +63,31 @@ class Qwen3VLBlock(nn.Module):
             config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
         )
         self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        self.mlp = self.build_mlp(config, layer, kernels)
 
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+    def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
+        """The MLP of a layer."""
+        return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and a router's logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
-class LigerQwen3VL(MRopeModel):
+class Qwen3VLModel(MRopeModel):
+    """What the models of Qwen3-VL share."""
+
+    tower_class = Qwen3VLTower
+    frames_apart = True
+    interleaved = True
+
+
+class LigerQwen3VL(Qwen3VLModel):
     """Qwen3-VL with its language-model head."""
 
     config_class = Qwen3VLConfig
     block_class = Qwen3VLBlock
-    frames_apart = True
-    tower_class = Qwen3VLTower
-    interleaved = True
 
 
 def weight_map(config: Qwen3VLConfig) -> WeightMap:

@@ -67,7 +67,7 @@ class Gemma3TextConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types("Gemma3TextConfig", self.layer_types, self.num_hidden_layers)
+        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers)
         check_values(self, use_bidirectional_attention=(None, False))
 
     def layer_type(self, layer: int) -> str:
@@ -109,10 +109,9 @@ class Gemma3Block(nn.Module):
         return self.post_feedforward_layernorm(x), residual
 
 
-class LigerGemma3Text(CausalLM):
-    """Gemma 3 (text) with its language-model head."""
+class Gemma3Decoder(CausalLM):
+    """The decoder of Gemma 3, with images or without."""
 
-    config_class = Gemma3TextConfig
     block_class = Gemma3Block
 
     def build_embedding(self, config: Gemma3TextConfig) -> LigerEmbedding:
@@ -125,16 +124,22 @@ class LigerGemma3Text(CausalLM):
         """A norm that scales by 1 + weight."""
         return zero_centered_norm(config, self.kernels)(config.hidden_size)
 
+    def build_rotary(self, config: Gemma3TextConfig) -> dict[str, nn.Module]:
+        """A rotary embedding for each type of layers; those with a window have a base of their own."""
+        sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
+        return {"full_attention": super().build_rotary(config)["default"], "sliding_attention": sliding}
+
+
+class LigerGemma3Text(Gemma3Decoder):
+    """Gemma 3 (text) with its language-model head."""
+
+    config_class = Gemma3TextConfig
+
     def build_head(self, config: Gemma3TextConfig) -> LigerLMHead:
         """A head with capped logits."""
         return LigerLMHead(
             config.hidden_size, config.vocab_size, softcap=config.final_logit_softcapping, kernels=self.kernels
         )
-
-    def build_rotary(self, config: Gemma3TextConfig) -> dict[str, nn.Module]:
-        """A rotary embedding for each type of layers; those with a window have a base of their own."""
-        sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
-        return {"full_attention": super().build_rotary(config)["default"], "sliding_attention": sliding}
 
 
 IGNORED_KEYS = (
@@ -142,6 +147,17 @@ IGNORED_KEYS = (
     "_sliding_window_pattern",  # redundant: layer_types was computed from it
     "attn_logit_softcapping",  # Gemma 2's; transformers does not read it here
 )
+
+
+NORMS = (
+    "input_layernorm",
+    "self_attn.q_norm",
+    "self_attn.k_norm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+"""Names of a block's norms, which are the same in checkpoints."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,14 +177,7 @@ def weight_map(config: Gemma3TextConfig) -> WeightMap:
         config,
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
-        norms=(
-            "input_layernorm",
-            "self_attn.q_norm",
-            "self_attn.k_norm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
+        norms=NORMS,
     )
 
 

@@ -1,7 +1,7 @@
 """Qwen3-Next (80B-A3B, Coder-Next): model_type ``qwen3_next``.
 
 Three of four layers have linear attention (Gated DeltaNet), every fourth has gated full attention; see
-`liger_models.arch._qwen3_next.block`. The MLP is a mixture of many small experts beside one that every token passes,
+`liger_models.arch.qwen3_5.block`. The MLP is a mixture of many small experts beside one that every token passes,
 multiplied by a gate. The layers that predict a second token (``mtp``) are kept and saved again; `LigerMTP` trains them.
 
 Source: transformers ``models/qwen3_next``, https://arxiv.org/abs/2412.06464.
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from liger_models.arch._qwen3_next.block import HybridModel, HybridMoeConfig
-from liger_models.arch._qwen3_next.names import hybrid_map
+from liger_models.arch.qwen3_5.block import HybridModel, HybridMoeConfig
+from liger_models.arch.qwen3_5.names import hybrid_map
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap

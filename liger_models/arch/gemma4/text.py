@@ -12,14 +12,9 @@ into the stream. 26B-A4B has experts beside the MLP of each block; the router ha
 Source: transformers ``models/gemma4``.
 """
 
-from liger_models.arch._gemma4.text import (
-    IGNORED_KEYS,
-    Gemma4Decoder,
-    from_json,
-    text_map,
-    to_json,
-)
-from liger_models.arch._gemma4.text import Gemma4TextConfig as Gemma4TextConfig
+from liger_models.arch.gemma4.config import Gemma4TextConfig
+from liger_models.arch.gemma4.decoder import Gemma4Decoder
+from liger_models.arch.gemma4.names import IGNORED_KEYS, from_json, text_map, to_json
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from liger_models.arch._qwen3_next.block import HybridConfig
 from liger_models.arch._qwen_vl.names import qwen3_vl_tower
+from liger_models.arch.qwen3_5.block import HybridConfig
 from liger_models.convert.weight_map import (
     Cat,
     Expression,
@@ -72,15 +72,17 @@ def hybrid_map(
     block = f"{prefix}.layers."
     linear, full, sparse = f"{block}{{linear}}.linear_attn", f"{block}{{full}}.self_attn", f"{block}{{sparse}}.mlp"
     heads, keys, values = _linear_sizes(config)
-    each = config.linear_num_value_heads // heads
+    scalars = config.linear_num_value_heads // heads  # update rates, and decays, of a key head
+
+    # Linear attention: the parts of one projection, each with its rows of a key head.
     projections: list[Expression | str]
     if apart:
         qkv, others = _qkv_by_head(f"{linear}.in_proj_qkv.weight", config), ("z", "b", "a")
         projections = [qkv, *(f"{linear}.in_proj_{name}.weight" for name in others)]
-        sizes = [2 * keys + values, values, each, each]
+        sizes = [2 * keys + values, values, scalars, scalars]
     else:
         projections = [f"{linear}.in_proj_{name}.weight" for name in ("qkvz", "ba")]
-        sizes = [2 * (keys + values), 2 * each]
+        sizes = [2 * (keys + values), 2 * scalars]
     entries: dict[str, Expression | str] = {
         "layers.{linear}.linear_attn.in_proj.weight": _by_head(projections, sizes, heads),
         "layers.{linear}.linear_attn.conv_weight": _qkv_by_head(f"{linear}.conv1d.weight", config),
@@ -90,6 +92,8 @@ def hybrid_map(
         },
         **{f"layers.{{full}}.self_attn.{name}.weight": f"{full}.{name}.weight" for name in ("q_norm", "k_norm")},
     }
+
+    # Full attention: queries with their gates, keys and values.
     for kind in ("weight", "bias") if config.attention_bias else ("weight",):
         entries[f"layers.{{full}}.self_attn.qkv_proj.{kind}"] = gated_qkv_rows(
             *(f"{full}.{part}_proj.{kind}" for part in "qkv"),
@@ -98,6 +102,8 @@ def hybrid_map(
             head_dim=config.head_size,
         )
         entries[f"layers.{{full}}.self_attn.o_proj.{kind}"] = f"{full}.o_proj.{kind}"
+
+    # Mixtures of experts, beside a shared expert with a gate of its own.
     experts = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
     mlps: dict[str, Mapping[str, Any]] = {}
     if experts:
@@ -114,6 +120,8 @@ def hybrid_map(
             f"{ours}.down_proj.weight": f"{shared}.down_proj.weight",
             f"{ours}_gate.weight": f"{shared}_gate.weight",
         }
+
+    # `decoder_map` has the rest; its names of attention are replaced by those above.
     layers = range(config.num_hidden_layers)
     return decoder_map(
         config,

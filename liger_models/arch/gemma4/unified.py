@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.arch._gemma4 import images, unified
-from liger_models.arch._gemma4.images import Gemma4WithImages, Placeholders
-from liger_models.arch._gemma4.text import text_map
-from liger_models.arch._gemma4.unified import Gemma4UnifiedTextConfig
+from liger_models.arch.gemma4 import images, unified_text
+from liger_models.arch.gemma4.images import Gemma4WithImages, Placeholders
+from liger_models.arch.gemma4.names import text_map
+from liger_models.arch.gemma4.unified_text import Gemma4UnifiedTextConfig
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Expression, Rearrange, WeightMap
@@ -151,7 +151,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `from_json`."""
-    return images.to_json(keys, keys["vision_config"], unified.to_json)
+    return images.to_json(keys, keys["vision_config"], unified_text.to_json)
 
 
 def weight_map(config: Gemma4UnifiedConfig) -> WeightMap:

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from liger_models.arch._gemma4 import text
-from liger_models.arch._gemma4.processor import Gemma4Processor
-from liger_models.arch._gemma4.text import Gemma4Decoder
-from liger_models.base.vision_language import VisionLanguageModel, repeated_items
+from liger_models.arch.gemma4 import names
+from liger_models.arch.gemma4.decoder import Gemma4Decoder
+from liger_models.arch.gemma4.processor import Gemma4Processor
+from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, check_placeholders, repeated_items
 from liger_models.common.errors import check_integers, check_tensors
 from liger_models.convert.config_map import of_text
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
@@ -98,22 +98,23 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
                 input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=attention_mask,
                 cu_seqlens=cu_seqlens, cache=cache, **options,
             )  # fmt: skip
-        check_integers(input_ids=input_ids)
-        if input_ids.dim() != 2:
-            raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
-        given = self._given(pixel_values, image_position_ids)
-        here = input_ids == self.config.image_token_id
-        decoding = cache is not None and cache.length > 0 and given is None
+        check_input_ids(input_ids)
+        images = self._checked_images(pixel_values, image_position_ids)
+        here = input_ids == self.config.image_token_id  # [B, T]
+        decoding = cache is not None and cache.length > 0 and images is None
         if not decoding and not torch.compiler.is_compiling():
-            self._check_counts(input_ids, here, given, cu_seqlens)
+            self._check_counts(input_ids, here, images, cu_seqlens)
+
+        # The embedding has no rows for placeholders, which look up the padding token.
         ids = input_ids.masked_fill(here | self._refused(input_ids), max(self.config.pad_token_id or 0, 0))
         embeds, visible_until = self.embed_tokens(ids), None
-        bidirectional = given is not None and self.config.use_bidirectional_attention == "vision"
-        if given is None and self.tower_is_sharded and not decoding:  # all ranks gather its weights together
-            given, here = self._nothing(embeds), torch.zeros_like(here)
-        if given is not None:
-            embeds = embeds.masked_scatter(here[..., None], self.visual(*given).to(embeds.dtype))
+        bidirectional = images is not None and self.config.use_bidirectional_attention == "vision"
+        if images is None and self.tower_is_sharded and not decoding:  # all ranks gather its weights together
+            images, here = self._nothing(embeds), torch.zeros_like(here)
+        if images is not None:
+            embeds = embeds.masked_scatter(here[..., None], self.visual(*images).to(embeds.dtype))
             visible_until = ends_of_runs(here) if bidirectional else None
+
         shape = embeds.shape[0], embeds.shape[1]
         layout = self.layout(
             shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
@@ -121,7 +122,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         )  # fmt: skip
         return self.run(embeds, layout, **options)
 
-    def _given(self, pixels: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def _checked_images(self, pixels: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """The patches and their positions; None for none."""
         check_tensors(pixel_values=pixels)
         check_integers(image_position_ids=positions)
@@ -156,11 +157,12 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         return embeds.new_zeros(1, positions.shape[1], self.config.vision_config.patch_values), positions
 
     def _check_counts(
-        self, input_ids: Tensor, here: Tensor, given: tuple[Tensor, Tensor] | None, cu_seqlens: Tensor | None
+        self, input_ids: Tensor, here: Tensor, images: tuple[Tensor, Tensor] | None, cu_seqlens: Tensor | None
     ) -> None:
         """Raise ValueError unless placeholders and patches match. Synchronises with the device once."""
         vision = self.config.vision_config
-        positions = here.new_zeros((0, 1, 2), dtype=torch.int64) if given is None else given[1].to(input_ids.device)
+        positions = here.new_zeros((0, 1, 2), dtype=torch.int64) if images is None else images[1].to(input_ids.device)
+        # Patches of an image form a rectangle of whole image tokens, and padding follows them.
         valid = (positions >= 0).all(-1)
         count, size = valid.sum(1), positions.amax(1) + 1
         wrong = (
@@ -170,6 +172,8 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
             + (valid[:, 1:] & ~valid[:, :-1]).sum()
         )
         tokens = count // vision.pooled**2
+
+        # One wait for the device for all numbers.
         other = self._refused(input_ids).sum()
         torn = count_torn(here, tokens, tokens, cu_seqlens)
         found, expected, others, wrong_ones, apart = torch.stack(
@@ -186,21 +190,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
                 f"{vision.position_embedding_size}, of images whose rows and columns are multiples of {vision.pooled}, "
                 "and then -1 for padding, got others. Pass what the processor returns."
             )
-        if found != 0 and given is None:
-            raise ValueError(
-                f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
-                "processor returns."
-            )
-        if found != expected:
-            raise ValueError(
-                f"forward: input_ids must have one image placeholder for each of the {expected} image tokens "
-                f"({len(tokens)} images), got {found}. Expand them as the processor does; was the text truncated?"
-            )
-        if apart != 0:
-            raise ValueError(
-                "forward: the placeholders of each image must be contiguous in input_ids and in one document, got "
-                f"{apart} apart from the one before. Expand them as the processor does."
-            )
+        check_placeholders(found, expected, apart, None if images is None else len(tokens))
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
         """As `VisionLanguageModel.repeat_prompts`; images are in the order of the text."""
@@ -218,7 +208,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
 
 
 IGNORED_KEYS = (
-    *text.IGNORED_KEYS,
+    *names.IGNORED_KEYS,
     "audio_config",  # of the weights for audio, which are kept, but not used
     "boa_token_id",
     "eoa_token_id",
@@ -244,7 +234,7 @@ def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[st
             "alone. Put the keys of text_config at the top, in its place, and remove language_model. from the tensors' "
             "names."
         )
-    keys = of_text(config_class, hf, text.from_json(hf.get("text_config") or {}), TOP)
+    keys = of_text(config_class, hf, names.from_json(hf.get("text_config") or {}), TOP)
     return keys | {"vision_config": dict(vision)}
 
 

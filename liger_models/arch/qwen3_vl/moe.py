@@ -7,41 +7,29 @@ Source: https://arxiv.org/abs/2511.21631, transformers ``models/qwen3_vl_moe``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-
 from liger_models.arch._qwen_vl import names
-from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig
-from liger_models.arch._qwen_vl.model import MRopeModel
+from liger_models.arch.qwen3_vl.dense import Qwen3VLBlock, Qwen3VLConfig, Qwen3VLModel
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, fused_expert_rows, sparse_mlps
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerQKNormAttention
-from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VLMoeConfig(RMSNormDecoderConfig):
+class Qwen3VLMoeConfig(Qwen3VLConfig):
     """Sizes and constants of a Qwen3-VL-MoE model; those of the vision tower are in ``vision_config``."""
 
-    vocab_size: int = 151936
     hidden_size: int = 2048
     intermediate_size: int = 5632
     num_hidden_layers: int = 24
     num_attention_heads: int = 16
     num_key_value_heads: int | None = 16
-    max_position_embeddings: int = 128000
-    rope_theta: float = 500000.0
-    mrope_section: list[int] = field(default_factory=lambda: [24, 20, 20])
-    attention_bias: bool = False
+    head_dim: int | None = None
     decoder_sparse_step: int = 1
     moe_intermediate_size: int = 1408
     num_experts_per_tok: int = 4
@@ -49,15 +37,6 @@ class Qwen3VLMoeConfig(RMSNormDecoderConfig):
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
     mlp_only_layers: list[int] | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    image_token_id: int = 151655
-    video_token_id: int = 151656
-    vision_config: Qwen3VLVisionConfig = field(default_factory=Qwen3VLVisionConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.vision_config.check_decoder("Qwen3VLMoeConfig", self.hidden_size, self.num_hidden_layers)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer's MLP is a mixture of experts."""
@@ -65,46 +44,30 @@ class Qwen3VLMoeConfig(RMSNormDecoderConfig):
         return step and layer not in (self.mlp_only_layers or ())
 
 
-class Qwen3VLMoeBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+class Qwen3VLMoeBlock(Qwen3VLBlock):
+    """As `Qwen3VLBlock`, where the MLP of most layers is a mixture of experts."""
 
-    def __init__(self, config: Qwen3VLMoeConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention.from_config(
-            config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-        )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp: LigerMoE | LigerSwiGLUMLP
+    def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
+        """The MLP of a layer, or its mixture of experts."""
         if not config.is_sparse(layer):
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        else:
-            self.mlp = LigerMoE(
-                config.hidden_size,
-                config.moe_intermediate_size,
-                config.num_experts,
-                config.num_experts_per_tok,
-                normalize=True,
-                round_weights=True,
-                kernel=kernels.swiglu,
-            )
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and a router's logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
+            return super().build_mlp(config, layer, kernels)
+        return LigerMoE(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            config.num_experts_per_tok,
+            normalize=True,
+            round_weights=True,
+            kernel=kernels.swiglu,
+        )
 
 
-class LigerQwen3VLMoE(MRopeModel):
+class LigerQwen3VLMoE(Qwen3VLModel):
     """Qwen3-VL-MoE with its language-model head."""
 
     config_class = Qwen3VLMoeConfig
     block_class = Qwen3VLMoeBlock
     replays_routing = True
-    frames_apart = True
-    tower_class = Qwen3VLTower
-    interleaved = True
 
 
 IGNORED_KEYS = (

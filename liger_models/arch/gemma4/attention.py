@@ -1,0 +1,131 @@
+"""Attention of Gemma 4, and the layout that hands keys and values from layer to layer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.arch.gemma4.config import Gemma4TextConfig
+from liger_models.distributed.collectives import Group, to_heads, to_tokens
+from liger_models.kernels.options import KernelOptions
+from liger_models.kernels.rope.qkv_norm_rope import qkv_norm_rope, qkv_norm_rope_reference
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.attention_backends import attention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.layer import AttentionSpec
+from liger_models.layers.masks import text_mask
+from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm_linear
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, eq=False)
+class Gemma4Layout(BatchLayout):
+    """`BatchLayout` with what Gemma 4 hands from layer to layer.
+
+    Attributes:
+        per_layer: the input of each block besides the stream, [B, T, P] each, of this rank's tokens; None for none.
+        shared: type of a layer -> keys and values [B, S, G, D] of the last layer of this type that has its own.
+    """
+
+    per_layer: tuple[Tensor, ...] | None = None
+    shared: Mapping[str, tuple[Tensor, Tensor]] | None = None
+
+    @classmethod
+    def build(
+        cls,
+        shape: tuple[int, int],
+        device: torch.device,
+        rotary: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]],
+        *,
+        windows: Mapping[int | None, bool] | None = None,
+        visible_until: Tensor | None = None,
+        **options: Any,
+    ) -> "Self":
+        """As `BatchLayout.build`, but ``visible_until`` holds for layers with a window only."""
+        if visible_until is None:
+            return super().build(shape, device, rotary, windows=windows, **options)
+        windows = {None: False} if windows is None else windows
+        # Layers without a window attend causally to images too: their mask does not know `visible_until`.
+        unlimited: dict[int | None, bool] = {None: windows[None]} if None in windows else {}
+        layout = super().build(shape, device, rotary, windows=unlimited, **options)
+        for window, needed in windows.items():
+            if window is not None:
+                layout.masks[window] = text_mask(
+                    layout.documents, layout.past, window, *shape, device, needed, visible_until
+                )
+        return layout
+
+
+class Gemma4Attention(LigerAttention):
+    """`LigerAttention` with norms of q, k and v, that computes keys and values or takes those of another layer.
+
+    Args:
+        config: sizes and constants.
+        layer: index of the layer.
+        norm: returns a Gemma 4 norm for a width.
+        kernels: which parts run on fused kernels.
+    """
+
+    def __init__(
+        self, config: Gemma4TextConfig, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions
+    ) -> None:
+        C, H = config.hidden_size, config.num_attention_heads
+        G, D = config.kv_heads_of(layer), config.head_size_of(layer)
+        super().__init__(
+            C, H, G, D,
+            layer=layer, o_bias=config.attention_bias, scale=1.0, window=config.window(layer),
+            dropout=config.attention_dropout, rotary=config.layer_type(layer), rope_kernel=kernels.rope,
+        )  # fmt: skip
+        self.layer_type, self.shares = config.layer_type(layer), config.shares(layer)
+        # Besides queries the layer projects keys and values, or only keys, which are the values too, or neither.
+        parts = 0 if self.shares else 1 if config.keys_are_values(layer) else 2
+        self.qkv_proj = nn.Linear(C, (H + parts * G) * D, bias=config.attention_bias)
+        self.q_norm = norm(D)
+        self.k_norm = None if self.shares else norm(D)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """As `LigerAttention.attention`; without a slot in the cache for keys and values of another layer."""
+        return super().attention._replace(cache_slot=None) if self.shares else super().attention
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """As `LigerAttention.shard`."""
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.group = group
+        return super().shard(group)
+
+    def _add_norm(  # type: ignore[override]
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: Any
+    ) -> tuple[Tensor, ...]:
+        """``(y, residual, k, v)``, k and v [B, S, G, D]; without them for a layer that takes those of another."""
+        qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
+        context = self.groups.context
+        if context is not None:
+            qkv = to_heads(qkv, context)  # all tokens, and 1 / R of the heads
+
+        q, k, v = self._split(qkv, layout)
+        if self.shares:
+            k, v = layout.shared[self.layer_type]
+        elif layout.cache is not None:
+            k, v = layout.cache.extend(self.layer, k, v)
+        dropout = self.dropout if self.training else 0.0
+        out = attention(q, k, v, layout, scale=self.scale, window=self.window, dropout=dropout).flatten(2)
+
+        if context is not None:
+            out = to_tokens(out, context)
+        y: Tensor = self.o_proj(out)
+        return (y, residual) if self.shares else (y, residual, k, v)
+
+    def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        split = qkv_norm_rope if self.rope_kernel and self.q_norm.kernel else qkv_norm_rope_reference
+        k_norm_weight = None if self.k_norm is None else self.k_norm.local_weight(qkv)
+        return split(
+            qkv, *layout.tables[self.layer_type], self.num_heads, self.num_kv_heads, self.head_dim,
+            self.q_norm.local_weight(qkv), k_norm_weight, eps=self.q_norm.eps,
+        )  # fmt: skip

@@ -1,0 +1,77 @@
+"""The mixture of experts of Gemma 4 (26B-A4B), whose router has an input and a norm of its own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.arch.gemma4.config import Gemma4TextConfig
+from liger_models.distributed.collectives import Group
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import ReplicatedLinear, replicated
+from liger_models.layers.moe import LigerMoE
+from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
+
+
+class Gemma4Router(Layer):
+    """Chooses experts by the logits of a normed token, and multiplies their weights by a factor of each expert.
+
+    Args:
+        config: sizes and constants.
+        norm: returns a Gemma 4 norm for a width.
+    """
+
+    def __init__(self, config: Gemma4TextConfig, norm: partial[LigerRMSNorm]) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.norm = norm(config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
+
+    def draw(self, std: float) -> bool:
+        """Set the factors to 1; norm and projection initialise themselves."""
+        nn.init.ones_(self.per_expert_scale)
+        return True
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Replicate the projection."""
+        self.proj = ReplicatedLinear.of(self.proj, group)
+        self.groups = replace(self.groups, tensor=group)
+        return {}
+
+    def sum_gradients(self, group: Group) -> bool:
+        """Return True: the forward sums the gradient of the factors."""
+        return True
+
+    def forward(
+        self, x: Tensor, route: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, C] -> ``(weights [N, K], experts [N, K], logits [N, X])``, N the number of tokens."""
+        logits, _ = add_norm_linear(self.norm, self.proj, None, x)
+        weights, experts, logits = route(logits.flatten(0, -2) * x.shape[-1] ** -0.5)
+        return weights * replicated(self.per_expert_scale, self.groups.tensor)[experts], experts, logits
+
+
+class Gemma4Experts(LigerMoE):
+    """`LigerMoE` with a `Gemma4Router`, whose input is not that of the experts.
+
+    Args:
+        config: sizes and constants.
+        norm: returns a Gemma 4 norm for a width.
+        kernels: which parts run on fused kernels.
+    """
+
+    def __init__(self, config: Gemma4TextConfig, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
+        X, K, width = config.num_experts, config.top_k_experts, config.moe_intermediate_size
+        assert X is not None
+        assert K is not None
+        assert width is not None
+        super().__init__(config.hidden_size, width, X, K, normalize=True, act="gelu_tanh", kernel=kernels.swiglu)
+        self.gate = Gemma4Router(config, norm)
+
+    def forward(self, x: Tensor, experts: Tensor | None = None, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x and the stream before its norm [B, T, C] -> ``(y [B, T, C], router_logits [N, X])``, N tokens."""
+        return self._mix(x, *self.gate(x if stream is None else stream, partial(self._route, experts=experts)))

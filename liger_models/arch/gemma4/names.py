@@ -1,0 +1,148 @@
+"""Names of the Gemma 4 language models in Hugging Face checkpoints: keys of config.json and tensors."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from liger_models.arch.gemma4.config import Gemma4TextConfig
+from liger_models.convert.weight_map import (
+    Expression,
+    Name,
+    WeightMap,
+    decoder_map,
+    fused_expert_rows,
+    key_rows,
+    qkv_rows,
+)
+from liger_models.layers.config import LAYER_TYPES
+
+IGNORED_KEYS = (
+    "cache_implementation",  # a generation setting
+    "per_layer_config",  # what transformers derives from the keys above, and reads again
+    "expert_intermediate_size",  # an old name of moe_intermediate_size, null in the files that have it
+)
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads ``hidden_activation``, ``rope_parameters`` of each layer type, and ``per_layer_config`` of transformers 5.
+
+    Raises:
+        ValueError: a rope type is not supported, or layers of one type differ.
+    """
+    flat = {key: value for key, value in hf.items() if key not in ("rope_parameters", "hidden_activation")}
+    flat["hidden_act"] = hf.get("hidden_activation")
+    rope = hf.get("rope_parameters") or {}
+    full, sliding = (dict(rope.get(layer_type) or {}) for layer_type in LAYER_TYPES)
+    if full:
+        full_type = full.pop("rope_type", "default")
+        share = full.pop("partial_rotary_factor", 1.0)
+        flat["partial_rotary_factor"] = share if full_type == "proportional" else 1.0
+    else:
+        full_type = "proportional"  # the default of transformers, with its share
+    flat["rope_theta"], flat["rope_local_base_freq"] = full.pop("rope_theta", None), sliding.pop("rope_theta", None)
+
+    # What is left over would be ignored.
+    supported = full_type in ("proportional", "default") and sliding.pop("rope_type", "default") == "default"
+    if not supported or full or sliding or rope.keys() - set(LAYER_TYPES):
+        raise ValueError(
+            "config.json: rope_parameters must be of type 'proportional' or 'default' for full_attention, and "
+            f"'default' for sliding_attention, got {rope}. The architecture supports nothing else."
+        )
+    return flat | _of_full_layers(hf)
+
+
+def _of_full_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of the layers without a window, from the layers that ``per_layer_config`` names."""
+    if "per_layer_config" not in hf:
+        return {}
+    own: list[dict[str, Any]] = [dict(each) for each in hf["per_layer_config"].values()]
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    if any(each != own[0] for each in own) or any(each.keys() - names.keys() for each in own):
+        raise ValueError(
+            "config.json: per_layer_config must give head_dim and num_key_value_heads of all layers without a window "
+            f"alike, got {hf['per_layer_config']}. The architecture supports nothing else."
+        )
+    found = {names[key]: value for each in own[:1] for key, value in each.items()}
+    return {"global_head_dim": hf.get("head_dim", 256)} | found
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `from_json`."""
+    out = {key: value for key, value in keys.items() if key not in ("rope_scaling", "hidden_act")}
+    full, share, sliding = (out.pop(k) for k in ("rope_theta", "partial_rotary_factor", "rope_local_base_freq"))
+    kind = {"rope_type": "proportional", "partial_rotary_factor": share} if share < 1 else {"rope_type": "default"}
+    rope = {
+        "full_attention": {**kind, "rope_theta": full},
+        "sliding_attention": {"rope_type": "default", "rope_theta": sliding},
+    }
+    return out | {"hidden_activation": keys["hidden_act"], "rope_parameters": rope}
+
+
+def text_map(
+    config: Gemma4TextConfig,
+    prefix: str = "model",
+    also: Mapping[str, Expression | str] | None = None,
+    over: Mapping[str, Sequence[int]] | None = None,
+    kept: Sequence[str] = (),
+) -> WeightMap:
+    """Maps the parameters of the language model to the tensors under ``prefix``; the other arguments add to them."""
+    # Attention. Layers without keys and values of their own leave those of the checkpoint unread.
+    entries: dict[str, Expression | str] = {**(also or {})}
+    skip = []
+    for i in range(config.num_hidden_layers):
+        ours, theirs = f"layers.{i}.self_attn", f"{prefix}.layers.{i}.self_attn"
+        heads = {"heads": config.num_attention_heads, "kv_heads": config.kv_heads_of(i)}
+        size = config.head_size_of(i)
+        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+            q, k, v = (f"{theirs}.{part}_proj.{kind}" for part in "qkv")
+            rows = qkv_rows(q, k, v, **heads, head_dim=size)
+            if config.shares(i):
+                rows = Name(q)
+                skip += [k, v]
+            elif config.keys_are_values(i):
+                rows = key_rows(q, k, **heads, head_dim=size)
+            entries[f"{ours}.qkv_proj.{kind}"] = rows
+        if config.shares(i):
+            skip.append(f"{theirs}.k_norm.weight")
+        else:
+            entries[f"{ours}.k_norm.weight"] = f"{theirs}.k_norm.weight"
+
+    # The rest of a block.
+    block = f"{prefix}.layers.{{i}}"
+    entries["layers.{i}.layer_scalar.weight"] = f"{block}.layer_scalar"
+    norms = [
+        "input_layernorm", "self_attn.q_norm", "post_attention_layernorm", "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ]  # fmt: skip
+    if config.enable_moe_block:
+        norms += [f"{place}_feedforward_layernorm_{n}" for place, n in (("pre", 2), ("post", 1), ("post", 2))]
+        gate_up, down = fused_expert_rows(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj")
+        entries |= {
+            "layers.{i}.moe.gate.proj.weight": f"{block}.router.proj.weight",
+            "layers.{i}.moe.gate.norm.weight": f"{block}.router.scale",
+            "layers.{i}.moe.gate.per_expert_scale": f"{block}.router.per_expert_scale",
+            "layers.{i}.moe.gate_up_weight": gate_up,
+            "layers.{i}.moe.down_weight": down,
+        }
+    if config.hidden_size_per_layer_input:
+        entries |= {
+            "layers.{i}.per_layer.gate.weight": f"{block}.per_layer_input_gate.weight",
+            "layers.{i}.per_layer.projection.weight": f"{block}.per_layer_projection.weight",
+            "layers.{i}.per_layer.norm.weight": f"{block}.post_per_layer_input_norm.weight",
+            "per_layer.embed_tokens.weight": f"{prefix}.embed_tokens_per_layer.weight",
+            "per_layer.projection.weight": f"{prefix}.per_layer_model_projection.weight",
+            "per_layer.norm.weight": f"{prefix}.per_layer_projection_norm.weight",
+        }
+
+    # `decoder_map` has all other names; the projections above are in place of its own.
+    without = [f"self_attn.qkv_proj.{kind}" for kind in ("weight", "bias")]
+    return decoder_map(
+        config,
+        o_bias=config.attention_bias,
+        norms=norms,
+        instead=dict.fromkeys(without),
+        also=entries,
+        over=over,
+        skip=skip,
+        kept=kept,
+        prefix=prefix,
+    )

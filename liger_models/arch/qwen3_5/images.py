@@ -1,0 +1,127 @@
+"""Qwen3.5 with images and videos, dense and with experts.
+
+Source: transformers ``models/qwen3_5``, ``models/qwen3_5_moe``, https://arxiv.org/abs/2412.06464.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig
+from liger_models.arch._qwen_vl.model import MRopeModel
+from liger_models.arch._qwen_vl.names import IGNORED_KEYS, read_multimodal, write_qwen3_vl
+from liger_models.arch.qwen3_5.block import HybridConfig, HybridModel, HybridMoeConfig
+from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, multimodal_maps
+from liger_models.arch.registry import add_family
+from liger_models.convert.format import CheckpointFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5VisionConfig(Qwen3VLVisionConfig):
+    """Sizes of the vision tower.
+
+    Raises:
+        ValueError: as in `Qwen3VLVisionConfig`, or there is DeepStack.
+    """
+
+    deepstack_visual_indexes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.deepstack_visual_indexes:
+            raise ValueError(
+                f"Qwen3_5VisionConfig: deepstack_visual_indexes must be empty, got {self.deepstack_visual_indexes}. "
+                "The architecture has no DeepStack."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5Config(HybridConfig):
+    """Sizes and constants of a Qwen3.5 model; those of the vision tower are in ``vision_config``."""
+
+    vocab_size: int = 248320
+    intermediate_size: int = 12288
+    num_key_value_heads: int | None = 4
+    mrope_section: list[int] = field(default_factory=lambda: [11, 11, 10])
+    image_token_id: int = 248056
+    video_token_id: int = 248057
+    vision_config: Qwen3_5VisionConfig = field(default_factory=Qwen3_5VisionConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.vision_config.check_decoder(type(self).__name__, self.hidden_size, self.num_hidden_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5MoeConfig(HybridMoeConfig):
+    """Sizes and constants of a Qwen3.5 model; those of the vision tower are in ``vision_config``."""
+
+    vocab_size: int = 248320
+    num_hidden_layers: int = 40
+    num_experts_per_tok: int = 8
+    num_experts: int = 256
+    mrope_section: list[int] = field(default_factory=lambda: [11, 11, 10])
+    image_token_id: int = 248056
+    video_token_id: int = 248057
+    vision_config: Qwen3_5VisionConfig = field(default_factory=Qwen3_5VisionConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.vision_config.check_decoder(type(self).__name__, self.hidden_size, self.num_hidden_layers)
+
+
+class LigerQwen3_5(MRopeModel, HybridModel):
+    """Qwen3.5 with images and videos, dense: model_type ``qwen3_5``.
+
+    The language model is that of ``qwen3_5_text``: three of four layers have linear attention (Gated DeltaNet), every
+    fourth has gated full attention. The vision tower, the positions and the processor are those of Qwen3-VL, without
+    DeepStack. The layers that predict a second token (``mtp``) are kept and saved again; `LigerMTP` trains them.
+    """
+
+    config_class: ClassVar[type[Any]] = Qwen3_5Config
+    tower_class = Qwen3VLTower
+    frames_apart = True
+    interleaved = True
+
+
+class LigerQwen3_5MoE(LigerQwen3_5):
+    """Qwen3.5 with images and videos, with a mixture of experts: model_type ``qwen3_5_moe``.
+
+    The language model is that of ``qwen3_5_moe_text``; the rest is as in ``qwen3_5``.
+    """
+
+    config_class = Qwen3_5MoeConfig
+    replays_routing = True
+
+
+def write_moe(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """As `write_qwen3_vl`; there are no dense MLPs, so config.json has no size of them."""
+    return write_qwen3_vl({key: value for key, value in keys.items() if key != "intermediate_size"})
+
+
+add_family(
+    LigerQwen3_5,
+    CheckpointFormat(
+        model_type="qwen3_5",
+        hf_class="Qwen3_5ForConditionalGeneration",
+        weight_map=lambda config: multimodal_maps(config)[0],
+        other_maps=lambda config: multimodal_maps(config)[1:],
+        from_json=partial(read_multimodal, Qwen3_5Config),
+        to_json=write_qwen3_vl,
+        ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
+    ),
+)
+
+add_family(
+    LigerQwen3_5MoE,
+    CheckpointFormat(
+        model_type="qwen3_5_moe",
+        hf_class="Qwen3_5MoeForConditionalGeneration",
+        weight_map=lambda config: multimodal_maps(config)[0],
+        other_maps=lambda config: multimodal_maps(config)[1:],
+        from_json=partial(read_multimodal, Qwen3_5MoeConfig),
+        to_json=write_moe,
+        ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
+    ),
+)

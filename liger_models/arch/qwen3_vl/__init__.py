@@ -1,0 +1,3 @@
+"""Qwen3-VL, dense and mixtures of experts."""
+
+MODEL_TYPES = {"qwen3_vl": "dense", "qwen3_vl_moe": "moe"}

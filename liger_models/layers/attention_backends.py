@@ -1,0 +1,503 @@
+"""Attention of queries on keys and values: a table of backends, of which the first that takes a call computes it."""
+
+import itertools
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from liger_models.kernels.attention.causal_attention import MOST_HEAD_DIM, causal_attention
+from liger_models.kernels.attention.decode_attention import decode_attention
+from liger_models.kernels.attention.invariant_attention import invariant_attention
+from liger_models.kernels.attention.sink_attention import is_fused, sink_attention
+from liger_models.kernels.dispatch import ACCELERATORS, TRITON_DTYPES
+from liger_models.kernels.linear_attention.documents import flat
+from liger_models.kernels.matmul.batch_invariance import batch_invariant, is_batch_invariant
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.masks import (
+    MOST_FLASH_DIM,
+    VARLEN_OPTIONS,
+    Mask,
+    Segments,
+    takes_flash,
+    takes_segments,
+)
+from liger_models.layers.recompute import repeats
+
+CAUSAL_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,  # about a quarter faster than flash on an H200, head dimension 128, S 8192
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Backends for attention with a mask. Not cuDNN: its gradient of q is NaN for some lengths (pytorch#196678)."""
+
+CUDNN_STEP = 128
+"""cuDNN is used only for lengths that are multiples of this. It builds a plan for every new length, which takes 0.13 s
+on an H200, so a job with varying lengths would wait for plans all the time."""
+
+LEAST_CALL = 1024
+"""Mean length in tokens from which on segments are faster in separate calls, on cuDNN, than in one kernel for all."""
+
+MOST_SCORES = 2**28
+"""Bytes of scores up to which fp32 attention runs unfused where keys and values are shared, and within segments. It is
+PyTorch's most accurate way: the fused kernel's gradients of queries have five times the error. (On GPUs only flash
+attention and cuDNN, both for half precision, support sharing.) Beyond this size shared keys and values are repeated for
+each head, and a fused kernel runs."""
+
+MOST_QUERIES, MOST_RECOMPUTED = 2**31, 2**29
+"""Elements of the queries beyond which attention takes a part of the heads at a time, and beyond which it does so in a
+block that is recomputed. The backward of a fused kernel allocates up to four times the queries' bytes: sums of dq in
+fp32, and where heads share keys also dk and dv of every head. Elsewhere the heads' results would be saved twice."""
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """The arguments of one call of `attention`, and the mask that they lead to.
+
+    Attributes:
+        q: [B, T, H, D].
+        k, v: [B, S, G, D], or the pages [pages, P, G, D] of ``layout.pages``.
+        layout, scale, window, softcap, dropout, sinks: as in `attention`.
+        mask: the mask of the layers with this window, in a form for this call. It is empty for `WITHOUT_MASK`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: BatchLayout
+    scale: float
+    window: int | None
+    softcap: float | None
+    dropout: float
+    sinks: Tensor | None
+    mask: Mask = Mask()  # noqa: RUF009  frozen
+
+    @property
+    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, T, D], k and v [B, G, S, D]."""
+        return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
+
+    @property
+    def grouped_query(self) -> Tensor:
+        """The single query of each head, [B, G, H / G, D]: rows that share the keys of their group."""
+        B, _, H, D = self.q.shape
+        G = self.k.shape[2]
+        return self.q.transpose(1, 2).reshape(B, G, H // G, D)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BatchLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention within each document of ``layout`` and within a window; causal, except for image patches.
+
+    The first backend of `WITHOUT_MASK` and `WITH_MASK` that takes the call computes it. On an accelerator there is
+    never a T × T mask, and scores exist only up to `MOST_SCORES`.
+
+    Args:
+        q: [B, T, H, D].
+        k, v: [B, S, G, D], S = cached + T; H is a multiple of G. With ``layout.pages`` the pages [pages, P, G, D].
+        layout: has a mask for ``window``.
+        scale: factor of q·k.
+        window: number of tokens that a token attends to, itself included; None for all.
+        softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
+        dropout: probability of dropping an attention weight.
+        sinks: [H], a score of each head that no key belongs to and that takes its share of the softmax; None for none.
+
+    Returns:
+        [B, T, H, D].
+
+    Raises:
+        ValueError: ``dropout`` is positive, but the kernel for this batch does not support it; or, within
+            `batch_invariant`, attention is not causal.
+    """
+    call = AttentionCall(q, k, v, layout, scale, window, softcap, dropout, sinks)
+    for takes, compute in WITHOUT_MASK:
+        if takes(call):
+            return compute(call)
+
+    # Sinks without a fused kernel have no form of plainly causal attention, so they need an explicit mask.
+    unfused = q.device.type in ACCELERATORS and not is_fused(q)
+    call.mask = mask = layout.mask(window, q, explicit=sinks is not None and (unfused or dropout > 0))
+    if dropout != 0.0 and (mask.block is not None or mask.segments is not None):
+        raise ValueError(
+            "attention: dropout must be 0 with packed or padded batches, windows, softcaps and sinks on "
+            f"{q.device.type}, got {dropout}. Set attention_dropout=0."
+        )
+    if q.shape[1] == 1 and window is not None and mask.segments is None:
+        # A single query sees the end of the cache, up to its window.
+        call.k, call.v = k[:, -window:], v[:, -window:]
+        if mask.dense is not None:
+            call.mask = replace(mask, dense=mask.dense[..., -window:])
+    for takes, compute in WITH_MASK:
+        if takes(call):
+            return compute(call)
+    return _plain(call)
+
+
+# Backends that need no mask
+
+
+def _invariant(call: AttentionCall) -> Tensor:
+    mask = call.layout.masks.get(call.window)
+    causal = call.layout.spans is not None and call.layout.causal and not (mask is not None and mask.later)
+    if not causal or call.dropout != 0.0:
+        raise ValueError(
+            f"attention: images and dropout can't be combined with deterministic_forward, got dropout {call.dropout} "
+            f"and {'causal' if causal else 'bidirectional'} attention. Leave them out."
+        )
+    options = {"scale": call.scale, "window": call.window, "softcap": call.softcap}
+    y: Tensor = _InvariantAttention.apply(  # type: ignore[no-untyped-call]
+        call.q, call.k, call.v, call.sinks, call.layout, options
+    )
+    return y
+
+
+class _InvariantAttention(torch.autograd.Function):
+    """`invariant_attention` with the gradients of ordinary attention, which the backward computes first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: BatchLayout, options: dict[str, Any]
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, sinks)
+        ctx.layout, ctx.options = layout, options
+        assert layout.spans is not None
+        if layout.pages is None:
+            k, v, table = flat(k), flat(v), None
+        else:
+            table = layout.pages.table
+        return invariant_attention(flat(q), k, v, *layout.spans, sinks=sinks, table=table, **options).view(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[:4]
+        inputs: list[Any] = [
+            None if x is None else x.detach().requires_grad_(needs_grad)
+            for x, needs_grad in zip(ctx.saved_tensors, needed, strict=True)
+        ]
+        q, k, v, sinks = inputs
+        with batch_invariant(False), torch.enable_grad():
+            y = attention(q, k, v, ctx.layout, sinks=sinks, **ctx.options)
+        leaves = [x for x in inputs if x is not None and x.requires_grad]
+        grads = iter(torch.autograd.grad(y, leaves, dy))
+        return *(next(grads) if needs_grad else None for needs_grad in needed), None, None
+
+
+def _paged(call: AttentionCall) -> Tensor:
+    options = {"scale": call.scale, "window": call.window, "softcap": call.softcap, "sinks": call.sinks}
+    assert call.layout.pages is not None
+    y = decode_attention(call.q[:, 0], call.k, call.v, *call.layout.pages, **options)  # type: ignore[arg-type]
+    return y[:, None]  # [B, 1, H, D]
+
+
+def _is_counted(call: AttentionCall) -> bool:
+    return call.layout.masks[call.window].counted
+
+
+def _counted(call: AttentionCall) -> Tensor:
+    q, D = call.q, call.q.shape[3]
+    heads = [q, call.k, call.v]
+    if call.sinks is None and takes_flash(q.dtype, D):
+        heads = _padded(*heads)
+    y: Tensor = _CountedAttention.apply(*heads)  # type: ignore[no-untyped-call]
+    return y[..., :D]
+
+
+class _CountedAttention(torch.autograd.Function):
+    """Saves what a fused kernel saves, but computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> None:
+        raise RuntimeError("attention: a counted mask has no backward.")
+
+
+def _has_wide_heads(call: AttentionCall) -> bool:
+    q = call.q
+    if not MOST_FLASH_DIM < q.shape[3] <= MOST_HEAD_DIM:
+        return False
+    on_triton = q.device.type in ACCELERATORS and q.dtype in TRITON_DTYPES
+    modified = call.softcap is not None or call.sinks is not None or call.dropout != 0.0
+    causal = call.layout.causal and not call.layout.masks[call.window].later
+    return on_triton and q.shape[1] > 1 and not modified and causal
+
+
+def _wide(call: AttentionCall) -> Tensor:
+    return causal_attention(call.q, call.k, call.v, call.layout.documents, scale=call.scale, window=call.window)
+
+
+# Backends that need the mask
+
+
+def _has_sinks_in_segments(call: AttentionCall) -> bool:
+    return call.sinks is not None and call.mask.segments is not None
+
+
+def _sinks_in_segments(call: AttentionCall) -> Tensor:
+    segments = call.mask.segments
+    assert segments is not None
+    assert call.sinks is not None
+    return sink_attention(
+        call.q, call.k, call.v, call.sinks, scale=call.scale, window=call.window,
+        cu_seqlens=segments.cu_seqlens, max_seqlen=segments.max_seqlen,
+    )  # fmt: skip
+
+
+def _has_causal_sinks(call: AttentionCall) -> bool:
+    return call.sinks is not None and call.q.shape[1] > 1 and call.mask.block is None and call.mask.dense is None
+
+
+def _causal_sinks(call: AttentionCall) -> Tensor:
+    assert call.sinks is not None
+    return sink_attention(call.q, call.k, call.v, call.sinks, scale=call.scale)
+
+
+def _has_segments(call: AttentionCall) -> bool:
+    return call.mask.segments is not None
+
+
+def _segments(call: AttentionCall) -> Tensor:
+    """Attention within segments, by one kernel for all segments or one call for each length."""
+    q, segments = call.q, call.mask.segments
+    assert segments is not None
+    D = q.shape[3]
+    seen = segments.keys or segments  # the segments of the keys
+    heads = [
+        x.flatten(0, 1) if part.at is None else x.flatten(0, 1).index_select(0, part.at)
+        for x, part in ((q, segments), (call.k, seen), (call.v, seen))
+    ]  # [tokens, H or G, D], segment after segment
+
+    varlen = takes_segments(q.device, q.dtype, D)
+    # Lengths of queries and keys of each segment. One graph must serve all lengths, so it does not read them.
+    hidden = varlen and torch.compiler.is_compiling()
+    lengths = [] if hidden else [*zip(segments.lengths or [], seen.lengths or [], strict=True)]
+    runs = [(length, len([*run])) for length, run in itertools.groupby(lengths)]
+
+    if varlen and not 0 < len(runs) * LEAST_CALL <= len(heads[0]):
+        y = _varlen(call, heads, segments, seen)
+    else:
+        y = _by_length(call, heads, runs, recurring=segments.recurring)
+    if segments.at is not None:
+        y = torch.empty_like(y).index_copy(0, segments.at, y)
+    return y.view(q.shape)
+
+
+def _varlen(call: AttentionCall, heads: list[Tensor], segments: Segments, seen: Segments) -> Tensor:
+    """All segments in PyTorch's kernel for variable lengths."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, -1)
+    if call.layout.causal:
+        window = (-1 if call.window is None else call.window - 1, 0)
+    options: dict[str, Any] = {"scale": call.scale, "window_size": window}
+    if "enable_gqa" in VARLEN_OPTIONS:  # versions without the option always allow it
+        options["enable_gqa"] = call.q.shape[2] != call.k.shape[2]
+    bounds = segments.cu_seqlens, seen.cu_seqlens, segments.max_seqlen, seen.max_seqlen
+    queries, keys, values = _padded(*heads)
+    y: Any = varlen_attn(queries, keys, values, *bounds, **options)
+    narrow: Tensor = y[..., : call.q.shape[3]]
+    return narrow
+
+
+def _by_length(
+    call: AttentionCall, heads: list[Tensor], runs: list[tuple[tuple[int, int], int]], *, recurring: bool
+) -> Tensor:
+    """One call for each run of segments of the same length: ``((queries, keys), segments)``."""
+    q = call.q
+    queries, keys, values = (
+        x.split([length[side] * count for length, count in runs]) for x, side in zip(heads, (0, 1, 1), strict=True)
+    )
+    results = []
+    for ((n, m), _), *run in zip(runs, queries, keys, values, strict=True):
+        # [segments, H, n, D] and twice [segments, G, m, D]
+        part_q, part_k, part_v = (
+            x.unflatten(0, (-1, size)).transpose(1, 2) for x, size in zip(run, (n, m, m), strict=True)
+        )
+        if q.dtype == torch.float32 and q.device.type in ACCELERATORS and _few_scores(part_q, part_k):
+            y = attention_reference(part_q, part_k, part_v, None, call.scale, None, 0.0)
+        else:
+            with _unmasked(q, 0 if recurring else math.gcd(n, m)):
+                y = _sdpa(part_q, part_k, part_v, scale=call.scale)
+        results.append(y.transpose(1, 2).flatten(0, 1))
+    return torch.cat(results)
+
+
+def _padded(*heads: Tensor) -> list[Tensor]:
+    """Heads [..., D] padded with zeros to a multiple of 8, the widths that flash attention has."""
+    padding = -heads[0].shape[-1] % 8
+    return [F.pad(x, (0, padding)) if padding else x for x in heads]
+
+
+def _has_blocks(call: AttentionCall) -> bool:
+    return call.mask.block is not None
+
+
+def _flex(call: AttentionCall) -> Tensor:
+    from liger_models.layers.flex import flex_by_blocks  # imports torch's compiler, which takes a second
+
+    assert call.mask.block is not None
+    y: Tensor = flex_by_blocks(*call.heads_first, call.mask.block, call.scale, call.softcap, call.sinks)
+    return y.transpose(1, 2)
+
+
+def _is_single_with_sinks(call: AttentionCall) -> bool:
+    return call.sinks is not None and call.q.shape[1] == 1
+
+
+def _single_with_sinks(call: AttentionCall) -> Tensor:
+    _, k, v = call.heads_first
+    rows = call.grouped_query  # [B, G, H / G, D]
+    assert call.sinks is not None
+    sinks = call.sinks.view(rows.shape[1:3])
+    y = attention_reference(rows, k, v, call.mask.dense, call.scale, call.softcap, call.dropout, sinks)
+    return y.reshape(call.q.shape)
+
+
+def _changes_scores(call: AttentionCall) -> bool:
+    return call.softcap is not None or call.sinks is not None
+
+
+def _formula(call: AttentionCall) -> Tensor:
+    sinks = None if call.sinks is None else call.sinks[:, None]
+    y = attention_reference(*call.heads_first, call.mask.dense, call.scale, call.softcap, call.dropout, sinks)
+    return y.transpose(1, 2)
+
+
+def _is_single(call: AttentionCall) -> bool:
+    return call.q.shape[1] == 1 and call.layout.cache is not None
+
+
+def _single(call: AttentionCall) -> Tensor:
+    _, k, v = call.heads_first
+    with _sdpa_order(MASKED_BACKENDS, call.q):
+        y = F.scaled_dot_product_attention(call.grouped_query, k, v, attn_mask=call.mask.dense, scale=call.scale)
+    return y.reshape(call.q.shape)
+
+
+def _plain(call: AttentionCall) -> Tensor:
+    dense = call.mask.dense
+    causal = dense is None and call.layout.causal
+    with _unmasked(call.q, call.q.shape[1]):
+        return _sdpa_by_heads(
+            call.q, call.k, call.v, attn_mask=dense, dropout_p=call.dropout, is_causal=causal, scale=call.scale
+        )
+
+
+Backend = tuple[Callable[[AttentionCall], bool], Callable[[AttentionCall], Tensor]]
+
+WITHOUT_MASK: tuple[Backend, ...] = (
+    # First of all: no other kernel sums in an order that is independent of the batch.
+    (lambda call: is_batch_invariant(), _invariant),
+    # Keys and values are pages, which nothing below can read.
+    (lambda call: call.layout.pages is not None, _paged),
+    # A memory estimate, on tensors without values: nothing below may build a mask of them.
+    (_is_counted, _counted),
+    # Flash attention has no such heads, and its mask would be that of flex_attention, which is slower.
+    (_has_wide_heads, _wide),
+)
+"""Whether a backend takes a call, and what computes it: backends for which no mask is built."""
+
+WITH_MASK: tuple[Backend, ...] = (
+    # Sinks before the plain forms of the same masks, which would ignore them.
+    (_has_sinks_in_segments, _sinks_in_segments),
+    (_has_causal_sinks, _causal_sinks),
+    # The form of the mask decides: segments for variable lengths, blocks for flex_attention, else dense or none.
+    (_has_segments, _segments),
+    (_has_blocks, _flex),
+    # One query per head: the heads of a group become rows that share its keys, so that nothing is repeated.
+    (_is_single_with_sinks, _single_with_sinks),
+    # SDPA has neither softcaps nor sinks. Before `_single`, which is SDPA, too.
+    (_changes_scores, _formula),
+    (_is_single, _single),
+)
+"""As `WITHOUT_MASK`, of a call with its mask. `_plain`, which is SDPA, takes everything else."""
+
+
+# PyTorch's kernels and the formula
+
+
+def _few_scores(q: Tensor, k: Tensor) -> bool:
+    return math.prod(q.shape[:3]) * k.shape[2] * q.itemsize <= MOST_SCORES
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """PyTorch's scaled dot-product attention on [B, heads, T, D]; heads of a group share keys and values."""
+    shared = q.shape[1] != k.shape[1]
+    by_formula = shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3])
+    if by_formula and not _few_scores(q, k):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        shared = False
+    if shared:  # not enable_gqa=shared: in a graph with symbolic numbers of heads that is no bool
+        options["enable_gqa"] = True
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def _sdpa_by_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """`_sdpa` on [B, T, heads, D], over a part of the heads at a time where the queries are many."""
+    most = MOST_QUERIES if repeats() is None else MOST_RECOMPUTED
+    if torch.compiler.is_compiling() or q.numel() <= most:
+        return _sdpa(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+    G, parts = k.shape[2], -(-q.numel() // most)
+    kv_heads = -(-G // parts)  # of a part
+    pieces = zip(q.split(q.shape[2] // G * kv_heads, 2), k.split(kv_heads, 2), v.split(kv_heads, 2), strict=True)
+    return torch.cat([_sdpa(*(x.transpose(1, 2) for x in piece), **options).transpose(1, 2) for piece in pieces], 2)
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    dropout: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Unfused attention with softmax in fp32.
+
+    q [B, H, T, D]; k, v [B, G, S, D]; visible [B, 1, T, S] bool; sinks [H, 1 or T], one more score of no key.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2)) * scale  # [B, H, T, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    compute = torch.promote_types(q.dtype, torch.float32)
+    if sinks is not None:
+        column = sinks.to(compute)[..., None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores.to(compute), column], -1)  # [B, H, T, S + 1]
+    weights = scores.softmax(-1, dtype=compute).to(q.dtype)
+    return F.dropout(weights if sinks is None else weights[..., :-1], dropout) @ v
+
+
+def _unmasked(x: Tensor, T: int) -> AbstractContextManager[Any]:
+    """The order of SDPA's backends for attention without a mask over T tokens."""
+    without_cudnn = x.device.type in ACCELERATORS and T % CUDNN_STEP != 0
+    return _sdpa_order(CAUSAL_BACKENDS[1:] if without_cudnn else CAUSAL_BACKENDS, x)
+
+
+def _sdpa_order(order: list[SDPBackend], x: Tensor) -> AbstractContextManager[Any]:
+    return sdpa_kernel(order, set_priority=True) if x.device.type in ACCELERATORS else nullcontext()
