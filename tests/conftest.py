@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from .interpreter import speed_up_the_interpreter
+from .oracle_version import count_of_skipped, skip_an_unknown_family
 
 torch.set_num_threads(1)  # pytest-xdist spreads the work
 
@@ -34,6 +35,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if fixtures & GROUPS:
             item.add_marker("distributed")
             item.add_marker(pytest.mark.xdist_group("process groups"))  # started once, by one worker
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup():
+    """A family that the installed transformers does not have yet is skipped; fixtures make its models, too."""
+    try:
+        return (yield)
+    except ValueError as error:
+        skip_an_unknown_family(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    """As `pytest_runtest_setup`."""
+    try:
+        return (yield)
+    except ValueError as error:
+        skip_an_unknown_family(error)
+        raise
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Say how many tests had no oracle."""
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    if count := count_of_skipped(skipped):
+        terminalreporter.write_line(f"{count} tests skipped: the installed transformers does not have their family yet")
 
 
 def pytest_collection_finish() -> None:

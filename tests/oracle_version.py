@@ -1,0 +1,38 @@
+"""Families that the installed transformers does not have yet: their tests against it are skipped, and counted.
+
+Python 3.10 gets an older transformers than the newest in constraints.txt, with which no test is skipped.
+"""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+UNKNOWN = re.compile(r"Unrecognized model identifier: (\w+)")
+LACKS = "has no {family} yet"
+
+
+def newest_pinned() -> Version:
+    """The newest transformers in constraints.txt."""
+    return max(map(Version, re.findall(r"^transformers==([\d.]+)", CONSTRAINTS.read_text(), re.MULTILINE)))
+
+
+def skip_an_unknown_family(error: ValueError, installed: str | None = None) -> None:
+    """Skip the test that failed because the installed transformers is older than the family.
+
+    Args:
+        error: what transformers has raised.
+        installed: its version; by default the installed one.
+    """
+    unknown = UNKNOWN.search(str(error))
+    installed = installed or version("transformers")
+    if unknown and Version(installed) < newest_pinned():
+        pytest.skip(f"transformers {installed} {LACKS.format(family=unknown[1])}")
+
+
+def count_of_skipped(reasons: list[str]) -> int:
+    """How many of the reasons for skips are those of `skip_an_unknown_family`."""
+    return sum(bool(re.search(LACKS.format(family=r"\w+"), reason)) for reason in reasons)
