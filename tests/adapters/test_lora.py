@@ -29,7 +29,18 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LigerLMHead
 
 from ..arch import test_gemma3, test_gemma4_images, test_mllama, test_vision
-from ..arch.families import LIMIT, VISION_CASES, error, hf_model, is_tower, load, make_folder, tiny, tokens
+from ..arch.families import (
+    LIMIT,
+    VISION_CASES,
+    beyond_kinds,
+    error,
+    hf_model,
+    is_tower,
+    load,
+    make_folder,
+    tiny,
+    tokens,
+)
 from ..late import Late, transformers
 from ..memory.test_estimate import measured_bytes, saved_bytes
 
@@ -138,7 +149,10 @@ def assert_equal_to_peft(ours, theirs, ids, our_inputs=None, their_inputs=None) 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "use_dora"),
-    [(arch, False) for arch in list_archs()] + [(arch, True) for arch in sorted(dict(VISION_CASES))],
+    [
+        *(pytest.param(arch, False, marks=beyond_kinds(arch)) for arch in list_archs()),
+        *(pytest.param(arch, True, marks=beyond_kinds(arch)) for arch in sorted(dict(VISION_CASES))),
+    ],
 )
 def test_every_architecture_is_peft_on_transformers(arch, use_dora, root, tmp_path):
     """Ours writes the adapters, PEFT reads them into the model of transformers; those of vision towers as well."""

@@ -12,7 +12,7 @@ from liger_models.adapters import LoRAConfig, apply_lora, unpack_projections
 from liger_models.arch import list_archs
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
-from ..arch.families import LIMIT, error, hf_model, load, make_folder, tiny, tokens
+from ..arch.families import LIMIT, error, hf_model, load, make_folder, of_each_kind, tiny, tokens
 from ..late import Late
 from .test_lora import IDS, SHARED_EXPERTS, llama, stir, with_image
 
@@ -62,7 +62,7 @@ def adapters(arch: str, **options):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* all linear layers have adapters except:UserWarning")
-@pytest.mark.parametrize("arch", list_archs())
+@pytest.mark.parametrize("arch", of_each_kind(list_archs()))
 def test_every_architecture(arch, root, tmp_path):
     """An adapter of transformers' model goes in, is trained, and goes out; merged, it is a checkpoint, and plain."""
     folder = make_folder(arch, next(iter(tiny(arch))), root)

@@ -4,7 +4,7 @@ import copy
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from liger_models import AutoLigerModel
 from liger_models.arch import built_in, get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.cli.compare import relative_error as error
@@ -21,6 +22,7 @@ from liger_models.cli.compare import tensor_differences
 from liger_models.convert import format_of
 from liger_models.convert.load import pick_map
 from liger_models.kernels.dispatch import reference_backend
+from liger_models.layers.layer import Layer
 
 from ..late import transformers
 
@@ -55,11 +57,70 @@ CASES = [(arch, variant) for arch in ARCHS for variant in variants(arch)]
 FIRST_CASES = [(arch, next(iter(variants(arch)))) for arch in ARCHS]
 VISION_CASES = [(arch, variant) for arch, variant in CASES if "vision_config" in variants(arch)[variant]]
 
+
+@cache
+def properties(arch: str) -> frozenset[str]:
+    """What a family's layers are and do: the classes of all that lie in its blocks and towers, and of attention more.
+
+    Blocks, towers and models themselves are wiring, which every family has of its own.
+    """
+    if not (DATA / arch / "tiny.json").exists():
+        return frozenset()
+    model = AutoLigerModel.from_config({"model_type": arch, **next(iter(tiny(arch).values()))}, device="meta")
+    found = set()
+    for layer in model.modules():
+        attention = [part for part in layer.modules() if getattr(part, "attention", None) is not None]
+        if not isinstance(layer, Layer) or set(attention) - {layer}:
+            continue
+        found.add(type(layer).__name__)
+        if attention:
+            spec = layer.attention
+            found |= {name for name in ("window", "needs_mask", "needs_flash", "rotary") if getattr(spec, name)}
+            found |= {f"no {name}" for name in ("cache_slot", "rotary") if getattr(spec, name) is None}
+    return frozenset(found)
+
+
+def simplest_with(name: str) -> str:
+    """The family with the fewest properties among those that have one of this name."""
+    return min((arch for arch in ARCHS if name in properties(arch)), key=simplicity)
+
+
+def simplicity(arch: str) -> tuple[int, int, str]:
+    """What families are sorted by from the simplest on: few properties, then many variants."""
+    return len(properties(arch)), -len(variants(arch)), arch
+
+
+@cache
+def one_of_each_kind() -> frozenset[str]:
+    """Families in which every property of a layer occurs: from the simplest on, each that has one that is new."""
+    seen: set[str] = set()
+    chosen = set()
+    for arch in sorted(ARCHS, key=simplicity):
+        if properties(arch) - seen:
+            seen |= properties(arch)
+            chosen.add(arch)
+    return frozenset(chosen)
+
+
+def beyond_kinds(arch: str) -> Any:
+    """The marker ``matrix`` for all families but those of `one_of_each_kind`.
+
+    For tests of what depends on a family through its layers alone, and costs too much to be run for each.
+    """
+    return () if arch in one_of_each_kind() else pytest.mark.matrix
+
+
+def of_each_kind(cases: Iterable[Any]) -> list[Any]:
+    """Families, or pairs of a family and a variant, as parameters with the markers of `beyond_kinds`."""
+    return [pytest.param(case, marks=beyond_kinds(case if isinstance(case, str) else case[0])) for case in cases]
+
+
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
 one_case_each = pytest.mark.parametrize("pair", FIRST_CASES, indirect=True, ids="-".join)
+one_case_of_each_kind = pytest.mark.parametrize("pair", of_each_kind(FIRST_CASES), indirect=True, ids="-".join)
 
-one_text_case_each = pytest.mark.parametrize(
-    "pair", [case for case in FIRST_CASES if case not in VISION_CASES], indirect=True, ids="-".join
+one_text_case_of_each_kind = pytest.mark.parametrize(
+    "pair", of_each_kind(case for case in FIRST_CASES if case not in VISION_CASES), indirect=True, ids="-".join
 )
 VIDEO_CASES = [(arch, variant) for arch, variant in VISION_CASES if arch.startswith("qwen")]
 every_video_case = pytest.mark.parametrize("pair", VIDEO_CASES, indirect=True, ids="-".join)

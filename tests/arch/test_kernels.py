@@ -26,17 +26,18 @@ from .families import (
     hf_model,
     make_folder,
     one_case_each,
-    one_text_case_each,
+    one_text_case_of_each_kind,
     our_gradients,
+    simplest_with,
     tokens,
 )
 
 T = 40
-DIFFERENT = ("llama", "gemma2", "cohere2", "mixtral")
-"""Families that differ in their layers: plain, norms before and after, LayerNorms, experts."""
+DIFFERENT = [simplest_with(name) for name in ("LigerSwiGLUMLP", "needs_mask", "LigerLayerNorm", "LigerMoE")]
+"""Families that differ in the kernels that they run: plain, with softcaps, with LayerNorms, with experts."""
 
 
-@one_text_case_each  # test_vision.py has the others
+@one_text_case_of_each_kind  # test_vision.py has the others
 def test_kernels_match_transformers(pair, kernel_device):
     arch, variant, theirs, ours = pair
     ours.to(kernel_device)

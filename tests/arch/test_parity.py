@@ -25,6 +25,7 @@ from .families import (
     hf_model,
     load,
     one_case_each,
+    one_case_of_each_kind,
     tokens,
     variants,
 )
@@ -36,7 +37,10 @@ INDUCTOR = [
     (("mixtral", "aux"), False),
     (("qwen3_vl", "gqa"), False),
 ]
-"""Families that differ, with packed documents or not: plain, windows and softcaps, experts, images."""
+"""Families that differ, with packed documents or not: plain, windows and softcaps, experts, images.
+
+Compiling one takes longer than all other tests of a family, so only the first is compiled outside of the matrix.
+"""
 
 
 def steady_length(variant: str) -> int:
@@ -197,7 +201,7 @@ def test_cached_decode(pair):
         assert error(torch.cat(pieces, 1), ours(ids).logits) <= LIMIT
 
 
-@one_case_each
+@one_case_of_each_kind
 def test_checkpointing_policies_give_identical_gradients(pair):
     arch, variant, _, ours = pair
     ids = tokens(arch, variant, 2, 16)
@@ -242,7 +246,12 @@ def test_one_token_and_an_empty_batch(pair):
 
 @pytest.mark.compile
 @pytest.mark.slow
-@pytest.mark.parametrize(("pair", "packed"), INDUCTOR, indirect=["pair"], ids=str)
+@pytest.mark.parametrize(
+    ("pair", "packed"),
+    [INDUCTOR[0], *(pytest.param(*case, marks=pytest.mark.matrix) for case in INDUCTOR[1:])],
+    indirect=["pair"],
+    ids=str,
+)
 def test_inductor(pair, packed, fresh_dynamo):
     """The compiler's code computes what the model does without it, which the other tests compare with transformers."""
     arch, variant, _, ours = pair
@@ -261,7 +270,7 @@ def test_inductor(pair, packed, fresh_dynamo):
 
 
 @pytest.mark.compile
-@one_case_each
+@one_case_of_each_kind
 def test_forward_and_backward_are_one_graph(pair, fresh_dynamo):
     """With a policy for each layer, and packed documents where `test_inductor` has none."""
     arch, variant, _, ours = pair

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 
-from .families import LIMIT, error, one_case_each, taken_apart, tokens
+from .families import LIMIT, error, one_case_of_each_kind, taken_apart, tokens
 
 STEPS = 24
 LENGTHS = (13, 6, 9)
@@ -51,7 +51,7 @@ class Training:
 
 
 @pytest.mark.slow
-@one_case_each
+@one_case_of_each_kind
 def test_training_as_transformers(pair, tmp_path):
     """transformers trains on padded rows, we on padded rows and packed documents by turns."""
     arch, variant, theirs, ours = pair

@@ -20,6 +20,7 @@ from ..arch.families import (
     auto_class,
     error,
     make_folder,
+    of_each_kind,
     text_sizes,
     tokens,
 )
@@ -28,6 +29,7 @@ from ..late import Late, transformers
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
 hf_auto = Late("liger_models.hf.auto")
 every_family = pytest.mark.parametrize("hf", FIRST_CASES, indirect=True, ids="-".join)
+one_family_of_each_kind = pytest.mark.parametrize("hf", of_each_kind(FIRST_CASES), indirect=True, ids="-".join)
 llama = pytest.mark.parametrize("hf", [("llama", "gqa")], indirect=True, ids="-".join)
 T = 12
 
@@ -75,7 +77,7 @@ def test_logits_loss_gradients_and_checkpoint(hf, tmp_path):
     assert ours.load_state_dict(ours.state_dict()) == ([], [])
 
 
-@every_family
+@one_family_of_each_kind
 def test_generation(hf):
     arch, variant, theirs, ours = hf
     ids = tokens(arch, variant, 2, T)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..arch.families import FIRST_CASES, LIMIT, VISION_CASES, assert_same_gradients, error, tokens
+from ..arch.families import FIRST_CASES, LIMIT, VISION_CASES, assert_same_gradients, error, of_each_kind, tokens
 from ..late import transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
-every_text_family = pytest.mark.parametrize(
-    "hf", [case for case in FIRST_CASES if case not in VISION_CASES], indirect=True, ids="-".join
+one_text_family_of_each_kind = pytest.mark.parametrize(
+    "hf", of_each_kind(case for case in FIRST_CASES if case not in VISION_CASES), indirect=True, ids="-".join
 )
 llama = pytest.mark.parametrize("hf", [("llama", "gqa")], indirect=True, ids="-".join)
 LENGTHS = (7, 1, 12, 4)
@@ -27,7 +27,7 @@ def alone(theirs, ids: Tensor) -> Tensor:
     return sum(theirs(row, labels=row, num_items_in_batch=targets).loss for row in rows)
 
 
-@every_text_family
+@one_text_family_of_each_kind
 def test_positions_that_start_anew_are_documents(hf):
     arch, variant, theirs, ours = hf
     theirs.__dict__.pop("forward", None)

@@ -9,7 +9,16 @@ import torch
 
 import liger_models.hf
 
-from ..arch.families import FIRST_CASES, LIMIT, assert_same_gradients, error, make_folder, text_sizes, tokens
+from ..arch.families import (
+    FIRST_CASES,
+    LIMIT,
+    assert_same_gradients,
+    error,
+    make_folder,
+    of_each_kind,
+    text_sizes,
+    tokens,
+)
 from ..late import Late, transformers
 from .test_trainer import load, words_tokenizer
 
@@ -102,7 +111,7 @@ def assert_saves_a_checkpoint(run: Any) -> None:
     assert error(loaded(ids).logits, run.model.eval()(ids).logits) <= LIMIT
 
 
-@pytest.mark.parametrize("hf", FIRST_CASES, indirect=True, ids="-".join)
+@pytest.mark.parametrize("hf", of_each_kind(FIRST_CASES), indirect=True, ids="-".join)
 def test_the_head_that_trl_gives_a_model(hf):
     """It calls the body, and computes the loss from the head's weight and the configuration."""
     from trl.trainer.utils import add_fused_lm_head

@@ -16,6 +16,7 @@ from liger_models.parallel import (
     targets_per_rank,
 )
 
+from ..arch.families import beyond_kinds
 from .images import IMAGE_BATCHES, IMAGE_MODELS, image_batch, image_config
 from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, share, whole
 
@@ -109,6 +110,11 @@ RUNS = {
         },
     ),
 }  # fmt: skip
+
+
+def beyond_kinds_of_run(name: str) -> Any:
+    """The marker ``matrix`` for a run of a family whose layers are those of other families."""
+    return beyond_kinds((IMAGE_MODELS if name in IMAGE_MODELS else RUNS)[name][0])
 
 
 def run_config(name: str) -> tuple[str, Any]:

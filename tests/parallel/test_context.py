@@ -13,8 +13,10 @@ from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.adapters.medusa import LigerMedusa
 from liger_models.arch import list_archs
 from liger_models.distributed.collectives import Group
+from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp, compile_blocks
 
+from ..arch.families import of_each_kind
 from .comparison import (
     RUNS,
     assert_close,
@@ -22,6 +24,7 @@ from .comparison import (
     assert_same_on_device,
     assert_same_once,
     assert_same_run,
+    beyond_kinds_of_run,
     build,
     configs_of,
     mesh_of,
@@ -46,7 +49,7 @@ def spread_once(cases: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     return [averaged(once(spread(build(*case)))) for case in cases]
 
 
-@pytest.mark.parametrize("arch", list_archs())
+@pytest.mark.parametrize("arch", of_each_kind(list_archs()))
 def test_every_architecture(two, arch):
     cases = [(arch, config) for config in configs_of(arch)[:2]]
     expected = [once(build(*case)) for case in cases]
@@ -68,7 +71,10 @@ def train_spread(case: tuple[str, Any], policy: str, packed: bool, dp: int) -> d
 @pytest.mark.parametrize(
     ("name", "policy", "packed"),
     [
-        *((name, ("none", "selective", "full")[index % 3], index % 2 == 1) for index, name in enumerate(RUNS)),
+        *(
+            pytest.param(name, CHECKPOINTING_POLICIES[index % 3], index % 2 == 1, marks=beyond_kinds_of_run(name))
+            for index, name in enumerate(RUNS)
+        ),
         ("gemma2", "none", True),
         ("qwen3_next", "full", True),
     ],

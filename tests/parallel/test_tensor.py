@@ -17,7 +17,7 @@ from liger_models.distributed.collectives import group_of
 from liger_models.kernels import dispatch
 from liger_models.kernels.linear import act_linear, gated_mlp
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.layer import Layer
+from liger_models.layers.layer import CHECKPOINTING_POLICIES, Layer
 from liger_models.layers.linear import local
 from liger_models.layers.linear import replicated as replicated_weight
 from liger_models.layers.mlp import LigerMLP
@@ -30,6 +30,7 @@ from liger_models.parallel import (
     targets_per_rank,
 )
 
+from ..arch.families import of_each_kind
 from .comparison import (
     RUNS,
     assert_close,
@@ -39,6 +40,7 @@ from .comparison import (
     assert_same_run,
     assert_same_runs,
     batch_for,
+    beyond_kinds_of_run,
     build,
     configs_of,
     mesh_of,
@@ -57,7 +59,7 @@ def cut_once(cases: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     return [once(apply_tp(build(*case), mesh, sequence_parallel=i % 2 == 1)) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("arch", list_archs())
+@pytest.mark.parametrize("arch", of_each_kind(list_archs()))
 def test_every_architecture(two, arch):
     configs = configs_of(arch)
     cases = [(arch, config) for config in (configs[0], *configs[:5])]
@@ -88,10 +90,17 @@ def train_cut(case: tuple[str, Any], sequence_parallel: bool, policy: str, packe
 @pytest.mark.parametrize(
     ("name", "sequence_parallel", "policy", "packed"),
     [
-        *((name, index % 2 == 0, ("none", "selective", "full")[index % 3], False) for index, name in enumerate(RUNS)),
+        *(
+            pytest.param(
+                name, index % 2 == 0, CHECKPOINTING_POLICIES[index % 3], False, marks=beyond_kinds_of_run(name)
+            )
+            for index, name in enumerate(RUNS)
+        ),
         ("llama, tied, biases", True, "full", True),
         *(
-            (name, parallel, ("none", "selective", "full")[(index + parallel) % 3], False)
+            pytest.param(
+                name, parallel, CHECKPOINTING_POLICIES[(index + parallel) % 3], False, marks=beyond_kinds_of_run(name)
+            )
             for index, name in enumerate(IMAGE_MODELS)
             for parallel in (False, True)
         ),

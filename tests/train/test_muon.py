@@ -12,7 +12,7 @@ from liger_models import AutoLigerModel, LigerAdamW, LigerLlama, LigerMuon, Llam
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.convert import format_of
 
-from ..arch.families import FIRST_CASES, tiny
+from ..arch.families import FIRST_CASES, beyond_kinds, tiny
 from ..late import transformers
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -57,11 +57,14 @@ def matrices_of_the_checkpoint(model, tensor):
     return found
 
 
-CASES = {"-".join(case): (*case, {}) for case in FIRST_CASES}
-CASES |= {str(given): ("llama", "gqa", given) for given in ({"nesterov": False}, {"adjust_lr_fn": "original"})}
+CASES = [pytest.param(*case, {}, marks=beyond_kinds(case[0]), id="-".join(case)) for case in FIRST_CASES]
+CASES += [
+    pytest.param("llama", "gqa", options, id=str(options))
+    for options in ({"nesterov": False}, {"adjust_lr_fn": "original"})
+]
 
 
-@pytest.mark.parametrize(("arch", "variant", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("arch", "variant", "options"), CASES)
 def test_steps_are_torchs_on_the_matrices_of_the_checkpoint(arch, variant, options, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's orthogonalises in bf16
     config = transformers.AutoConfig.for_model(arch, **tiny(arch)[variant]).to_dict()
