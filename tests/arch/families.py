@@ -127,6 +127,9 @@ every_video_case = pytest.mark.parametrize("pair", VIDEO_CASES, indirect=True, i
 one_video_case_each = pytest.mark.parametrize(
     "pair", [case for case in FIRST_CASES if case in VIDEO_CASES], indirect=True, ids="-".join
 )
+one_video_case_of_each_kind = pytest.mark.parametrize(
+    "pair", of_each_kind(case for case in FIRST_CASES if case in VIDEO_CASES), indirect=True, ids="-".join
+)
 
 LIMIT = 1e-5
 """Largest relative error in fp32."""

@@ -16,6 +16,8 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from ..late import transformers
 from .families import (
     ARCHS,
+    CASES,
+    FIRST_CASES,
     LIMIT,
     assert_same_gradients,
     auto_class,
@@ -109,9 +111,14 @@ def test_num_items_in_batch(pair):
         assert error(ours(ids, labels=ids, num_items_in_batch=items).loss, want) <= LIMIT
 
 
+PADDED = [(case, "left") for case in CASES]
+PADDED += [pytest.param(case, "right", marks=() if case in FIRST_CASES else pytest.mark.matrix) for case in CASES]
+
+
 @pytest.mark.slow
-@every_case
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("pair", "side"), PADDED, indirect=["pair"], ids=lambda part: "-".join(part) if isinstance(part, tuple) else part
+)
 def test_padded_batches(pair, side):
     """The tokens' logits, the loss on them, and all gradients are those of transformers with the same mask."""
     arch, variant, theirs, ours = pair

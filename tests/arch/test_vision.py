@@ -34,6 +34,7 @@ from .families import (
     load,
     make_folder,
     one_video_case_each,
+    one_video_case_of_each_kind,
     tiny,
 )
 
@@ -378,7 +379,7 @@ def test_a_batch_of_transformers_processors_is_taken(pair):
 
 
 @pytest.mark.compile
-@one_video_case_each
+@one_video_case_of_each_kind
 def test_compiled_in_one_graph(pair, fresh_dynamo):
     """Also with images of other sizes than those of the first call."""
     arch, _, _, ours = pair
@@ -487,7 +488,7 @@ def test_configurations_that_do_not_fit_are_refused(pair):
         type(ours)(dataclasses.replace(config, mrope_section=[1, 1, 1]))
 
 
-@one_video_case_each
+@one_video_case_of_each_kind
 def test_kernels_match_transformers(pair, kernel_device, root):
     arch, variant, theirs, ours = pair
     batch = Batch(ours, [[2, ("image", (1, 1, 2)), 1, ("image", (1, 2, 2)), 2]])

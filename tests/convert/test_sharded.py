@@ -12,7 +12,7 @@ from liger_models.convert import format_of
 from liger_models.convert.sharded import MAX_RUNS, Part, plan_rows, read_part, untouched
 from liger_models.convert.weight_map import Cat, Expression, Name, Rearrange, Split, Stack
 
-from ..arch.families import tiny
+from ..arch.families import of_each_kind, tiny
 
 
 def maps(arch: str) -> list[tuple[Any, dict[str, Tensor]]]:
@@ -52,7 +52,7 @@ def never() -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", list_archs())
+@pytest.mark.parametrize("arch", of_each_kind(list_archs()))
 def test_parts_of_every_parameter(arch: str) -> None:
     """Each rank's rows are those of the whole parameter, and little more is read than they have elements."""
     seen = set()

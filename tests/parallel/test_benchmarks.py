@@ -35,7 +35,7 @@ MODES = ["hf", "ours", "ours+adamw+inbackward+selective", "ours+hsdp2", "ours+tp
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers about itself
-@pytest.mark.parametrize("whole", [0, 1e9], ids=["in shards", "whole"])
+@pytest.mark.parametrize("whole", [0, pytest.param(1e9, marks=pytest.mark.matrix)], ids=["in shards", "whole"])
 @pytest.mark.parametrize(
     ("model", "mode"),
     [

@@ -264,8 +264,8 @@ def train_2d(case: tuple[str, Any], optimizer: str, sequence_parallel: bool) -> 
         ("olmo2", "torch", True),
         ("mixtral", "liger", False),
         ("mllama", "torch", True),
-        ("gemma3", "liger", False),
-        ("qwen3_vl_moe", "liger", True),
+        pytest.param("gemma3", "liger", False, marks=beyond_kinds_of_run("gemma3")),
+        pytest.param("qwen3_vl_moe", "liger", True, marks=beyond_kinds_of_run("qwen3_vl_moe")),
     ],
 )
 def test_fsdp_around_it(four, name, optimizer, sequence_parallel):

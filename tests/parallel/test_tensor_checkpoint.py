@@ -16,6 +16,7 @@ from liger_models.parallel import (
     targets_per_rank,
 )
 
+from ..arch.families import beyond_kinds
 from .comparison import CHECKPOINTS, assert_close, assert_same, batch_for, build, shard_2d
 from .images import FAMILIES, image_config
 from .models import TINY, gradients, make_optimizer, whole
@@ -48,7 +49,7 @@ def load_and_save(arch: str, source: Path, target: Path, shape: tuple[int, ...])
     ("arch", "shape"),
     [
         *((arch, (2,)) for arch in ("gemma2", "qwen3_moe", "mllama")),
-        *((arch, (2, 2)) for arch in (*CHECKPOINTS, *FAMILIES)),
+        *(pytest.param(arch, (2, 2), marks=beyond_kinds(arch)) for arch in (*CHECKPOINTS, *FAMILIES)),
     ],
 )
 def test_in_and_out_of_a_checkpoint(two, four, tmp_path, arch, shape):

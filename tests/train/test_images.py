@@ -113,7 +113,14 @@ def test_adapters_of_the_language_model_or_of_the_tower_as_well(folder, family, 
         assert set(dict(before.named_parameters())) <= set(loras)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma4"])  # as slow, and like gemma3
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2_5_vl",
+        "mllama",
+        *(pytest.param(family, marks=pytest.mark.matrix) for family in ("qwen3_vl", "gemma3")),  # gemma4 is like gemma3
+    ],
+)
 @pytest.mark.parametrize(("objective", "data"), [("orpo", "pairs"), ("dpo", "pairs"), ("kto", "marked")])
 def test_preferences_with_images(folder, family, objective, data, monkeypatch):
     """The tower is trained, and the first loss is that of the pairs by themselves."""

@@ -107,6 +107,7 @@ def whole(folder) -> Path:
 
 
 @pytest.mark.distributed
+@pytest.mark.matrix
 def test_two_machines_train_die_and_go_on(folder, whole):
     """A process of one of them is killed, both agents end, and both are started again."""
     place: dict[str, Any] = {"cwd": folder, "XDG_CACHE_HOME": str(folder / "cache of machines")}
