@@ -6,8 +6,10 @@ linear layers.
 Source: https://yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf, transformers ``models/ernie4_5``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import RMSNormDecoderConfig
+from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 
@@ -40,6 +42,10 @@ class Ernie4_5Config(RMSNormDecoderConfig):
     use_bias: bool = False
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_values(self, attention_dropout=(0.0,))
 
     @property
     def mlp_bias(self) -> bool:
@@ -73,11 +79,17 @@ class LigerErnie4_5(CausalLM):
     block_class = Ernie4_5Block
 
 
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out the dropout of attention, which transformers' model does not have."""
+    return {key: value for key, value in keys.items() if key != "attention_dropout"}
+
+
 def weight_map(config: Ernie4_5Config) -> WeightMap:
     """Maps the parameters of ERNIE 4.5 to the tensors of a Hugging Face checkpoint."""
     return decoder_map(config, qkv_bias=config.use_bias, o_bias=config.use_bias, mlp_bias=config.use_bias)
 
 
 add_family(
-    LigerErnie4_5, CheckpointFormat(model_type="ernie4_5", hf_class="Ernie4_5ForCausalLM", weight_map=weight_map)
+    LigerErnie4_5,
+    CheckpointFormat(model_type="ernie4_5", hf_class="Ernie4_5ForCausalLM", weight_map=weight_map, to_json=to_json),
 )

@@ -82,21 +82,21 @@ IGNORED_KEYS = (
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Gives rope scaling of type "dynamic" with ``alpha`` a type of its own."""
-    return _retyped(hf, "dynamic", "ntk_alpha")
+    return _retyped(hf, "dynamic", {"rope_type": "ntk_alpha"})
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`."""
-    return _retyped(keys, "ntk_alpha", "dynamic")
+    """The inverse of `from_json`, in the spelling of the released files, too."""
+    return _retyped(keys, "ntk_alpha", {"type": "dynamic", "rope_type": "dynamic"})
 
 
-def _retyped(keys: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
-    """The keys with another type of rope scaling where it has ``alpha``; in config.json alpha 0 or null means none."""
+def _retyped(keys: Mapping[str, Any], old: str, new: Mapping[str, str]) -> dict[str, Any]:
+    """The keys with another type of rope scaling where it has ``alpha``; alpha 0 or null means none."""
     changed = dict(keys)
     for name in ("rope_scaling", "rope_parameters"):
         rope = keys.get(name)
         if isinstance(rope, Mapping) and rope.get("alpha") and rope.get("rope_type", rope.get("type")) == old:
-            changed[name] = {key: value for key, value in rope.items() if key != "type"} | {"rope_type": new}
+            changed[name] = {key: value for key, value in rope.items() if key != "type"} | new
     return changed
 
 
