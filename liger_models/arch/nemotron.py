@@ -42,11 +42,6 @@ class NemotronConfig(DecoderConfig):
     bos_token_id: int | None = 2
     eos_token_id: int | list[int] | None = 3
 
-    @property
-    def rotary_width(self) -> int:
-        """Number of dimensions of a head that are rotated."""
-        return int(self.head_size * self.partial_rotary_factor)
-
 
 def norm1p(config: NemotronConfig, kernels: KernelOptions) -> LigerLayerNorm:
     """A LayerNorm that adds one to its weight, which starts from zeros."""
