@@ -96,7 +96,7 @@ def _retyped(keys: Mapping[str, Any], old: str, new: Mapping[str, str]) -> dict[
     for name in ("rope_scaling", "rope_parameters"):
         rope = keys.get(name)
         if isinstance(rope, Mapping) and rope.get("alpha") and rope.get("rope_type", rope.get("type")) == old:
-            changed[name] = {key: value for key, value in rope.items() if key != "type"} | new
+            changed[name] = {key: value for key, value in rope.items() if key != "type"} | {**new}
     return changed
 
 
