@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from liger_models.arch.auto import list_archs as list_archs
     from liger_models.arch.cohere2 import Cohere2Config as Cohere2Config
     from liger_models.arch.cohere2 import LigerCohere2 as LigerCohere2
+    from liger_models.arch.ernie4_5 import Ernie4_5Config as Ernie4_5Config
+    from liger_models.arch.ernie4_5 import LigerErnie4_5 as LigerErnie4_5
     from liger_models.arch.exaone4 import Exaone4Config as Exaone4Config
     from liger_models.arch.exaone4 import LigerExaone4 as LigerExaone4
     from liger_models.arch.gemma import LigerGemma as LigerGemma
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from liger_models.arch.glm4 import LigerGLM4 as LigerGLM4
     from liger_models.arch.gpt_oss import LigerGptOss as LigerGptOss
     from liger_models.arch.granite import LigerGranite as LigerGranite
+    from liger_models.arch.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanDenseV1Config
+    from liger_models.arch.hunyuan_v1_dense import LigerHunYuanDenseV1 as LigerHunYuanDenseV1
     from liger_models.arch.llama import LigerLlama as LigerLlama
     from liger_models.arch.llama import LlamaConfig as LlamaConfig
     from liger_models.arch.ministral import LigerMinistral as LigerMinistral
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
     from liger_models.arch.mistral import LigerMistral as LigerMistral
     from liger_models.arch.mixtral import LigerMixtral as LigerMixtral
     from liger_models.arch.mllama.model import LigerMllama as LigerMllama
+    from liger_models.arch.nemotron import LigerNemotron as LigerNemotron
+    from liger_models.arch.nemotron import NemotronConfig as NemotronConfig
     from liger_models.arch.olmo2 import LigerOlmo2 as LigerOlmo2
     from liger_models.arch.olmo3 import LigerOlmo3 as LigerOlmo3
     from liger_models.arch.phi3 import LigerPhi3 as LigerPhi3
@@ -65,7 +71,11 @@ if TYPE_CHECKING:
     from liger_models.arch.qwen3_vl.dense import LigerQwen3VL as LigerQwen3VL
     from liger_models.arch.qwen3_vl.moe import LigerQwen3VLMoE as LigerQwen3VLMoE
     from liger_models.arch.registry import register as register
+    from liger_models.arch.seed_oss import LigerSeedOss as LigerSeedOss
+    from liger_models.arch.seed_oss import SeedOssConfig as SeedOssConfig
     from liger_models.arch.smollm3 import LigerSmolLM3 as LigerSmolLM3
+    from liger_models.arch.starcoder2 import LigerStarcoder2 as LigerStarcoder2
+    from liger_models.arch.starcoder2 import Starcoder2Config as Starcoder2Config
     from liger_models.convert.tensors import get_hf_state_dict as get_hf_state_dict
     from liger_models.convert.tensors import hf_gradients as hf_gradients
     from liger_models.convert.tensors import hf_tensors as hf_tensors
@@ -123,6 +133,7 @@ else:
             "adapters.unpacked": ["unpack_projections"],
             "arch.auto": ["AutoLigerModel", "AutoLigerProcessor", "list_archs"],
             "arch.cohere2": ["Cohere2Config", "LigerCohere2"],
+            "arch.ernie4_5": ["Ernie4_5Config", "LigerErnie4_5"],
             "arch.exaone4": ["Exaone4Config", "LigerExaone4"],
             "arch.gemma": ["LigerGemma"],
             "arch.gemma2": ["LigerGemma2"],
@@ -137,12 +148,14 @@ else:
             "arch.glm4": ["LigerGLM4"],
             "arch.gpt_oss": ["LigerGptOss"],
             "arch.granite": ["LigerGranite"],
+            "arch.hunyuan_v1_dense": ["HunYuanDenseV1Config", "LigerHunYuanDenseV1"],
             "arch.llama": ["LigerLlama", "LlamaConfig"],
             "arch.ministral": ["LigerMinistral"],
             "arch.ministral3": ["LigerMinistral3"],
             "arch.mistral": ["LigerMistral"],
             "arch.mixtral": ["LigerMixtral"],
             "arch.mllama.model": ["LigerMllama"],
+            "arch.nemotron": ["LigerNemotron", "NemotronConfig"],
             "arch.olmo2": ["LigerOlmo2"],
             "arch.olmo3": ["LigerOlmo3"],
             "arch.phi3": ["LigerPhi3"],
@@ -157,7 +170,9 @@ else:
             "arch.qwen3_vl.dense": ["LigerQwen3VL"],
             "arch.qwen3_vl.moe": ["LigerQwen3VLMoE"],
             "arch.registry": ["register"],
+            "arch.seed_oss": ["LigerSeedOss", "SeedOssConfig"],
             "arch.smollm3": ["LigerSmolLM3"],
+            "arch.starcoder2": ["LigerStarcoder2", "Starcoder2Config"],
             "convert.tensors": ["get_hf_state_dict", "hf_gradients", "hf_tensors", "load_hf_tensors"],
             "data.dataset": ["PackedDataset"],
             "data.loader": ["PackedLoader"],

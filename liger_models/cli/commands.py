@@ -458,6 +458,9 @@ def new_arch_command(
     config: Annotated[
         Path, typer.Option("--from", exists=True, dir_okay=False, help="The config.json of a released checkpoint.")
     ],
+    model: Annotated[
+        str | None, typer.Option(help="Name of the released model, such as Minitron-4B-Base, for its files.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the files of a new architecture, from a config.json: a copy of the nearest module, and its test data.
@@ -468,7 +471,7 @@ def new_arch_command(
     """
     from liger_models.cli.new_arch import PUBLIC, new_arch
 
-    made = new_arch(name, config)
+    made = new_arch(name, config, model)
     if as_json:
         return _print_json(made._asdict())
     for file in made.files:
@@ -480,8 +483,7 @@ def new_arch_command(
         f"{module} is a copy of {made.nearest}, the nearest architecture. Change it until nothing differs:",
         *(f"    {line}" for line in made.differences or ["its tensors and its parts equal transformers'"]),
         f"Give tests/fixtures/{name}/tiny.json a variant for each setting of config.json.",
-        f"Rename {name}.json, {name}.shapes.json and the key in rope_oracle.json to MODEL, the released model's name.",
-        f"Compare with transformers: make test ARGS=\"-k '{name} or MODEL'\". Then run make check.",
+        f"Compare with transformers: make test ARGS=\"-k '{name} or {model or name}'\". Then run make check.",
         f"For a public name, add to {PUBLIC}:",
         *(f"    {line}" for line in made.public),
         "docs/adding-an-architecture.md explains each step.",

@@ -196,11 +196,11 @@ def _with_defaults(source: str, class_name: str, ours: Any, theirs: Any) -> str:
             continue
         hint = field.type.__name__ if isinstance(field.type, type) else str(field.type)
         default = float(default) if hint == "float" and isinstance(default, int) else default
-        line = f"    {name}: {hint} = {json.dumps(default) if isinstance(default, str) else default!r}"
+        line = f"    {name}: {hint} = " + (json.dumps(default) if isinstance(default, str) else repr(default))
         if name in stated:
             lines[stated[name].lineno - 1 : stated[name].end_lineno] = [line]
         else:
-            added.insert(0, line)
+            added.append(line)
     # After the docstring, and after the blank line in front of the fields.
     end = body[0].end_lineno or 0
     if added:

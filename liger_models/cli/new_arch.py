@@ -53,13 +53,14 @@ class NewArch(NamedTuple):
     public: list[str]
 
 
-def new_arch(name: str, config_file: Path) -> NewArch:
+def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
     """Write the module of a new architecture and its test data into the checkout in the working directory.
 
     Args:
         name: ``model_type``; the name of the module and of the data folder.
         config_file: config.json of a released checkpoint. Where its safetensors are in the same folder, the shapes are
             theirs.
+        model: name of the released model, for its files; None for ``name``.
 
     Raises:
         FileExistsError: one of the files exists.
@@ -98,18 +99,18 @@ def new_arch(name: str, config_file: Path) -> NewArch:
         shapes = {tensor: list(header.shape) for tensor, header in read_headers(config_file.parent).items()}
     else:
         notes.append(
-            f"{name}.shapes.json has the names and shapes of transformers' model. Compare them with the headers of the "
-            "released safetensors."
+            f"{model or name}.shapes.json has the names and shapes of transformers' model. Compare them with the "
+            "headers of the released safetensors."
         )
-    folder = DATA / name
+    folder, model = DATA / name, model or name
     files = {
         ARCH / f"{name}.py": source,
         folder / "tiny.json": _json(tiny),
-        folder / f"{name}.json": _json(hf),
-        folder / f"{name}.shapes.json": json.dumps(shapes, sort_keys=True, separators=(",", ":")) + "\n",
+        folder / f"{model}.json": _json(hf),
+        folder / f"{model}.shapes.json": json.dumps(shapes, sort_keys=True, separators=(",", ":")) + "\n",
     }
     if ropes:
-        files[folder / "rope_oracle.json"] = json.dumps({name: ropes}) + "\n"
+        files[folder / "rope_oracle.json"] = json.dumps({model: ropes}) + "\n"
     _write(files)
 
     public = sorted([f"Liger{prefix}", f"{prefix}Config"])

@@ -363,7 +363,9 @@ def decoder_map(
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
+    norm_bias: bool = False,
     norms: Sequence[str] = ("input_layernorm", "post_attention_layernorm"),
+    plain_mlp: tuple[str, str] | None = None,
     instead: Mapping[str, Expression | str | None] | None = None,
     also: Mapping[str, Expression | str] | None = None,
     over: Mapping[str, Sequence[int]] | None = None,
@@ -376,8 +378,9 @@ def decoder_map(
 
     Args:
         config: config of the model.
-        qkv_bias, o_bias, mlp_bias: whether these projections have biases.
+        qkv_bias, o_bias, mlp_bias, norm_bias: whether these projections, or all norms, have biases.
         norms: names of the norms of a block, which are the same in the checkpoint.
+        plain_mlp: names in the checkpoint of the two layers of a `LigerMLP`; None for a gated MLP.
         instead: entries of a layer that differ from Llama's: our name within the layer -> expression over full names
             (``model.layers.{i}. ...``, or with another prefix), or None to remove the entry.
         also: additional entries, with full names.
@@ -387,7 +390,9 @@ def decoder_map(
         head: name of the head's weight in the checkpoint.
     """
     theirs = f"{prefix}.layers.{{i}}"
-    layer: dict[str, Expression | str | None] = {f"{norm}.weight": f"{theirs}.{norm}.weight" for norm in norms}
+    layer: dict[str, Expression | str | None] = {
+        f"{norm}.{kind}": f"{theirs}.{norm}.{kind}" for norm in norms for kind in _kinds(norm_bias)
+    }
     for kind in _kinds(qkv_bias):
         layer[f"self_attn.qkv_proj.{kind}"] = qkv_rows(
             *(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv"),
@@ -398,6 +403,9 @@ def decoder_map(
     for kind in _kinds(o_bias):
         layer[f"self_attn.o_proj.{kind}"] = f"{theirs}.self_attn.o_proj.{kind}"
     for kind in _kinds(mlp_bias):
+        if plain_mlp is not None:
+            layer |= {f"mlp.fc{i}.{kind}": f"{theirs}.mlp.{name}.{kind}" for i, name in enumerate(plain_mlp, 1)}
+            continue
         gate, up, down = (f"{theirs}.mlp.{part}_proj.{kind}" for part in ("gate", "up", "down"))
         layer[f"mlp.gate_up_proj.{kind}"] = gate_up_rows(gate, up)
         layer[f"mlp.down_proj.{kind}"] = down
@@ -406,7 +414,7 @@ def decoder_map(
     entries: dict[str, Expression | str] = {
         "embed_tokens.weight": f"{prefix}.embed_tokens.weight",
         **{f"layers.{{i}}.{name}": expression for name, expression in layer.items() if expression is not None},
-        "norm.weight": f"{prefix}.norm.weight",
+        **{f"norm.{kind}": f"{prefix}.norm.{kind}" for kind in _kinds(norm_bias)},
         **(also or {}),
     }
     skip = [*skip]

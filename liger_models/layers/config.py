@@ -25,11 +25,12 @@ _LENGTHS = """
 _POSITIVE = """
     rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor
     short_factor long_factor partial_rotary_factor attn_logit_softcapping final_logit_softcapping logits_scaling
-    swiglu_limit attention_multiplier
+    swiglu_limit attention_multiplier alpha
 """
 _NOT_NEGATIVE = """
-    rms_norm_eps layer_norm_eps norm_eps initializer_range attention_dropout mscale mscale_all_dim num_global_layers
-    num_experts num_local_experts hidden_size_per_layer_input num_kv_shared_layers
+    rms_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
+    embedding_dropout mscale mscale_all_dim num_global_layers num_experts num_local_experts
+    hidden_size_per_layer_input num_kv_shared_layers
 """
 LIMITS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(_SIZES.split(), (1, 2**24)),

@@ -152,7 +152,7 @@ def fp32_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[L
 
 
 class LigerLayerNorm(Layer):
-    """``weight · (x − mean(x)) / sqrt(var(x) + eps) + bias`` over the last dimension.
+    """``(offset + weight) · (x − mean(x)) / sqrt(var(x) + eps) + bias`` over the last dimension.
 
     Args:
         hidden_size: C.
@@ -160,6 +160,7 @@ class LigerLayerNorm(Layer):
         bias: what the bias starts from: False zeros, True a normal distribution (Liger-Kernel's signature).
         init_fn: "ones" or "zeros", what the weight starts from.
         use_bias: False for a norm without bias, which has no such parameter.
+        offset: added to the weight, in its dtype (Nemotron: 1.0).
         kernel: False for plain torch.
 
     Raises:
@@ -176,6 +177,7 @@ class LigerLayerNorm(Layer):
         init_fn: str = "ones",
         *,
         use_bias: bool = True,
+        offset: float = 0.0,
         kernel: bool = True,
     ) -> None:
         super().__init__()
@@ -183,7 +185,7 @@ class LigerLayerNorm(Layer):
             raise ValueError(f"LigerLayerNorm: init_fn must be 'ones' or 'zeros', got {init_fn!r}.")
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.bias = nn.Parameter(torch.empty(hidden_size)) if use_bias else None
-        self.eps, self.random_bias, self.init_fn, self.kernel = eps, bias, init_fn, kernel
+        self.eps, self.random_bias, self.init_fn, self.offset, self.kernel = eps, bias, init_fn, offset, kernel
         self.group: Group | None = None
         """The process group over which the gradients are all-reduced; its ranks norm tokens of their own."""
         self.reset_parameters()
@@ -206,7 +208,7 @@ class LigerLayerNorm(Layer):
 
     def extra_repr(self) -> str:
         """Sizes and constants, for ``print(model)``."""
-        return f"{self.weight.shape[0]}, eps={self.eps}, use_bias={self.bias is not None}"
+        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}, use_bias={self.bias is not None}"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., C] -> [..., C] in the same dtype."""
@@ -226,7 +228,9 @@ class LigerLayerNorm(Layer):
         return FusedNorm(*self._own(), "layer_norm", self.eps) if self.kernel and is_plain(self) else None
 
     def _own(self) -> tuple[Tensor, Tensor | None]:
-        return replicated(self.weight, self.group), None if self.bias is None else replicated(self.bias, self.group)
+        weight = replicated(self.weight, self.group)
+        bias = None if self.bias is None else replicated(self.bias, self.group)
+        return weight + self.offset if self.offset else weight, bias
 
 
 Norm = LigerRMSNorm | LigerLayerNorm

@@ -63,7 +63,19 @@ class LongRopeScaling:
     attention_factor: float | None = None
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+@dataclass(frozen=True, kw_only=True)
+class NtkAlphaScaling:
+    """Multiplies the base by ``alpha`` to the power of width / (width − 2) (Hunyuan); other fields change nothing."""
+
+    alpha: float
+    factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | NtkAlphaScaling
 
 ROPE_TYPES: dict[str, type[RopeScaling]] = {
     "linear": LinearScaling,
@@ -71,6 +83,7 @@ ROPE_TYPES: dict[str, type[RopeScaling]] = {
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
     "longrope": LongRopeScaling,
+    "ntk_alpha": NtkAlphaScaling,
 }
 """``rope_type`` in config.json -> its dataclass. The type ``default`` means no scaling, which is None."""
 
@@ -189,6 +202,8 @@ class RotaryEmbedding(Layer):
                 self.long_inv_freq = _longrope_frequencies(width, theta, scaling.long_factor)
                 self.attention_factor = longrope_attention_factor(scaling, max_position_embeddings)
                 self.switch_length = scaling.original_max_position_embeddings
+            case NtkAlphaScaling():
+                base = _base_frequencies(width, theta * scaling.alpha ** (width / (width - 2)))
         # No buffer: checkpoints have none, and the meta device would lose it.
         self.inv_freq = base
         self._move(torch.get_default_device())

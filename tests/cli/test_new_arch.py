@@ -82,16 +82,15 @@ def load_module(checkout: Path) -> ModuleType:
 
 
 def test_what_is_written_and_what_to_do_next(checkout):
-    output = run(NAME, "--from", "../config.json")
+    output = run(NAME, "--from", "../config.json", "--model", "cwm-32b")
     data = [f"tests/fixtures/{NAME}/{file}" for file in (
-        f"{NAME}.json", f"{NAME}.shapes.json", "rope_oracle.json", "tiny.json"
+        "cwm-32b.json", "cwm-32b.shapes.json", "rope_oracle.json", "tiny.json"
     )]  # fmt: skip
     assert written(checkout) == [f"liger_models/arch/{NAME}.py", "liger_models/arch/registry.py", *data]
     for line in (
         *data,
         "its tensors and its parts equal transformers'",
-        "Rename cwm.json, cwm.shapes.json",
-        f"make test ARGS=\"-k '{NAME} or MODEL'\"",
+        f"make test ARGS=\"-k '{NAME} or cwm-32b'\"",
         "from liger_models.arch.cwm import LigerCwm as LigerCwm",
         '"arch.cwm": ["CwmConfig", "LigerCwm"],',
         "docs/adding-an-architecture.md",

@@ -170,7 +170,7 @@ by_norm = pytest.mark.parametrize("make_norm", NORMS.values(), ids=NORMS)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@by_norm
+@pytest.mark.parametrize("make_norm", [*NORMS.values(), lambda: LigerLayerNorm(8, offset=1.0)], ids=[*NORMS, "offset"])
 @pytest.mark.parametrize("plain", [False, True], ids=["gated", "plain"])
 def test_norm_and_mlp_together(plain, make_norm, recompute, kernel_device):
     """The fused path, hooks, a replaced forward, a replaced linear: each is what the modules say."""

@@ -252,6 +252,21 @@ def test_bad_arguments():
     assert not LigerRMSNorm(4, init_fn="zeros").weight.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_offset_of_a_layer_norm_is_added_in_the_dtype_of_the_weight(dtype, backend):
+    norm = LigerLayerNorm(8, offset=1.0).to(backend, dtype)
+    torch.nn.init.normal_(norm.weight, std=0.01)
+    x, residual = torch.randn(2, 3, 8, device=backend, dtype=dtype).unbind()
+    want = torch.nn.functional.layer_norm(x, (8,), norm.weight + 1.0, norm.bias, norm.eps)
+    torch.testing.assert_close(norm(x), want)
+    plain = LigerLayerNorm(8).to(backend, dtype)
+    plain.load_state_dict({"weight": norm.weight + 1.0, "bias": norm.bias})
+    for ours, theirs in zip(norm.add(x, residual), plain.add(x, residual), strict=True):
+        assert torch.equal(ours, theirs)
+    norm(x).sum().backward()
+    assert norm.weight.grad.any()
+
+
 def test_where_a_layer_norms_weights_start():
     for make, options in ((torch.ones, {}), (torch.zeros, {"init_fn": "zeros"})):
         norm = LigerLayerNorm(4, **options)

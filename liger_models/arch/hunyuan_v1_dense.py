@@ -1,0 +1,126 @@
+"""Hunyuan 0.5B, 1.8B, 4B, 7B and Hunyuan-MT: model_type ``hunyuan_v1_dense``.
+
+Differs from Llama: RMSNorms of each head of q and k after the rotation; rope scaling of type "dynamic" with a key
+``alpha`` raises the base of the frequencies once, whatever the length of the sequence.
+
+Source: https://github.com/Tencent-Hunyuan/Hunyuan-7B, transformers ``models/hunyuan_v1_dense``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention, LigerQKNormAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class HunYuanDenseV1Config(RMSNormDecoderConfig):
+    """Sizes and constants of a dense Hunyuan model."""
+
+    vocab_size: int = 290943
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    pad_token_id: int | None = 0
+
+
+class HunYuanDenseV1Attention(LigerQKNormAttention):
+    """Attention whose q and k are rotated first and normed then."""
+
+    def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = LigerAttention._split(self, qkv, layout)  # [B, T, H, D], [B, T, G, D] twice
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class HunYuanDenseV1Block(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: HunYuanDenseV1Config, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = HunYuanDenseV1Attention.from_config(
+            config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
+        )
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+
+
+class LigerHunYuanDenseV1(CausalLM):
+    """Hunyuan with its language-model head."""
+
+    config_class = HunYuanDenseV1Config
+    block_class = HunYuanDenseV1Block
+
+
+# What the files say of the only layout, and of a token that no one reads; transformers' model has none of them.
+IGNORED_KEYS = (
+    "add_classification_head",
+    "attention_head_dim",
+    "eod_token_id",
+    "mlp_bias",
+    "use_qk_norm",
+    "use_rotary_pos_emb",
+)
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives rope scaling of type "dynamic" with ``alpha`` a type of its own."""
+    return _retyped(hf, "dynamic", {"rope_type": "ntk_alpha"})
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `from_json`, in the spelling of the released files, too."""
+    return _retyped(keys, "ntk_alpha", {"type": "dynamic", "rope_type": "dynamic"})
+
+
+def _retyped(keys: Mapping[str, Any], old: str, new: Mapping[str, str]) -> dict[str, Any]:
+    """The keys with another type of rope scaling where it has ``alpha``; alpha 0 or null means none."""
+    changed = dict(keys)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = keys.get(name)
+        if isinstance(rope, Mapping) and rope.get("alpha") and rope.get("rope_type", rope.get("type")) == old:
+            changed[name] = {key: value for key, value in rope.items() if key != "type"} | {**new}
+    return changed
+
+
+def weight_map(config: HunYuanDenseV1Config) -> WeightMap:
+    """Maps the parameters of Hunyuan to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        instead={
+            "self_attn.q_norm.weight": "model.layers.{i}.self_attn.query_layernorm.weight",
+            "self_attn.k_norm.weight": "model.layers.{i}.self_attn.key_layernorm.weight",
+        },
+    )
+
+
+add_family(
+    LigerHunYuanDenseV1,
+    CheckpointFormat(
+        model_type="hunyuan_v1_dense",
+        hf_class="HunYuanDenseV1ForCausalLM",
+        weight_map=weight_map,
+        from_json=from_json,
+        to_json=to_json,
+        ignored_keys=IGNORED_KEYS,
+    ),
+)

@@ -1,0 +1,106 @@
+"""Nemotron-3 8B, Nemotron-4 340B and 15B, Minitron 4B and 8B, Nemotron-Mini: model_type ``nemotron``.
+
+Differs from Llama: LayerNorms with bias, whose weight is stored as its difference from one ("LayerNorm1P"); the MLP has
+no gate, and its activation is the square of ReLU; only the first ``partial_rotary_factor`` of each head is rotated.
+
+Source: https://arxiv.org/abs/2402.16819, https://arxiv.org/abs/2407.14679, transformers ``models/nemotron``.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import DecoderConfig
+from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
+from liger_models.layers.norm import LigerLayerNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemotronConfig(DecoderConfig):
+    """Sizes and constants of a Nemotron model."""
+
+    activations = ("relu2",)
+
+    vocab_size: int = 256000
+    hidden_size: int = 6144
+    intermediate_size: int = 24576
+    num_attention_heads: int = 48
+    hidden_act: str = "relu2"
+    max_position_embeddings: int = 4096
+    initializer_range: float = 0.0134
+    norm_eps: float = 1e-5
+    partial_rotary_factor: float = 0.5
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: int | None = 2
+    eos_token_id: int | list[int] | None = 3
+
+
+def norm1p(config: NemotronConfig, kernels: KernelOptions) -> LigerLayerNorm:
+    """A LayerNorm that adds one to its weight, which starts from zeros."""
+    return LigerLayerNorm(config.hidden_size, config.norm_eps, init_fn="zeros", offset=1.0, kernel=kernels.layer_norm)
+
+
+class NemotronBlock(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: NemotronConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        self.input_layernorm = norm1p(config, kernels)
+        self.self_attn = LigerAttention.from_config(
+            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
+        )
+        self.post_attention_layernorm = norm1p(config, kernels)
+        self.mlp = LigerMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            act=ACTIVATIONS[config.hidden_act],
+            bias=config.mlp_bias,
+            kernel=kernels.swiglu,
+        )
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+
+
+class LigerNemotron(CausalLM):
+    """Nemotron with its language-model head."""
+
+    config_class = NemotronConfig
+    block_class = NemotronBlock
+
+    def build_norm(self, config: NemotronConfig) -> LigerLayerNorm:
+        """A LayerNorm that adds one to its weight."""
+        return norm1p(config, self.kernels)
+
+
+IGNORED_KEYS = ("kv_channels",)  # the size of a head in NeMo; transformers does not read it
+
+
+def weight_map(config: NemotronConfig) -> WeightMap:
+    """Maps the parameters of Nemotron to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        norm_bias=True,
+        plain_mlp=("up_proj", "down_proj"),
+    )
+
+
+add_family(
+    LigerNemotron,
+    CheckpointFormat(
+        model_type="nemotron", hf_class="NemotronForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS
+    ),
+)

@@ -1,0 +1,81 @@
+"""Seed-OSS 36B: model_type ``seed_oss``.
+
+Differs from Llama: the q, k and v projections have biases (``attention_bias``), and the output projection has its own
+switch (``attention_out_bias``); in training, elements of the output of each branch are dropped.
+
+Source: https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct, transformers ``models/seed_oss``.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedOssConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a Seed-OSS model."""
+
+    vocab_size: int = 155136
+    intermediate_size: int = 27648
+    num_hidden_layers: int = 64
+    num_attention_heads: int = 80
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    max_position_embeddings: int = 524288
+    attention_bias: bool = True
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float = 0.1
+    residual_dropout: float = 0.1
+    bos_token_id: int | None = 0
+    pad_token_id: int | None = 1
+
+
+class SeedOssBlock(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: SeedOssConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm()
+        self.self_attn = LigerAttention.from_config(
+            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_out_bias
+        )
+        self.post_attention_layernorm = norm()
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        self.dropout = nn.Dropout(config.residual_dropout)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        x, residual = self.mlp.add_norm(self.post_attention_layernorm, self.dropout(x), residual)
+        return self.dropout(x), residual
+
+
+class LigerSeedOss(CausalLM):
+    """Seed-OSS with its language-model head."""
+
+    config_class = SeedOssConfig
+    block_class = SeedOssBlock
+
+
+def weight_map(config: SeedOssConfig) -> WeightMap:
+    """Maps the parameters of Seed-OSS to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config, qkv_bias=config.attention_bias, o_bias=config.attention_out_bias, mlp_bias=config.mlp_bias
+    )
+
+
+add_family(LigerSeedOss, CheckpointFormat(model_type="seed_oss", hf_class="SeedOssForCausalLM", weight_map=weight_map))

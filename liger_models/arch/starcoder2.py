@@ -1,0 +1,119 @@
+"""StarCoder2 3B, 7B, 15B: model_type ``starcoder2``.
+
+Differs from Llama: LayerNorms with bias; biases in all linear layers (``use_bias``); the MLP has no gate, and its
+activation is GELU; all layers attend only to the last ``sliding_window`` tokens; in training, elements of the
+embeddings and of the output of each branch are dropped.
+
+Source: https://arxiv.org/abs/2402.19173, transformers ``models/starcoder2``.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import DecoderConfig
+from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
+from liger_models.layers.norm import LigerLayerNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Starcoder2Config(DecoderConfig):
+    """Sizes and constants of a StarCoder2 model."""
+
+    activations = ("gelu_pytorch_tanh", "gelu_new", "gelu")
+
+    vocab_size: int = 49152
+    hidden_size: int = 3072
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 30
+    num_attention_heads: int = 24
+    num_key_value_heads: int | None = 2
+    hidden_act: str = "gelu_pytorch_tanh"
+    max_position_embeddings: int = 4096
+    initializer_range: float = 0.018042
+    norm_epsilon: float = 1e-5
+    use_bias: bool = True
+    sliding_window: int | None = None
+    residual_dropout: float = 0.0
+    embedding_dropout: float = 0.0
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = 50256
+    eos_token_id: int | list[int] | None = 50256
+
+
+class Starcoder2Block(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: Starcoder2Config, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        self.input_layernorm = LigerLayerNorm(config.hidden_size, config.norm_epsilon, kernel=kernels.layer_norm)
+        self.self_attn = LigerAttention.from_config(
+            config, layer, kernels, qkv_bias=config.use_bias, o_bias=config.use_bias, window=config.sliding_window
+        )
+        self.post_attention_layernorm = LigerLayerNorm(
+            config.hidden_size, config.norm_epsilon, kernel=kernels.layer_norm
+        )
+        self.mlp = LigerMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            act=ACTIVATIONS[config.hidden_act],
+            bias=config.use_bias,
+            kernel=kernels.swiglu,
+        )
+        self.dropout = nn.Dropout(config.residual_dropout)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        x, residual = self.mlp.add_norm(self.post_attention_layernorm, self.dropout(x), residual)
+        return self.dropout(x), residual
+
+
+class LigerStarcoder2(CausalLM):
+    """StarCoder2 with its language-model head."""
+
+    config_class = Starcoder2Config
+    block_class = Starcoder2Block
+
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, tuple[int, int]]:
+        """The embeddings of this rank's share of the tokens, and the shape (B, T) of the whole batch."""
+        embeds, shape = super().embed(input_ids, inputs_embeds)
+        return functional.dropout(embeds, self.config.embedding_dropout, self.training), shape
+
+    def build_norm(self, config: Starcoder2Config) -> LigerLayerNorm:
+        """A LayerNorm with bias."""
+        return LigerLayerNorm(config.hidden_size, config.norm_epsilon, kernel=self.kernels.layer_norm)
+
+
+IGNORED_KEYS = (
+    "mlp_type",
+    "norm_type",
+)  # what the first releases say of the only layout; transformers does not read it
+
+
+def weight_map(config: Starcoder2Config) -> WeightMap:
+    """Maps the parameters of StarCoder2 to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config,
+        qkv_bias=config.use_bias,
+        o_bias=config.use_bias,
+        mlp_bias=config.use_bias,
+        norm_bias=True,
+        plain_mlp=("c_fc", "c_proj"),
+    )
+
+
+add_family(
+    LigerStarcoder2,
+    CheckpointFormat(
+        model_type="starcoder2", hf_class="Starcoder2ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS
+    ),
+)
