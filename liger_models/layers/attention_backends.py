@@ -58,6 +58,10 @@ block that is recomputed. The backward of a fused kernel allocates up to four ti
 fp32, and where heads share keys also dk and dv of every head. Elsewhere the heads' results would be saved twice."""
 
 
+NO_MASK = Mask()
+"""The mask of a call before it has one. PyTorch 2.11 can't compile a call of a class with such a default."""
+
+
 @dataclass(eq=False)
 class AttentionCall:
     """The arguments of one call of `attention`, and the mask that they lead to.
@@ -78,7 +82,7 @@ class AttentionCall:
     softcap: float | None
     dropout: float
     sinks: Tensor | None
-    mask: Mask = Mask()  # noqa: RUF009  frozen
+    mask: Mask
 
     @property
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +131,7 @@ def attention(
         ValueError: ``dropout`` is positive, but the kernel for this batch does not support it; or, within
             `batch_invariant`, attention is not causal.
     """
-    call = AttentionCall(q, k, v, layout, scale, window, softcap, dropout, sinks)
+    call = AttentionCall(q, k, v, layout, scale, window, softcap, dropout, sinks, NO_MASK)
     for takes, compute in WITHOUT_MASK:
         if takes(call):
             return compute(call)
