@@ -117,14 +117,13 @@ class FusedNorm(NamedTuple):
             raise ValueError(f"{op}: residual must be [..., C], got a scalar.")
         if x is not None and x.shape != residual.shape:
             raise ValueError(
-                f"{op}: x and residual must have one shape, got {'none' if x is None else list(x.shape)} and "
-                f"{list(residual.shape)}."
+                f"{op}: x and residual must have one shape, got {list(x.shape)} and {list(residual.shape)}."
             )
         for name, tensor in (("norm_weight", self.weight), ("norm_bias", self.bias)):
             if tensor is not None and tensor.shape != residual.shape[-1:]:
                 raise ValueError(
-                    f"{op}: {name} must have the shape of residual's last dimension, got "
-                    f"{'none' if tensor is None else list(tensor.shape)} for residual {list(residual.shape)}."
+                    f"{op}: {name} must have the shape of residual's last dimension, got {list(tensor.shape)} for "
+                    f"residual {list(residual.shape)}."
                 )
         if self.bias is not None and (self.kind != "layer_norm" or self.weight is None):
             raise ValueError(
