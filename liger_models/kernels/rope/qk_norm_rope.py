@@ -205,9 +205,9 @@ def _qk_norm_rope_backward_kernel(
         if WHOLE:
             store_heads(dw_ptr + (program * (H + G) + head) * D, inside, dw1, dw2, D, HALF, BLOCK, INTERLEAVED)
         else:
-            store_weight_gradients(
-                dw_ptr, program * CHUNKS + chunk, head < H, head >= H, dw1, dw2, D, HALF, BLOCK, INTERLEAVED
-            )
+            is_query = head < H
+            row = program * CHUNKS + chunk
+            store_weight_gradients(dw_ptr, row, is_query, ~is_query, dw1, dw2, D, HALF, BLOCK, INTERLEAVED)
 
 
 def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | None, whole: bool) -> dict[str, int]:
