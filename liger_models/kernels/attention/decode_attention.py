@@ -31,7 +31,7 @@ from liger_models.kernels.tiles import contiguous_rows, dot_precision, scale_and
 
 PROGRAMS_PER_SM = 2
 MOST_PARTS = 128
-"""Programs that the keys of all rows are divided among, per multiprocessor, and those of one row and group at most."""
+"""Programs per multiprocessor among which the keys of all rows are divided, and the most for one row and KV head."""
 
 STEP_BYTES = 2**14
 STAGES = 3

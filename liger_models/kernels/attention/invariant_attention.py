@@ -12,7 +12,7 @@ it reads the blocks of each of them; what a token does not see multiplies its su
 tokens of the program nor the way in which keys are stored, one after the other or in pages, changes a bit. There are
 always as many rows in a product, since other instructions would add in another order.
 
-There is no backward: `layers.attention` runs that of ordinary attention.
+There is no backward: `layers.attention` runs the backward of ordinary attention.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2309.06180,
 https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.

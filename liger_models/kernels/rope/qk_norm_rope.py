@@ -116,7 +116,7 @@ def _qk_norm_rope_kernel(
     """A chunk of the heads of one token per program, and its share of the token's values."""
     await_previous(OVERLAPS)
     H: tl.constexpr = G * GROUP
-    W: tl.constexpr = D if WHOLE else 0  # from the weight of a head to that of the next one
+    W: tl.constexpr = D if WHOLE else 0  # stride of the heads' weights
     chunk = tl.program_id(0) % CHUNKS
     token = tl.program_id(0) // CHUNKS
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
