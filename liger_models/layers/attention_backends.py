@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from liger_models.kernels.attention.causal_attention import MOST_HEAD_DIM, causal_attention
+from liger_models.kernels.attention.causal_attention import causal_attention
 from liger_models.kernels.attention.decode_attention import decode_attention
+from liger_models.kernels.attention.heads import MOST_HEAD_DIM
 from liger_models.kernels.attention.invariant_attention import invariant_attention
 from liger_models.kernels.attention.sink_attention import is_fused, sink_attention
 from liger_models.kernels.dispatch import ACCELERATORS, TRITON_DTYPES

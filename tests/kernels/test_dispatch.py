@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from liger_models.kernels import dispatch
+from liger_models.common.ops import register_autograd
 
 from .oracle import opcheck
 
@@ -29,7 +29,7 @@ def op():
     def backward(ctx, d_total, _):
         return d_total * ctx.scale, None if ctx.y is None else d_total * ctx.scale, None
 
-    dispatch.register_autograd("scaled_sum", backward, setup_context, library=LIBRARY)
+    register_autograd("scaled_sum", backward, setup_context, library=LIBRARY)
     return torch.ops.liger_models_tests.scaled_sum
 
 

@@ -50,6 +50,7 @@ from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.attention.heads import LOG2_E, check_heads
 from liger_models.kernels.attention.workspace import VARYING, Launch, Part, first_place, launches, slot_head, tile_at
 from liger_models.kernels.dispatch import (
     TensorDescriptor,
@@ -61,8 +62,6 @@ from liger_models.kernels.dispatch import (
     use_triton,
 )
 from liger_models.kernels.tiles import dot_precision
-
-MOST_HEAD_DIM = 512
 
 LARGE, SMALL = 2, 4
 """Keys of the tables below: half precision with 226 KB of shared memory (Hopper, Blackwell), and everything else."""
@@ -85,8 +84,6 @@ FAR = {torch.float32: 64.0, torch.bfloat16: 64.0, torch.float16: -1.0}
 PARTS = 64
 SUMS_PROGRAMS = 4
 """Tiles of keys whose sums are loaded at a time, and programs that the tiles of weights of a tile of queries have."""
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def causal_attention_reference(
@@ -635,12 +632,7 @@ def causal_attention(
             f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
         )
     D, S = q.shape[3], k.shape[1]
-    if not 1 <= D <= MOST_HEAD_DIM:
-        raise ValueError(
-            f"{op}: heads must be 1 to {MOST_HEAD_DIM} wide, got {D}. Wider ones need PyTorch's attention."
-        )
-    if window is not None and not window >= 1:
-        raise ValueError(f"{op}: window must be at least 1, got {window}. None is for no window.")
+    check_heads(op, q.shape[2], D, window, None, "Wider ones need PyTorch's attention.")
     if documents is not None:
         if documents.dtype.is_floating_point or documents.dtype.is_complex:
             raise TypeError(f"{op}: documents must be integers, got {documents.dtype}.")

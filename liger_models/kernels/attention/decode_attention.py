@@ -24,14 +24,14 @@ from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY
-from liger_models.kernels.attention.causal_attention import LOG2_E, MOST_HEAD_DIM
+from liger_models.kernels.attention.heads import LOG2_E, check_heads, softmax_step
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import contiguous_rows, dot_precision, scale_and_cap
 
 PROGRAMS_PER_SM = 2
 MOST_PARTS = 128
-"""Programs that the keys of all rows are divided among, per multiprocessor, and those of one row and group at most."""
+"""Programs per multiprocessor among which the keys of all rows are divided, and the most for one row and KV head."""
 
 STEP_BYTES = 2**14
 STAGES = 3
@@ -132,12 +132,7 @@ def _decode_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
         scores = tl.where(((key >= first) & (key < end))[None, :], scores, float("-inf"))
-        larger = tl.maximum(most, tl.max(scores, 1))  # finite: each step has a key that is seen
-        p = tl.exp2(scores - larger[:, None])
-        shrink = tl.exp2(most - larger)
-        weight = weight * shrink + tl.sum(p, 1)
-        total = tl.dot(p.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
-        most = larger
+        total, most, weight = softmax_step(scores, v, total, most, weight, True, PRECISION)
 
     # A part without keys has the log-sum -inf, and no output.
     row = (batch * G * GROUP + head) * PARTS + part
@@ -279,19 +274,12 @@ def decode_attention(
         )
     B, H, D = q.shape
     page = keys.shape[1]
-    if not 1 <= D <= MOST_HEAD_DIM:
-        raise ValueError(f"{op}: heads must be 1 to {MOST_HEAD_DIM} wide, got {D}. Decode without pages.")
+    check_heads(op, H, D, window, sinks, "Decode without pages.")
     if not (page >= 16 and page & (page - 1) == 0):
         raise ValueError(f"{op}: a page must have a power of two of tokens, at least 16, got {page}. Make other pages.")
     if not (table.dim() == 2 and table.shape[0] == B and lengths.shape == (B,)):
         raise ValueError(
             f"{op}: table must be [{B}, N] and lengths [{B}], got {list(table.shape)} and {list(lengths.shape)}."
-        )
-    if window is not None and not window >= 1:
-        raise ValueError(f"{op}: window must be at least 1, got {window}. None is for no window.")
-    if sinks is not None and sinks.shape != (H,):
-        raise ValueError(
-            f"{op}: sinks must be [{H}], got {None if sinks is None else list(sinks.shape)}. Pass one for each head."
         )
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     if not use_triton(q):

@@ -12,7 +12,7 @@ it reads the blocks of each of them; what a token does not see multiplies its su
 tokens of the program nor the way in which keys are stored, one after the other or in pages, changes a bit. There are
 always as many rows in a product, since other instructions would add in another order.
 
-There is no backward: `layers.attention` runs that of ordinary attention.
+There is no backward: `layers.attention` runs the backward of ordinary attention.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2309.06180,
 https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY
-from liger_models.kernels.attention.causal_attention import LOG2_E, MOST_HEAD_DIM
+from liger_models.kernels.attention.heads import LOG2_E, check_heads, softmax_step
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
 from liger_models.kernels.tiles import contiguous_rows, dot_precision, scale_and_cap
 
@@ -137,13 +137,7 @@ def _invariant_attention_kernel(
             scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
             seen = in_document[:, None] & (key[None, :] >= lowest[:, None]) & (key[None, :] <= last[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-            larger = tl.maximum(most, tl.max(scores, 1))
-            finite = tl.where(larger == float("-inf"), 0.0, larger)  # a row that has seen no key yet
-            p = tl.exp2(scores - finite[:, None])
-            shrink = tl.exp2(most - finite)
-            weight = weight * shrink + tl.sum(p, 1)
-            total = tl.dot(p.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
-            most = larger
+            total, most, weight = softmax_step(scores, v, total, most, weight, False, PRECISION)
         document = tl.min(tl.where(first > document, first, NOWHERE), 0)
 
     if HAS_SINKS:
@@ -242,18 +236,11 @@ def invariant_attention(
             f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
         )
     N, H, D = q.shape
-    if not 1 <= D <= MOST_HEAD_DIM:
-        raise ValueError(f"{op}: heads must be 1 to {MOST_HEAD_DIM} wide, got {D}. Use ordinary attention.")
+    check_heads(op, H, D, window, sinks, "Use ordinary attention.")
     if not (first.shape == last.shape == (N,) and (table is None or (table.dim() == 2 and len(table) == N))):
         raise ValueError(
             f"{op}: first and last must be [{N}] and table [{N}, M], got {list(first.shape)}, {list(last.shape)} and "
             f"{None if table is None else list(table.shape)}."
-        )
-    if window is not None and not window >= 1:
-        raise ValueError(f"{op}: window must be at least 1, got {window}. None is for no window.")
-    if sinks is not None and sinks.shape != (H,):
-        raise ValueError(
-            f"{op}: sinks must be [{H}], got {None if sinks is None else list(sinks.shape)}. Pass one for each head."
         )
     if not use_triton(q):
         return invariant_attention_reference(

@@ -6,7 +6,7 @@ With the scores s_ij = scale · q_i · k_j of the keys that a token attends to, 
     l'_i = log(exp(l_i) + exp(z))
     y_i = exp(l_i − l'_i) · o_i = σ(l_i − z) · o_i
 
-Backward. With P'_ij = exp(s_ij − l'_i), which is what a flash kernel recomputes if it is given y and l' instead of
+Backward. With P'_ij = exp(s_ij − l'_i), which a flash kernel recomputes if it gets y and l' instead of
 o and l::
 
     dS_ij = P'_ij · (dy_i · v_j − dy_i · y_i)    and dq, dk, dv from it, as without a sink

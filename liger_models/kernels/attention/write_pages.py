@@ -21,7 +21,7 @@ BLOCK = 1024
 
 
 def write_pages_reference(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """What `write_pages` does, in plain torch."""
+    """`write_pages` in plain torch."""
     kept = slots >= 0
     for pages, new in ((keys, k), (values, v)):
         pages.view(-1, *pages.shape[2:])[slots[kept]] = new[kept]

@@ -16,7 +16,7 @@ def _scan_back(
     HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dX, the gradient of the state after each chunk, and that of the initial state; steps as in `scan`."""
+    """dX, and the gradients of the state after each chunk and of the initial state; steps as in `scan`."""
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
@@ -238,7 +238,7 @@ def _store_gradient(
     ptr, dx, x, norm, inside, row_size: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, q or k, given that of x · norm with the inverse L2 norms of the rows, times norm."""
+    """Store the gradient of x, q or k. dx is the gradient of x · norm times norm, with norm the inverse L2 norms."""
     if NORMALIZE:
         unit = x.to(tl.float32) * norm[:, None]
         dx -= unit * tl.sum(dx * unit, 1)[:, None]
@@ -254,10 +254,10 @@ def query_gradients_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq of one chunk and key head, and what goes through the states of the gradients of the running sums of g.
+    """dq of one chunk and key head, and the part through the states of the gradients of the running sums of g.
 
-    Where rows of q and k are multiplied with those of a product, element by element, they are loaded by descriptors:
-    for loads by pointers, Triton changed the layout of the whole product before its sums.
+    Rows of q and k that are multiplied element by element with the rows of a product are loaded by descriptors: for
+    loads by pointers, Triton changed the layout of the whole product before its sums.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -269,7 +269,7 @@ def query_gradients_kernel(
     at_rows, key_matrix = key_head * tokens + first, key_head.to(tl.int32)
     q_norm = tl.load(q_norm_ptr + at_rows + rows, mask=inside, other=0.0)
 
-    # What goes through S: scale · e^G · dO Sᵀ, [C, BLOCK_K], summed over the value heads.
+    # The gradient through S: scale · e^G · dO Sᵀ, [C, BLOCK_K], summed over the value heads.
     dq = tl.zeros([C, BLOCK_K], tl.float32)
     for n in range(GROUP):
         head = key_head * GROUP + n
@@ -283,7 +283,7 @@ def query_gradients_kernel(
         along += tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
         tl.store(d_total_ptr + at_head + rows, along, mask=inside)
 
-    # What goes through the chunk, and the gradient of the norm.
+    # The gradient through the pairs of tokens of the chunk, and through the norm.
     pairs = tl.load(q_pairs_ptr + at_rows * C + square, mask=both, other=0.0)
     k = load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
     dq = _add_pairs(dq, pairs, k, once, PRECISION)
@@ -300,7 +300,7 @@ def key_gradients_kernel(
     BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk, dβ and dg of one chunk and key head: what goes through the states, and what the kernels before have left.
+    """dk, dβ and dg of one chunk and key head: their parts through the states, plus the parts of the previous kernels.
 
     S ∘ dS is summed in a loop of its own: with an accumulator beside it, registers were spilled.
     """
@@ -314,7 +314,7 @@ def key_gradients_kernel(
     at_rows, key_matrix = key_head * tokens + first, key_head.to(tl.int32)
     k_norm = tl.load(k_norm_ptr + at_rows + rows, mask=inside, other=0.0)
 
-    # What goes through S and dS, [C, BLOCK_K], summed over the value heads.
+    # The gradient through S and dS, [C, BLOCK_K], summed over the value heads.
     dk = tl.zeros([C, BLOCK_K], tl.float32)
     for n in range(GROUP):
         head = key_head * GROUP + n
@@ -353,7 +353,7 @@ def key_gradients_kernel(
         dg = tl.cumsum(d_total - along, 0, reverse=True) + (carried + tl.sum(along, 0))
         tl.store(dg_ptr + at_out, dg, mask=inside)
 
-    # What goes through the chunk, from the pairs of tokens, and the gradient of the norm.
+    # The gradient through the pairs of tokens of the chunk, and through the norm.
     q_ptr += key_head * q_h + first * q_t
     k_ptr += key_head * k_h + first * k_t
     if HAS_OUT:

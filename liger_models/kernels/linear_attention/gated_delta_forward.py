@@ -37,8 +37,8 @@ def similarity_kernel(
 ):  # fmt: skip
     """P, the running sums of g and the inverse norms of one chunk and key head.
 
-    The factors of rows are β, those of K̂ S in X and of D in the next state, which include the inverse norm of k, and
-    that of Q̂ S in O.
+    The factors of rows are four: β; the factors of K S in X and of D in the next state, which include the inverse norm
+    of k; and the factor of Q S in O.
     """
     key_head = tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
@@ -104,7 +104,7 @@ def _scale_block(products, left, right, keep):
 
 @triton.jit
 def _invert_block(products, factors, PRECISION: tl.constexpr):
-    """(I + M)⁻¹ for a block on the diagonal of M, by those of 2, 4 and 8 on its own diagonal in turn."""
+    """(I + M)⁻¹ of a block on the diagonal of M, from the inverses of its own blocks of 2, 4 and 8 in turn."""
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     m = _scale_block(products, factors, factors, row > column)
     a = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -m, 0.0))

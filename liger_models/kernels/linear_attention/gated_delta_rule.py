@@ -512,14 +512,14 @@ def _differentiable(*tensors: Tensor | None) -> bool:
 def gated_delta_transition(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, normalize: bool = True, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What tokens do to the state, whatever it was before: ``state after = A @ state before + b``.
+    """The effect of tokens on any state: ``state after = A @ state before + b``.
 
     Ranks that hold consecutive parts of a sequence exchange A and b, whose sizes do not depend on the number of tokens.
     `states_before` then has the initial state of each.
 
     Args:
         k, v, g, beta, normalize: as in `gated_delta_rule`.
-        cu_seqlens: as there; the state before is that of the first document, and the state after that of the last.
+        cu_seqlens: as there; A and b lead from the state before the first document to the state after the last one.
 
     Returns:
         ``(A, b)``: [B, Hv, Dk, Dk] and [B, Hv, Dk, Dv], float32.

@@ -139,7 +139,7 @@ def _conv_backward_kernel(
     d_out_t, x_t, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """dx, the gradient of the initial state, and partial sums of those of weight [C, K] and bias [C]."""
+    """dx, the gradient of the initial state, and partial sums of the gradients of weight [C, K] and bias [C]."""
     n, start, end, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channels < C
@@ -158,7 +158,7 @@ def _conv_backward_kernel(
         # dx of the last three tokens as far as it is known. To keep three d0 would be simpler, but Triton 3.6 and 3.7
         # drop values that a loop only hands from one variable to the next if they start from the same constant.
         dx1, dx2, dx3 = none, none, none
-        # The gradient of token t − 3 needs that of p up to token t, so three more tokens of the document are visited.
+        # The gradient of token t − 3 needs dp up to token t, so three more tokens of the document are visited.
         for step in tl.range(0, last - first + 3, UNROLL, num_stages=STAGES):
             for i in tl.static_range(UNROLL):
                 t = first + step + i
@@ -305,7 +305,7 @@ def short_conv(
 
     Args:
         x: [B, T, C], float32, float16 or bfloat16.
-        weight: [C, K], K from 2 to 4; the last weight is that of the token itself.
+        weight: [C, K], K from 2 to 4; the last weight is the token's own.
         bias: [C].
         activation: "silu", or None.
         initial_state: [B, C, K − 1], the inputs before the first token, the latest last, or one for each document;

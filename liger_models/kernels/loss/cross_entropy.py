@@ -322,7 +322,7 @@ def token_statistics(
 
     ``gradient`` is written to; it may be ``logits`` itself, since each element is read before it is overwritten. ``a``
     and ``c`` [N] are the upstream gradients of the loss (None: 1) and of the log-probability (None: 0). If the logits
-    are a shard of a ``vocabulary``, ``lse`` is that of the whole vocabulary, and a target outside the shard belongs to
+    are a shard of a ``vocabulary``, ``lse`` is over the whole vocabulary, and a target outside the shard belongs to
     another rank.
     """
     N, V = logits.shape

@@ -262,9 +262,7 @@ def distribution_divergence(
             f"{list(teacher.shape)}."
         )
     if labels is not None and labels.shape != student.shape[:-1]:
-        raise ValueError(
-            f"{op}: labels must be {list(student.shape[:-1])}, got {None if labels is None else list(labels.shape)}."
-        )
+        raise ValueError(f"{op}: labels must be {list(student.shape[:-1])}, got {list(labels.shape)}.")
     if not use_triton(student):
         return distribution_divergence_reference(
             student, teacher, kind, beta=beta, eps=eps, reduction=reduction, labels=labels, ignore_index=ignore_index

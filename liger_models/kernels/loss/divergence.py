@@ -149,7 +149,7 @@ def linear_divergence_reference(
 
 
 def kind_or_limit(kind: str, beta: float) -> str:
-    """The kind of divergence; for jsd with β = 0 or 1 that of its limit."""
+    """The kind of divergence; for jsd with β = 0 or 1 the kind of its limit."""
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, kind) if kind == "jsd" else kind
 
 
@@ -303,7 +303,7 @@ def _divergence_kernel(
             tl.store(statistics_ptr + 4, total_a)
             tl.store(statistics_ptr + 5, hard_log)
 
-    # dz of the divergence, plus that of the cross entropy: softmax − one-hot at temperature 1.
+    # dz of the divergence, plus dz of the cross entropy: softmax − one-hot at temperature 1.
     if GRADIENT:
         soft_factor = soft_weight * logit_scale * tl.load(factor_ptr + row)
         hard_factor = hard_weight * logit_scale * tl.load(hard_factor_ptr + row)

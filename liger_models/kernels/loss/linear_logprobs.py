@@ -505,7 +505,7 @@ def _loss_and_gradients(
             group_log_probs[part], lse[part] = statistics.log_probs, statistics.lse
         log_probs[:, group] = group_log_probs.view(log_probs[:, group].shape)
 
-        # Their gradient, and those of the logits: first of the parts that are kept.
+        # The gradient of the log-probabilities, and then of the logits, first of the parts that are kept.
         upstream = _upstream(loss_of, log_probs.view(B, T)).view(log_probs.shape)
         a = upstream[:, group].reshape(-1)
         d_rows = gradients.dx.new_empty(rows_x.shape) if need[0] else gradients.dx

@@ -82,12 +82,12 @@ def _seeded_scores_kernel(logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: t
 
 
 def seeded_scores_reference(logits: Tensor, seeds: Tensor, step: int | Tensor) -> Tensor:
-    """What `seeded_scores` computes, in plain torch."""
+    """`seeded_scores` in plain torch."""
     return logits - exponential_noise(seeds, step, logits.shape[1]).log()
 
 
 def seeded_scores(logits: Tensor, seeds: Tensor, step: int | Tensor) -> Tensor:
-    """The scores [B, V] fp32 of all tokens; that of the drawn one is the largest. Not differentiable.
+    """The scores [B, V] fp32 of all tokens; the drawn token has the largest. Not differentiable.
 
     Args:
         logits: [B, V] fp32.

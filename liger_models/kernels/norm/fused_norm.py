@@ -1,11 +1,11 @@
 """The norm in front of a fused linear layer: RMSNorm, LayerNorm or none.
 
 `norm_linear` and `gated_mlp` save the residual stream h and the norm's statistics of each row, and recompute the normed
-rows in their backward. What depends on the norm is four functions of rows [..., C], with N the norm::
+rows in their backward. Four functions of rows [..., C] depend on the norm, here called N::
 
     reference    N(h) in plain torch
     forward      h = residual + x, N(h), and the statistics of each row in fp32
-    again        N(h) from h and the statistics, bit for bit the forward's
+    again        N(h) from h and the statistics, with the bits of the forward's
     backward     dh, dweight and dbias from dN(h), and on request N(h) in the same pass
 """
 
@@ -42,7 +42,7 @@ class FusedNorm(NamedTuple):
 
     @property
     def constants(self) -> tuple[str, float, float, bool]:
-        """What an op takes besides the two tensors."""
+        """The arguments of an op besides the two tensors."""
         return self.kind, self.eps, self.weight_offset, self.scale_in_fp32
 
     def statistics_shape(self, rows: Sequence[int]) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ class FusedNorm(NamedTuple):
         return dx, dw, db, None if rows is None or rows_dtype is None else rows.to(rows_dtype)
 
     def check(self, op: str, x: Tensor | None, residual: Tensor) -> None:
-        """Raise unless x has the shape of the residual stream, and the norm's weight and bias that of its rows."""
+        """Raise unless x has the shape of the residual stream, and weight and bias have the shape of its rows."""
         check_floating(op, x=x, residual=residual, norm_weight=self.weight, norm_bias=self.bias)
         row = residual.shape[-1:]
         if (  # the usual case, in which no message has to be made
@@ -117,14 +117,13 @@ class FusedNorm(NamedTuple):
             raise ValueError(f"{op}: residual must be [..., C], got a scalar.")
         if x is not None and x.shape != residual.shape:
             raise ValueError(
-                f"{op}: x and residual must have one shape, got {'none' if x is None else list(x.shape)} and "
-                f"{list(residual.shape)}."
+                f"{op}: x and residual must have one shape, got {list(x.shape)} and {list(residual.shape)}."
             )
         for name, tensor in (("norm_weight", self.weight), ("norm_bias", self.bias)):
             if tensor is not None and tensor.shape != residual.shape[-1:]:
                 raise ValueError(
-                    f"{op}: {name} must have the shape of residual's last dimension, got "
-                    f"{'none' if tensor is None else list(tensor.shape)} for residual {list(residual.shape)}."
+                    f"{op}: {name} must have the shape of residual's last dimension, got {list(tensor.shape)} for "
+                    f"residual {list(residual.shape)}."
                 )
         if self.bias is not None and (self.kind != "layer_norm" or self.weight is None):
             raise ValueError(

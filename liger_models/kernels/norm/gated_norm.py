@@ -31,7 +31,7 @@ WARPS_PER_SM = 16
 
 
 def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """What `gated_norm` computes, in plain torch (differentiable; fp64 stays fp64)."""
+    """`gated_norm` in plain torch (differentiable; fp64 stays fp64)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight * normed.to(x.dtype) * F.silu(gate.to(wide.dtype))).to(x.dtype)

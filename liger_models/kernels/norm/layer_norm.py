@@ -25,7 +25,7 @@ from liger_models.kernels.norm.row_norm import MAX_WIDTH
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """What `layer_norm` computes, in plain torch (differentiable; fp64 stays fp64)."""
+    """`layer_norm` in plain torch (differentiable; fp64 stays fp64)."""
     compute = torch.promote_types(x.dtype, torch.float32)
     wide_bias = None if bias is None else bias.to(compute)
     wide = torch.nn.functional.layer_norm(x.to(compute), weight.shape, weight.to(compute), wide_bias, eps)
@@ -35,7 +35,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
 def add_layer_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """What `add_layer_norm` computes, in plain torch."""
+    """`add_layer_norm` in plain torch."""
     residual = (residual + x).to(residual.dtype)
     return layer_norm_reference(residual, weight, bias, eps), residual
 
@@ -81,7 +81,7 @@ def add_layer_norm(
 
     Args:
         x: [..., C], the output of a branch, which is added to the residual stream.
-        residual: [..., C], the residual stream; its dtype is that of both results.
+        residual: [..., C], the residual stream; both results have its dtype.
         weight, bias, eps: as in `layer_norm`.
 
     Returns:

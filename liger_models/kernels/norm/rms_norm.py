@@ -27,7 +27,7 @@ from liger_models.kernels.norm import row_norm  # noqa: F401  (registers the ops
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, scale_in_fp32: bool = False
 ) -> Tensor:
-    """What `rms_norm` computes, in plain torch (differentiable; fp64 stays fp64)."""
+    """`rms_norm` in plain torch (differentiable; fp64 stays fp64)."""
     compute = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(compute)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -52,7 +52,7 @@ def add_rms_norm_reference(
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What `add_rms_norm` computes, in plain torch."""
+    """`add_rms_norm` in plain torch."""
     residual = (residual + x).to(residual.dtype)
     return rms_norm_reference(residual, weight, eps, weight_offset, scale_in_fp32), residual
 
@@ -104,7 +104,7 @@ def add_rms_norm(
 
     Args:
         x: [..., C], what a branch adds to the stream.
-        residual: [..., C], the residual stream; its dtype is that of both results.
+        residual: [..., C], the residual stream; both results have its dtype.
         weight, eps, weight_offset, scale_in_fp32: as in `rms_norm`.
 
     Returns:

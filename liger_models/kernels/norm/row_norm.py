@@ -348,7 +348,7 @@ def norm_backward(
         dh: gradient of h from elsewhere, which is added to dx.
         need_dw, need_db, need_y: which results are needed. Only y depends on the bias.
         sum_dtype: dtype of dw and db, by default the weight's.
-        y_dtype: dtype of y, by default that of h.
+        y_dtype: dtype of y, by default the dtype of h.
     """
     dy, h, weight = dy.contiguous(), h.contiguous(), weight.contiguous()
     dh, bias = _contiguous(dh, bias)

@@ -94,7 +94,7 @@ def decoded(codes, scale, LEVELS: tl.constexpr):
 def encoded(value, draw, LEVELS: tl.constexpr):
     """[R, 128] fp32 -> codes, as int32, and [R] scales; each is rounded by a number from 0 to 65535."""
     size = tl.abs(value)
-    # As integers, the bits of magnitudes are in the same order, and those of NaN are the largest.
+    # As integers, the bits of magnitudes are in the same order, and NaN is the largest.
     scale = tl.max(size.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
     inverse = tl.where(scale >= 2.0**-126, 1.0 / tl.maximum(scale, 2.0**-126), 0.0)
     x = size * inverse[:, None]  # [R, 128], from 0 to 1

@@ -116,7 +116,7 @@ def _qk_norm_rope_kernel(
     """A chunk of the heads of one token per program, and its share of the token's values."""
     await_previous(OVERLAPS)
     H: tl.constexpr = G * GROUP
-    W: tl.constexpr = D if WHOLE else 0  # from the weight of a head to that of the next one
+    W: tl.constexpr = D if WHOLE else 0  # stride of the heads' weights
     chunk = tl.program_id(0) % CHUNKS
     token = tl.program_id(0) // CHUNKS
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
@@ -205,9 +205,9 @@ def _qk_norm_rope_backward_kernel(
         if WHOLE:
             store_heads(dw_ptr + (program * (H + G) + head) * D, inside, dw1, dw2, D, HALF, BLOCK, INTERLEAVED)
         else:
-            store_weight_gradients(
-                dw_ptr, program * CHUNKS + chunk, head < H, head >= H, dw1, dw2, D, HALF, BLOCK, INTERLEAVED
-            )
+            is_query = head < H
+            row = program * CHUNKS + chunk
+            store_weight_gradients(dw_ptr, row, is_query, ~is_query, dw1, dw2, D, HALF, BLOCK, INTERLEAVED)
 
 
 def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | None, whole: bool) -> dict[str, int]:

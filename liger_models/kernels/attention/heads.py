@@ -1,0 +1,44 @@
+"""Limits, checks and the step of the online softmax that the attention kernels share."""
+
+from torch import Tensor
+
+from liger_models.kernels.dispatch import tl, triton
+
+MOST_HEAD_DIM = 512
+"""Widest head."""
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def softmax_step(
+    scores, v, total, most, weight, ALL_ROWS_SEE: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Add N keys to the online softmax of M rows; ``(total, most, weight)`` afterwards.
+
+    scores [M, N] have the base 2, and are -inf where a row doesn't see a key; v is [N, D]. total [M, D] is the output
+    times weight [M], the sum of exp2(s − most), and most [M] the largest s so far. With ALL_ROWS_SEE each row sees one
+    of the keys.
+    """
+    larger = tl.maximum(most, tl.max(scores, 1))
+    finite = larger
+    if not ALL_ROWS_SEE:
+        finite = tl.where(larger == float("-inf"), 0.0, larger)  # a row that has seen no key yet
+    p = tl.exp2(scores - finite[:, None])
+    shrink = tl.exp2(most - finite)
+    weight = weight * shrink + tl.sum(p, 1)
+    total = tl.dot(p.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
+    return total, larger, weight
+
+
+def check_heads(op: str, H: int, D: int, window: int | None, sinks: Tensor | None, advice: str) -> None:
+    """Raise unless heads are not too wide, the window has a token, and each head has a sink; None for neither.
+
+    ``advice`` says what to do for wider heads.
+    """
+    if not 1 <= D <= MOST_HEAD_DIM:
+        raise ValueError(f"{op}: heads must be 1 to {MOST_HEAD_DIM} wide, got {D}. {advice}")
+    if window is not None and not window >= 1:
+        raise ValueError(f"{op}: window must be at least 1, got {window}. None is for no window.")
+    if sinks is not None and sinks.shape != (H,):
+        raise ValueError(f"{op}: sinks must be [{H}], got {list(sinks.shape)}. Pass one for each head.")
