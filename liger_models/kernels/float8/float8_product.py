@@ -67,6 +67,8 @@ class Float8Product(Product):
         gathered: q(W) with one scale, where it is known; the values of W are not read then.
     """
 
+    weight: Tensor
+
     def __init__(
         self, projection: Projection, recipe: Recipe, amax: Tensor | None, weight_amax: Tensor, gathered: Float8 | None
     ) -> None:
@@ -91,6 +93,8 @@ class Float8Product(Product):
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
         """``(rows to multiply, h, statistics)`` of the norm in front. An RMSNorm rounds its rows itself."""
         if _rounds_itself(norm, residual, self.dtype):
+            assert norm.weight is not None
+            assert self.amax is not None
             constants = norm.eps, norm.weight_offset, norm.scale_in_fp32
             return rms_norm_round(x, residual, norm.weight, *constants, self.recipe, self.amax)
         normed, h, statistics = norm.forward(x, residual)
@@ -101,6 +105,7 @@ class Float8Product(Product):
         if for_weight and not self.recipe.rounds_dw:
             return norm.again(h, statistics, self.dtype).view(-1, h.shape[-1])
         if _rounds_itself(norm, h, self.dtype):
+            assert norm.weight is not None
             return normed_matrix(h, norm.weight, statistics, norm.weight_offset, norm.scale_in_fp32)
         return plain(norm.again(h, statistics, self.dtype))
 
@@ -147,13 +152,18 @@ class Float8Product(Product):
                 rows=for_rows, columns=needs.weight, product=need_product,
             )  # fmt: skip
             return Upstream(None, rows, columns), product
-        du, product = gated_act_backward(
+        du, plain_product = gated_act_backward(
             d_product, gate_up, act, need_product, overwrite_dy=True, overwrite_gate_up=overwrite_gate_up
         )
-        return self.upstream(du, for_rows=for_rows, for_weight=needs.weight), product
+        return self.upstream(du, for_rows=for_rows, for_weight=needs.weight), plain_product
 
     def gradients(
-        self, dy: Upstream, g: None, rows: Any, needs: ProjectionNeeds, totals: ProjectionGradients | None = None
+        self,
+        dy: Upstream,
+        g: Tensor | None,
+        rows: Any,
+        needs: ProjectionNeeds,
+        totals: ProjectionGradients | None = None,
     ) -> ProjectionGradients:
         """dW and db, as in `Product`. ``rows`` are a tensor, a `Matrix`, or columns that are rounded."""
         chunked = totals is not None

@@ -242,8 +242,8 @@ def _forward_rows(x: Tensor | None, residual: Tensor, inputs: GatedMLPInputs, pr
     """The outputs for rows x and residual [N, C]: all of them, or a chunk."""
     gate_up, down = products
     ranks = inputs.ranks
-    rows, h, statistics = gate_up.normed(inputs.norm, x, residual)
-    h = None if x is None else h
+    rows, stream, statistics = gate_up.normed(inputs.norm, x, residual)
+    h = None if x is None else stream
     if inputs.recompute and not inputs.result:
         y = down.weight.new_empty(*gathered_shape(residual.shape[:-1], ranks), down.weight.shape[0])
         return GatedMLPOutputs(y, h, statistics, None)
@@ -274,8 +274,8 @@ def gated_mlp_backward(inputs: GatedMLPUpstream, products: Products) -> GatedMLP
     rows, copies = split_rows(N, gate_up.weight, ranks, u is None)
     if rows >= N:
         saved = GatedMLPSaved(h, statistics, u, norm, gate_up, down, act, ranks)
-        _, dx, *gradients = _backward_rows(GatedMLPUpstream(dy, dh, saved, needs), products)
-        return GatedMLPGradients(None, None if dx is None else dx.view(shape), *gradients)
+        _, dx, d_norm, d_gate_up, d_down = _backward_rows(GatedMLPUpstream(dy, dh, saved, needs), products)
+        return GatedMLPGradients(None, None if dx is None else dx.view(shape), d_norm, d_gate_up, d_down)
 
     # Chunks of rows, whose gradients of the parameters are summed.
     dx = h.new_empty(N, C) if needs.x or needs.residual else None
@@ -400,7 +400,7 @@ def _backward(inputs: GatedMLPUpstream) -> GatedMLPGradients:
     return gated_mlp_backward(inputs, Products(Product(inputs.saved.gate_up), Product(inputs.saved.down)))
 
 
-def _gradients(saved: GatedMLPSaved, needs: GatedMLPNeeds, upstream: GatedMLPOutputs) -> GatedMLPGradients:
+def _gradients(saved: GatedMLPSaved, needs: GatedMLPNeeds, upstream: Any) -> GatedMLPGradients:
     if upstream.y is None:  # only the residual stream has a gradient
         return of_stream(GatedMLPGradients(), upstream.h, needs)
     gradients = BACKWARD(GatedMLPUpstream(upstream.y, upstream.h, saved, needs))
