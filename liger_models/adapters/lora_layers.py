@@ -30,9 +30,8 @@ from liger_models.distributed.collectives import Group, all_reduce, copy_to_regi
 from liger_models.kernels.dispatch import TRITON_DTYPES, use_triton
 from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, quantized_linear
 from liger_models.kernels.linear.low_rank_linear import low_rank_linear
-from liger_models.kernels.linear.norm_linear import low_rank_pair
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
-from liger_models.kernels.matmul.row_linear import LowRank
+from liger_models.kernels.matmul.row_linear import LowRank, low_rank_pair
 from liger_models.kernels.moe.quantized import dense
 from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer

@@ -1,13 +1,282 @@
-"""Registration of the ops: one library for all of them, and their autograd."""
+"""Registration of the ops: one library for all of them, ops with named arguments, and their autograd.
 
-from collections.abc import Callable
-from typing import Any
+PyTorch's dispatcher takes the arguments of an op by position. An op with more than a dozen of them is written with
+`Op` instead: a NamedTuple names its inputs, another one its outputs, and every function of the op takes and returns
+these. The schema follows from their annotations::
+
+    class Inputs(NamedTuple):
+        x: Tensor
+        norm: FusedNorm                   a NamedTuple: its fields become norm_weight, norm_eps, ...
+        weight: Annotated[Weight, WEIGHT]     a type with an `Argument` that says how ops take it
+
+    class Outputs(NamedTuple):
+        y: Tensor
+        statistics: Tensor | None         None where it is not needed
+
+    def _forward(inputs: Inputs) -> Outputs: ...
+    def _fake(inputs: Inputs) -> Outputs: ...
+
+    op = Op("norm_linear", _forward, _fake)
+    outputs = op(Inputs(x=x, norm=norm, weight=weight))
+
+`Op.differentiable` adds the backward, with a NamedTuple of what is saved, one of the inputs that need a gradient, and
+one of the gradients.
+"""
+
+import types
+from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import itemgetter
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("liger_models", "DEF")
 """The library of all ops: they are `torch.ops.liger_models.<op>`."""
+
+TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+    list[int]: "int[]",
+    list[bool]: "bool[]",
+}
+"""Annotations and their types in a schema. ``T | None`` is the optional type."""
+
+Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
+Outputs = TypeVar("Outputs")
+Saved = TypeVar("Saved", bound=tuple[Any, ...])
+Needs = TypeVar("Needs", bound=tuple[Any, ...])
+Gradients = TypeVar("Gradients", bound=tuple[Any, ...])
+
+
+class Argument(NamedTuple):
+    """How ops take a value of a type that schemas lack. It annotates the type: ``Annotated[T, Argument(...)]``.
+
+    Attributes:
+        schema: the arguments that the value becomes, with ``{0}`` for the name of the field. At most the first one has
+            no default value. If the first of the others has its default value, the value is what the one without has,
+            or None.
+        to_op: from the value, which is not None, to all of its arguments; None if it is taken as it is.
+        from_op: from all of its arguments to the value.
+    """
+
+    schema: str
+    to_op: Callable[[Any], Sequence[Any] | None]
+    from_op: Callable[..., Any]
+
+
+class Arguments:
+    """The fields of a NamedTuple as the flat arguments of an op.
+
+    Attributes:
+        schema: the arguments as a schema has them: first all without a default value.
+        names: the names of the arguments.
+        defaults: their default values; None for arguments without.
+        is_tensor: for each of them whether it is a tensor or None.
+        flatten: from the NamedTuple to the arguments. It leaves out the last ones where all have their default values.
+        unflatten: the inverse.
+    """
+
+    def __init__(self, fields: type[Any]) -> None:
+        required: list[str] = []
+        optional: list[tuple[str, list[str], tuple[Any, ...]]] = []  # fields, their optional arguments, the defaults
+        conversions: list[str] = []  # statements of `flatten`
+        namespace: dict[str, Any] = {"_join": _join, "_new": tuple.__new__}
+
+        def add(fields: type[Any], prefix: str) -> tuple[str, str]:
+            """Add the fields of a NamedTuple; return the pattern that unpacks it and the expression that builds it."""
+            patterns, expressions = [], []
+            for field, hint in get_type_hints(fields, include_extras=True).items():
+                name = prefix + field
+                pattern = expression = name
+                argument = _argument(hint)
+                if argument is not None:
+                    expression = add_argument(name, argument)
+                elif hasattr(hint, "_fields"):
+                    pattern, expression = add(hint, f"{name}_")
+                else:
+                    required.append(f"{_type_name(hint)} {name}")
+                patterns.append(pattern)
+                expressions.append(expression)
+            namespace[f"_type_{prefix}"] = fields
+            return f"({', '.join(patterns)},)", f"_new(_type_{prefix}, ({', '.join(expressions)},))"
+
+        def add_argument(name: str, argument: Argument) -> str:
+            """Add a field with an `Argument`; return the expression that restores it."""
+            schema = argument.schema.format(name)
+            parameters = _parse(schema)
+            names = ", ".join(parameter.name for parameter in parameters)
+            tail = [parameter for parameter in parameters if parameter.has_default_value()]
+            has_head = len(tail) < len(parameters)
+            texts = schema.split(", ")
+            required.extend(texts[:has_head])
+            optional.append((name, texts[has_head:], tuple(parameter.default_value for parameter in tail)))
+            namespace[f"_to_op_{name}"], namespace[f"_from_op_{name}"] = argument.to_op, argument.from_op
+            conversions.append(f"_all_{name} = None if {name} is None else _to_op_{name}({name})")
+            if has_head:
+                conversions.append(f"if _all_{name} is not None: {name}, *_all_{name} = _all_{name}")
+            default = tail[0].default_value
+            test = f"{tail[0].name} is None" if default is None else f"{tail[0].name} == {default!r}"
+            return f"{name if has_head else None} if {test} else _from_op_{name}({names})"
+
+        pattern, expression = add(fields, "")
+        optional.sort(key=lambda field: len(field[1]))  # the long ones last, so that they are left out where they can
+        self.schema = ", ".join(required + [text for _, texts, _ in optional for text in texts])
+        parameters = _parse(self.schema)
+        self.names = [parameter.name for parameter in parameters]
+        self.defaults = tuple(parameter.default_value for parameter in parameters)
+        self.is_tensor = [str(parameter.type) in ("Tensor", "Optional[Tensor]") for parameter in parameters]
+
+        # The two functions run in every call, so they are generated, as the methods of a NamedTuple are.
+        head = "".join(f"{name}, " for name in self.names[: len(required)])
+        tail = "".join(f"{name}=_defaults[{i}], " for i, name in enumerate(self.names) if i >= len(required))
+        tails = "".join(f"_all_{name}, " for name, _, _ in optional)
+        result = f"({head})"
+        if optional:
+            is_plain = " and ".join(f"_all_{name} is None" for name, _, _ in optional)
+            result = f"({head}) if {is_plain} else _join(({head}), ({tails}), _groups)"
+        source = [
+            "def flatten(_values):",
+            *(f"    {line}" for line in [f"{pattern} = _values", *conversions, f"return {result}"]),
+            f"def unflatten({head}{tail}):",
+            f"    return {expression}",
+        ]
+        namespace |= {"_defaults": self.defaults, "_groups": [defaults for _, _, defaults in optional]}
+        exec(compile("\n".join(source), f"<arguments of {fields.__name__}>", "exec"), namespace)
+        self.flatten: Callable[[Any], tuple[Any, ...]] = namespace["flatten"]
+        self.unflatten: Callable[..., Any] = namespace["unflatten"]
+
+    def flatten_all(self, value: Any) -> tuple[Any, ...]:
+        """`flatten` that leaves nothing out."""
+        arguments = self.flatten(value)
+        return arguments + self.defaults[len(arguments) :]
+
+
+def _parse(schema: str) -> list[Any]:
+    """The parameters of a schema."""
+    return torch._C.parse_schema(f"op({schema}) -> ()").arguments
+
+
+def _argument(hint: Any) -> Argument | None:
+    """The `Argument` that annotates a type."""
+    extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((extra for extra in extras if isinstance(extra, Argument)), None)
+
+
+def _type_name(hint: Any) -> str:
+    """The type of a schema for an annotation."""
+    if get_origin(hint) not in (types.UnionType, Union):
+        return TYPES[hint]
+    (kind,) = (option for option in get_args(hint) if option is not type(None))
+    return f"{TYPES[kind]}?"
+
+
+def _join(
+    head: tuple[Any, ...], tails: tuple[Sequence[Any] | None, ...], groups: list[tuple[Any, ...]]
+) -> tuple[Any, ...]:
+    """The arguments without default values and the others, up to the last group that is not left out."""
+    joined: tuple[Any, ...] = ()
+    for tail, defaults in zip(tails[::-1], groups[::-1], strict=True):
+        if tail is not None or joined:
+            joined = (*(defaults if tail is None else tail), *joined)
+    return head + joined
+
+
+def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The function that takes the values at some places out of a sequence."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)
+
+
+class Op(Generic[Inputs, Outputs]):
+    """An op whose functions take its inputs and return its outputs by name.
+
+    Args:
+        name: the op is ``torch.ops.liger_models.<name>``.
+        forward: its implementation. The annotations of its parameter and result are a NamedTuple each; the result may
+            also be one tensor. A result that is ``Tensor | None`` may be None.
+        fake: its implementation for tensors without values.
+    """
+
+    def __init__(self, name: str, forward: Callable[[Inputs], Outputs], fake: Callable[[Inputs], Outputs]) -> None:
+        hints = get_type_hints(forward, include_extras=True)
+        result = hints.pop("return")
+        (parameter,) = hints.values()
+        self.name, self.inputs = name, Arguments(parameter)
+        self.outputs = None if result is Tensor else Arguments(result)
+
+        count = 1 if self.outputs is None else len(self.outputs.names)
+        returned = ", ".join(["Tensor"] * count)
+        LIBRARY.define(f"{name}({self.inputs.schema}) -> {returned if count == 1 else f'({returned})'}")
+        LIBRARY.impl(name, self._flat(forward), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{LIBRARY.ns}::{name}", self._flat(fake), lib=LIBRARY)
+        self._op = getattr(getattr(torch.ops, LIBRARY.ns), name).default
+
+    def _flat(self, function: Callable[[Inputs], Outputs]) -> Callable[..., Any]:
+        """The function with flat arguments and results, as the dispatcher calls it."""
+        unflatten = self.inputs.unflatten
+        if self.outputs is None:
+            return lambda *arguments: function(unflatten(*arguments))
+        flatten = self.outputs.flatten
+        return lambda *arguments: flatten(function(unflatten(*arguments)))
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        """Run the op."""
+        result = self._op(*self.inputs.flatten(inputs))
+        return result if self.outputs is None else self.outputs.unflatten(*result)  # type: ignore[no-any-return]
+
+    def differentiable(
+        self,
+        save: Callable[[Any, Inputs, Outputs, Needs], Saved],
+        backward: Callable[[Saved, Needs, Outputs], Gradients],
+    ) -> None:
+        """Register the backward.
+
+        Args:
+            save: from the autograd context, the inputs, the outputs, and which inputs need a gradient to what is saved
+                for the backward. It may mark outputs as non-differentiable.
+            backward: from what is saved, which inputs need a gradient, and the gradients of the outputs, None for those
+                without, to the gradients of the inputs.
+
+        The second parameter of ``backward`` is annotated with a NamedTuple of bools and its result with a NamedTuple of
+        ``Tensor | None``. Their fields have the names of inputs.
+        """
+        hints = get_type_hints(backward, include_extras=True)
+        saved_type, needs_type, _ = (hint for name, hint in hints.items() if name != "return")
+        saved, needs, gradients = Arguments(saved_type), Arguments(needs_type), Arguments(hints["return"])
+        inputs, outputs = self.inputs, self.outputs
+        count = len(inputs.names)
+        frozen = (False,) * count
+        need_of = _picker([inputs.names.index(name) for name in needs.names])
+        places = [inputs.names.index(name) for name in gradients.names]
+        is_constant = [not is_tensor for is_tensor in saved.is_tensor]
+        order = sorted(range(len(saved.names)), key=is_constant.__getitem__)  # tensors first, then constants
+        restore = _picker(sorted(range(len(order)), key=order.__getitem__))
+
+        def setup(ctx: Any, arguments: tuple[Any, ...], output: Any) -> None:
+            ctx.set_materialize_grads(False)
+            flags = ctx.needs_input_grad  # without arguments that were left out
+            ctx.needs = needs.unflatten(*need_of(flags + frozen[len(flags) :]))
+            named = output if outputs is None else outputs.unflatten(*output)
+            values = saved.flatten_all(save(ctx, inputs.unflatten(*arguments), named, ctx.needs))
+            ctx.constants = tuple(compress(values, is_constant))
+            ctx.save_for_backward(*compress(values, saved.is_tensor))
+
+        def flat_backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+            named: Any = d_outputs[0] if outputs is None else outputs.unflatten(*d_outputs)
+            values = saved.unflatten(*restore((*ctx.saved_tensors, *ctx.constants)))
+            result: list[Tensor | None] = [None] * count
+            for place, gradient in zip(places, gradients.flatten(backward(values, ctx.needs, named)), strict=True):
+                result[place] = gradient
+            return tuple(result)
+
+        register_autograd(self.name, flat_backward, setup)
 
 
 def register_autograd(
@@ -28,9 +297,11 @@ def register_autograd(
     op = getattr(getattr(torch.ops, library.ns), name).default
     defaults = [argument.default_value for argument in op._schema.arguments]
 
+    call = op._op  # without a frame of Python
+
     def run(*inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*inputs)
+            return call(*inputs)
 
     def forward(ctx: Any, *inputs: Any) -> Any:
         output = run(*inputs)

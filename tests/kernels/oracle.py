@@ -1,9 +1,12 @@
 """Truth for the op tests: the reference in fp64, and the error that plain torch makes in the dtype under test."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from liger_models.common.ops import Op
 
 
 def run(function: Callable[..., object], inputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
@@ -57,6 +60,11 @@ def assert_close_to_truth(
         )
         allowed += (slack or {}).get(index, 0.0) / scale.item()
         assert error <= allowed, f"result {index}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+def opcheck_named(op: Op[Any, Any], inputs: tuple[Any, ...]) -> None:
+    """`opcheck` of an op with named inputs."""
+    opcheck(getattr(torch.ops.liger_models, op.name), op.inputs.flatten(inputs))
 
 
 def opcheck(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> None:

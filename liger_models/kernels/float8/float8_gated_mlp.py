@@ -23,41 +23,33 @@ a chunk or from the rows up to its end.
 Source: https://arxiv.org/abs/2002.05202 (gated MLP), https://arxiv.org/abs/2209.05433 (float8 training).
 """
 
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY, register_autograd
-from liger_models.kernels.activation.gated_act import (
-    check_act,
-    gated_act_backward,
-    gated_act_forward,
-    gated_act_reference,
-)
+from liger_models.common.ops import Op
+from liger_models.kernels.activation.gated_act import check_act, gated_act_reference
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.float8.float8 import (
-    RECIPES,
-    Float8,
-    Matrix,
-    Recipe,
-    add_amax,
-    float8_pair,
-    plain,
-    round_columns,
-    round_gradient,
-    round_matrix,
-    scaled_product,
-    weight_columns,
-    weight_rows,
+from liger_models.kernels.float8.float8 import RECIPES, Float8
+from liger_models.kernels.float8.float8_linear import check_float8, float8_linear_reference
+from liger_models.kernels.float8.float8_product import FLOAT8, Float8Product
+from liger_models.kernels.linear.gated_mlp import (
+    GatedMLPGradients,
+    GatedMLPInputs,
+    GatedMLPNeeds,
+    GatedMLPOutputs,
+    GatedMLPSaved,
+    GatedMLPUpstream,
+    Products,
+    gated_mlp_backward,
+    gated_mlp_backward_fake,
+    gated_mlp_fake,
+    gated_mlp_forward,
+    gated_mlp_save,
 )
-from liger_models.kernels.float8.float8_linear import check_float8, float8_linear_reference, normed_again, round_normed
-from liger_models.kernels.linear.gated_mlp import _likes, _split_rows
-from liger_models.kernels.linear.norm_linear import check_linear, given_or_empty, weight_gradient
+from liger_models.kernels.linear.projection import Projection, check_linear, of_stream
 from liger_models.kernels.norm.fused_norm import FusedNorm
-
-WEIGHTS = slice(1, 2), slice(3, 4)
-"""Where the largest absolute values of the two weights are among the four."""
 
 
 def float8_gated_mlp_reference(
@@ -73,282 +65,111 @@ def float8_gated_mlp_reference(
     return float8_linear_reference(product, down_weight, down_bias, recipe, gathered[1]), residual
 
 
-LIBRARY.define(
-    "float8_gated_mlp(Tensor? x, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_up_weight,"
-    " Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, str norm, float eps, float weight_offset,"
-    " bool scale_in_fp32, str act, str recipe, bool recompute, bool result,"
-    " Tensor? gate_up_codes, Tensor? gate_up_inverse, Tensor? down_codes, Tensor? down_inverse)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "float8_gated_mlp_backward(Tensor dy, Tensor? dh, Tensor h, Tensor statistics, Tensor? gate_up, Tensor amax,"
-    " Tensor? norm_weight, Tensor? norm_bias, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias,"
-    " str norm, float eps, float weight_offset, bool scale_in_fp32, str act, str recipe,"
-    " Tensor? gate_up_codes, Tensor? gate_up_inverse, Tensor? down_codes, Tensor? down_inverse, bool[7] needs)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+class Float8GatedMLPInputs(NamedTuple):
+    """Inputs of the op `float8_gated_mlp`."""
+
+    mlp: GatedMLPInputs
+    recipe: str
+    gate_up_gathered: Annotated[Float8 | None, FLOAT8] = None
+    down_gathered: Annotated[Float8 | None, FLOAT8] = None
 
 
-class _MLP(NamedTuple):
-    """Arguments that all rows share.
+class Float8GatedMLPOutputs(NamedTuple):
+    """Outputs of the op. ``amax`` [4] has the largest absolute values of N(h), Wgu, A(u) and Wd."""
 
-    ``amax`` [4] in fp32 has the largest values of N(h), Wgu, A(u) and Wd, and ``gathered`` q(Wgu) and q(Wd) if known.
-    """
-
-    norm: FusedNorm
-    gate_up_weight: Tensor
-    down_weight: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-    act: str
-    recipe: Recipe
+    mlp: GatedMLPOutputs
     amax: Tensor
-    gathered: tuple[Float8 | None, Float8 | None]
-
-    def gate_up(self, rows: Float8, weight: Float8) -> Tensor:
-        """u [N, 2 F] of rounded normed rows."""
-        return _product(rows, weight, self.gate_up_weight.dtype, self.gate_up_bias)
 
 
-def _product(rows: Float8, weight: Float8, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    y = scaled_product(rows, weight, dtype, fast=True)
-    return y if bias is None else y.add_(bias.to(dtype))
+class Float8GatedMLPSaved(NamedTuple):
+    """What the forward saves for the backward."""
+
+    mlp: GatedMLPSaved
+    amax: Tensor
+    recipe: str
+    gate_up_gathered: Annotated[Float8 | None, FLOAT8] = None
+    down_gathered: Annotated[Float8 | None, FLOAT8] = None
 
 
-@torch.library.impl(LIBRARY, "float8_gated_mlp", "CompositeExplicitAutograd")
-def _float8_gated_mlp(
-    x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor,
-    down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, kind: str, eps: float,
-    weight_offset: float, scale_in_fp32: bool, act: str, recipe: str, recompute: bool, result: bool,
-    gate_up_codes: Tensor | None, gate_up_inverse: Tensor | None, down_codes: Tensor | None,
-    down_inverse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    amax = torch.zeros(4, dtype=torch.float32, device=residual.device)
-    weights = gate_up_weight, down_weight
-    gathered = float8_pair(gate_up_codes, gate_up_inverse), float8_pair(down_codes, down_inverse)
-    mlp = _MLP(norm, *weights, gate_up_bias, down_bias, act, RECIPES[recipe], amax, gathered)
-    rounded = []
-    for weight, at, known in zip(weights, WEIGHTS, gathered, strict=True):
-        if result or not recompute:
-            rounded.append(weight_rows(weight, mlp.recipe, amax[at], known))
-        elif not mlp.recipe.by_row and known is None:  # the backward reads the maxima
-            add_amax(plain(weight), amax[at])
-    C, shape = residual.shape[-1], residual.shape[:-1]
-    N = shape.numel()
-    x, residual = None if x is None else x.reshape(N, C), residual.reshape(N, C)
-    rows, _ = _split_rows(N, gate_up_weight, None, recompute)
-    if rows >= N:
-        y, h, statistics, gate_up = _forward_rows(x, residual, mlp, rounded, recompute, result)
-    else:
-        y = down_weight.new_empty(N, down_weight.shape[0])
-        h = residual.new_empty(0 if x is None else residual.shape)
-        statistics = residual.new_empty(norm.statistics_shape((N,)), dtype=torch.float32)
-        for start in range(0, N, rows):
-            part = slice(start, start + rows)
-            y[part], h[part], statistics[part], gate_up = _forward_rows(
-                None if x is None else x[part], residual[part], mlp, rounded, recompute, result
-            )
-    h = h if x is None else h.view(*shape, C)
-    gate_up = gate_up if recompute else gate_up.view(*shape, gate_up_weight.shape[0])
-    return y.view(*shape, down_weight.shape[0]), h, statistics.view(norm.statistics_shape(shape)), gate_up, amax
+class Float8GatedMLPNeeds(NamedTuple):
+    """Which inputs need a gradient."""
+
+    mlp: GatedMLPNeeds
 
 
-def _forward_rows(
-    x: Tensor | None, residual: Tensor, mlp: _MLP, rounded: list[Float8], recompute: bool, result: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op's outputs for rows [N, C]: all of them, or a chunk."""
-    dtype, nothing = mlp.down_weight.dtype, mlp.gate_up_weight.new_empty(0)
-    normed, h, statistics = round_normed(mlp.norm, x, residual, dtype, mlp.recipe, mlp.amax[:1])
-    # An op's output may not be its input: without x the second output is empty.
-    h = residual.new_empty(0) if x is None else h
-    if recompute and not result:
-        return mlp.down_weight.new_empty(len(residual), mlp.down_weight.shape[0]), h, statistics, nothing
-    gate_up = mlp.gate_up(normed, rounded[0])
-    del normed
-    product = round_matrix(Matrix("product", gate_up, act=mlp.act), mlp.recipe, amax=mlp.amax[2:3])[0]
-    gate_up = nothing if recompute else gate_up
-    return _product(product, rounded[1], dtype, mlp.down_bias), h, statistics, gate_up
+class Float8GatedMLPGradients(NamedTuple):
+    """Gradients of the inputs."""
+
+    mlp: GatedMLPGradients
 
 
-@torch.library.impl(LIBRARY, "float8_gated_mlp_backward", "CompositeExplicitAutograd")
-def _float8_gated_mlp_backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, amax: Tensor,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
-    gate_up_bias: Tensor | None, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool, act: str,
-    recipe: str, gate_up_codes: Tensor | None, gate_up_inverse: Tensor | None, down_codes: Tensor | None,
-    down_inverse: Tensor | None, needs: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    gathered = float8_pair(gate_up_codes, gate_up_inverse), float8_pair(down_codes, down_inverse)
-    mlp = _MLP(norm, gate_up_weight, down_weight, gate_up_bias, None, act, RECIPES[recipe], amax, gathered)
-    shape, C = h.shape, h.shape[-1]
-    N = shape[:-1].numel()
-    dy, h, statistics = dy.reshape(N, dy.shape[-1]), h.reshape(N, C), statistics.reshape(norm.statistics_shape((N,)))
-    dh = None if dh is None else dh.reshape(N, C)
-    rows, _ = _split_rows(N, gate_up_weight, None, gate_up is None)
-    if rows >= N:
-        gate_up = None if gate_up is None else gate_up.reshape(N, gate_up_weight.shape[0])
-        dx, *grads = _backward_rows(dy, dh, h, statistics, gate_up, mlp, needs)
-    else:
-        dx, grads = h.new_empty(N, C) if needs[0] else None, [None] * 6
-        for start in range(0, N, rows):
-            part = slice(start, start + rows)
-            piece, *grads = _backward_rows(
-                dy[part], None if dh is None else dh[part], h[part], statistics[part], None, mlp, needs, grads
-            )
-            if dx is not None and piece is not None:
-                dx[part] = piece
-            del piece
-    likes = _likes(h, norm_weight, gate_up_weight, down_weight)[:7]
-    grads = [None if grad is None else grad.to(like.dtype) for grad, like in zip(grads, likes[1:], strict=True)]
-    return given_or_empty([None if dx is None else dx.view(shape), *grads], likes)
+class Float8GatedMLPUpstream(NamedTuple):
+    """Inputs of the op `float8_gated_mlp_backward`."""
+
+    dy: Tensor
+    dh: Tensor | None
+    saved: Float8GatedMLPSaved
+    needs: Float8GatedMLPNeeds
 
 
-def _backward_rows(
-    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, mlp: _MLP,
-    needs: list[bool], totals: list[Tensor | None] | None = None,
-) -> list[Tensor | None]:  # fmt: skip
-    """dx and the gradients of the weights. Those of a chunk are in fp32, added to ``totals``, the sums so far.
+def _products(inputs: Float8GatedMLPInputs | Float8GatedMLPSaved, amax: Tensor) -> tuple[Float8Product, Float8Product]:
+    """The products of gate and up, and of down."""
+    mlp, recipe = inputs.mlp, RECIPES[inputs.recipe]
+    gate_up = Float8Product(mlp.gate_up, recipe, amax[:1], amax[1:2], inputs.gate_up_gathered)
+    down = Float8Product(mlp.down, recipe, amax[2:3], amax[3:], inputs.down_gathered)
+    return gate_up, down
 
-    dy [N, O], dh, h [N, C], gate_up [N, 2 F].
-    """
-    need_stream, need_norm_weight, need_norm_bias, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
-    need_dn = need_stream or need_norm_weight or need_norm_bias
-    need_du = need_dn or need_gate_up or need_gate_up_bias
-    norm, act, recipe, amax, dtype = mlp.norm, mlp.act, mlp.recipe, mlp.amax, mlp.gate_up_weight.dtype
-    wide = torch.promote_types(dtype, torch.float32) if totals is not None else None
-    rounds_dw = recipe.rounds_dw
-    dx = d_norm_weight = d_norm_bias = d_gate_up_weight = d_down_weight = d_gate_up_bias = rows = du = p = None
-    own = gate_up is None
-    if gate_up is None and (need_du or need_down):
-        normed, _ = round_matrix(normed_again(norm, h, statistics, dtype), recipe, amax=amax[:1], known=True)
-        weight = mlp.gathered[0]
-        if weight is None:
-            weight, _ = round_matrix(plain(mlp.gate_up_weight), recipe, amax=amax[WEIGHTS[0]], known=True)
-        gate_up = mlp.gate_up(normed, weight)
-        del normed, weight
-    of_product = None if own else amax[2:3]
-    dy_rows, dy_columns = round_matrix(plain(dy), recipe, gradient=True, rows=need_du, columns=need_down and rounds_dw)
-    if gate_up is not None and need_du:
-        columns = weight_columns(mlp.down_weight, recipe, amax[WEIGHTS[1]], mlp.gathered[1])
-        d_product = scaled_product(dy_rows, columns, dtype)
-        del dy_rows, columns
-        if rounds_dw and not need_gate_up_bias:
-            du_rows, du_columns, p_columns = round_gradient(
-                gate_up, d_product, act, recipe, of_product, rows=need_dn, columns=need_gate_up, product=need_down
-            )
+
+def _forward(inputs: Float8GatedMLPInputs) -> Float8GatedMLPOutputs:
+    mlp = inputs.mlp
+    amax = torch.zeros(4, dtype=torch.float32, device=mlp.residual.device)
+    products = _products(inputs, amax)
+
+    # All chunks share the rounded weights. Without a result only the backward multiplies.
+    for product in products:
+        if mlp.result or not mlp.recompute:
+            product.round_weight()
         else:
-            du, p = gated_act_backward(d_product, gate_up, act, need_down, overwrite_dy=True, overwrite_gate_up=own)
-            d_gate_up_bias = du.sum(0, dtype=wide) if need_gate_up_bias else None
-            du_rows, du_columns = round_matrix(
-                plain(du), recipe, gradient=True, rows=need_dn, columns=need_gate_up and rounds_dw
-            )
-        del d_product
-    elif gate_up is not None and need_down:
-        p = gated_act_forward(gate_up, act)
-    del gate_up
-    if need_down and rounds_dw:
-        p_columns = p_columns if p is None else round_columns(plain(p), recipe, of_product)
-        d_down_weight = scaled_product(dy_columns, p_columns, wide or dtype)
-        del p_columns
-    elif p is not None:
-        d_down_weight = weight_gradient(None, dy, p, wide is not None)
-    del p, dy_columns
-    if need_dn:
-        columns = weight_columns(mlp.gate_up_weight, recipe, amax[WEIGHTS[0]], mlp.gathered[0])
-        dn = scaled_product(du_rows, columns, dtype)
-        del du_rows, columns
-        dx, d_norm_weight, d_norm_bias, rows = norm.backward(
-            dn, dh, h, statistics, need_weight=need_norm_weight, need_bias=need_norm_bias,
-            rows_dtype=dtype if need_gate_up and not rounds_dw else None, sum_dtype=wide,
-        )  # fmt: skip
-        del dn
-    if need_gate_up and rounds_dw:
-        n_columns = round_columns(normed_again(norm, h, statistics, dtype), recipe, amax[:1])
-        d_gate_up_weight = scaled_product(du_columns, n_columns, wide or dtype)
-    elif need_gate_up and du is not None:
-        rows = norm.again(h, statistics, dtype) if rows is None else rows
-        d_gate_up_weight = weight_gradient(None, du, rows, wide is not None)
-    d_down_bias = dy.sum(0, dtype=wide) if need_down_bias else None
-    sums = [d_norm_weight, d_norm_bias, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias]
-    if totals is not None:
-        sums = [
-            share if total is None or share is None else total.add_(share)
-            for total, share in zip(totals, sums, strict=True)
-        ]
-    return [dx if need_stream else None, *sums]
+            product.find_weight_amax()
+    return Float8GatedMLPOutputs(gated_mlp_forward(mlp, Products(*products)), amax)
 
 
-@torch.library.register_fake("liger_models::float8_gated_mlp", lib=LIBRARY)
-def _float8_gated_mlp_fake(
-    x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor,
-    down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, kind: str, eps: float,
-    weight_offset: float, scale_in_fp32: bool, act: str, recipe: str, recompute: bool, result: bool,
-    gate_up_codes: Tensor | None, gate_up_inverse: Tensor | None, down_codes: Tensor | None,
-    down_inverse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    norm, rows = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32), residual.shape[:-1]
-    y = down_weight.new_empty(*rows, down_weight.shape[0])
-    h = residual.new_empty(0 if x is None else residual.shape)
-    statistics = residual.new_empty(norm.statistics_shape(rows), dtype=torch.float32)
-    gate_up = gate_up_weight.new_empty(0 if recompute else (*rows, gate_up_weight.shape[0]))
-    return y, h, statistics, gate_up, residual.new_empty(4, dtype=torch.float32)
+def _backward(inputs: Float8GatedMLPUpstream) -> Float8GatedMLPGradients:
+    dy, dh, saved, needs = inputs
+    gate_up, down = _products(saved, saved.amax)
+    if saved.mlp.u is None:  # A(u) of a chunk has another maximum than A(u) of all rows
+        down.amax = None
+    upstream = GatedMLPUpstream(dy, dh, saved.mlp, needs.mlp)
+    return Float8GatedMLPGradients(gated_mlp_backward(upstream, Products(gate_up, down)))
 
 
-@torch.library.register_fake("liger_models::float8_gated_mlp_backward", lib=LIBRARY)
-def _float8_gated_mlp_backward_fake(
-    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, amax: Tensor,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
-    gate_up_bias: Tensor | None, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool, act: str,
-    recipe: str, gate_up_codes: Tensor | None, gate_up_inverse: Tensor | None, down_codes: Tensor | None,
-    down_inverse: Tensor | None, needs: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    likes = _likes(h, norm_weight, gate_up_weight[:, 0], down_weight[:, 0])[:7]
-    likes[3:5] = gate_up_weight, down_weight
-    return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
+def _forward_fake(inputs: Float8GatedMLPInputs) -> Float8GatedMLPOutputs:
+    return Float8GatedMLPOutputs(gated_mlp_fake(inputs.mlp), inputs.mlp.residual.new_empty(4, dtype=torch.float32))
 
 
-def _setup(ctx, inputs, output):
-    x, residual, norm_weight, norm_bias, gate_up_weight, down_weight, gate_up_bias, down_bias, *constants = inputs
-    ctx.constants, recompute, gathered = constants[:6], constants[6], constants[8:]
-    _, h, statistics, gate_up, amax = output
-    ctx.set_materialize_grads(False)
-    ctx.dtypes = [None if t is None else t.dtype for t in (x, norm_bias, gate_up_bias, down_bias)]
-    frozen_stream = x is None or not any(ctx.needs_input_grad[:2])
-    ctx.mark_non_differentiable(*((h,) if frozen_stream else ()), statistics, gate_up, amax)
-    ctx.save_for_backward(
-        residual if x is None else h, statistics, None if recompute else gate_up, amax, norm_weight, norm_bias,
-        gate_up_weight, down_weight, gate_up_bias if recompute else None, *gathered,
-    )  # fmt: skip
+def _backward_fake(inputs: Float8GatedMLPUpstream) -> Float8GatedMLPGradients:
+    upstream = GatedMLPUpstream(inputs.dy, inputs.dh, inputs.saved.mlp, inputs.needs.mlp)
+    return Float8GatedMLPGradients(gated_mlp_backward_fake(upstream))
 
 
-def _backward(ctx, dy, dh, _dstatistics, _dgate_up, _damax):
-    need_x, need_residual, *need_weights = ctx.needs_input_grad[:8]
-    x_dtype, norm_bias_dtype, gate_up_bias_dtype, down_bias_dtype = ctx.dtypes
+def _save(
+    ctx: Any, inputs: Float8GatedMLPInputs, outputs: Float8GatedMLPOutputs, needs: Float8GatedMLPNeeds
+) -> Float8GatedMLPSaved:
+    mlp = gated_mlp_save(ctx, inputs.mlp, outputs.mlp, needs.mlp, outputs.amax)
+    return Float8GatedMLPSaved(mlp, outputs.amax, *inputs[1:])
+
+
+def _gradients(saved: Float8GatedMLPSaved, needs: Float8GatedMLPNeeds, upstream: Any) -> Float8GatedMLPGradients:
+    dy, dh, *_ = upstream.mlp
     if dy is None:  # only the residual stream has a gradient
-        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 18
-    saved = ctx.saved_tensors
-    dx, *grads = torch.ops.liger_models.float8_gated_mlp_backward(
-        dy, dh, *saved[:-4], *ctx.constants, *saved[-4:], [need_x or need_residual, *need_weights]
-    )
-    d_norm, d_norm_bias, d_gate_up, d_down, d_gate_up_bias, d_down_bias = (
-        grad if need else None for grad, need in zip(grads, need_weights, strict=True)
-    )
-    return (
-        dx.to(x_dtype) if need_x else None,
-        dx if need_residual else None,
-        d_norm,
-        None if d_norm_bias is None else d_norm_bias.to(norm_bias_dtype),
-        d_gate_up,
-        d_down,
-        None if d_gate_up_bias is None else d_gate_up_bias.to(gate_up_bias_dtype),
-        None if d_down_bias is None else d_down_bias.to(down_bias_dtype),
-        *(None,) * 12,
-    )
+        return Float8GatedMLPGradients(of_stream(GatedMLPGradients(), dh, needs.mlp))
+    gradients = BACKWARD(Float8GatedMLPUpstream(dy, dh, saved, needs)).mlp
+    return Float8GatedMLPGradients(of_stream(gradients, gradients.residual, needs.mlp))
 
 
-register_autograd("float8_gated_mlp", _backward, _setup)
+FORWARD = Op("float8_gated_mlp", _forward, _forward_fake)
+BACKWARD = Op("float8_gated_mlp_backward", _backward, _backward_fake)
+FORWARD.differentiable(_save, _gradients)
 
 
 def float8_gated_mlp(
@@ -406,8 +227,15 @@ def float8_gated_mlp(
         return float8_gated_mlp_reference(x, residual, norm, *weights, act=act, recipe=recipe, gathered=gathered)
     # Without gradients nothing is saved, and gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
-    y, h, *_ = torch.ops.liger_models.float8_gated_mlp(
-        x, residual, norm.weight, norm.bias, *weights, *norm.constants, act, recipe, recompute, result,
-        *(part for each in gathered for part in each or (None, None)),
-    )  # fmt: skip
-    return y, residual if x is None else h
+    mlp = GatedMLPInputs(
+        x=x,
+        residual=residual,
+        norm=norm,
+        gate_up=Projection(gate_up_weight, gate_up_bias),
+        down=Projection(down_weight, down_bias),
+        act=act,
+        recompute=recompute,
+        result=result,
+    )
+    y, h, *_ = FORWARD(Float8GatedMLPInputs(mlp, recipe, *gathered)).mlp
+    return y, residual if h is None else h

@@ -18,35 +18,40 @@ Saved: what `norm_linear` saves, and with one scale for a tensor the largest abs
 Source: https://arxiv.org/abs/2209.05433 (float8 training); https://arxiv.org/abs/1910.07467 (RMSNorm).
 """
 
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import Op
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.float8.float8 import (
     MULTIPLE,
     RECIPES,
     Float8,
-    Matrix,
     Recipe,
     float8_dtype,
     float8_pair,
-    normed_matrix,
-    plain,
-    rms_norm_round,
-    round_columns,
-    round_matrix,
     round_reference,
     scaled_product,
     transposed,
-    weight_columns,
-    weight_rows,
 )
-from liger_models.kernels.linear.norm_linear import check_linear, given_or_empty
+from liger_models.kernels.float8.float8_product import FLOAT8, Float8Product
+from liger_models.kernels.linear.norm_linear import (
+    NormLinearGradients,
+    NormLinearInputs,
+    NormLinearNeeds,
+    NormLinearOutputs,
+    NormLinearSaved,
+    NormLinearUpstream,
+    norm_linear_backward,
+    norm_linear_backward_fake,
+    norm_linear_fake,
+    norm_linear_forward,
+    norm_linear_save,
+)
+from liger_models.kernels.linear.projection import Projection, check_linear, of_stream
 from liger_models.kernels.norm.fused_norm import FusedNorm
-from liger_models.kernels.norm.row_norm import MAX_TILE
 
 
 class _Float8Product(torch.autograd.Function):
@@ -100,156 +105,98 @@ def float8_norm_linear_reference(
     return float8_linear_reference(norm.reference(residual), weight, bias, recipe, gathered), residual
 
 
-def _rounds_itself(norm: FusedNorm, h: Tensor, dtype: torch.dtype) -> bool:
-    return norm.kind == "rms_norm" and norm.weight is not None and h.dtype == dtype and h.shape[-1] <= MAX_TILE
+class Float8NormLinearInputs(NamedTuple):
+    """Inputs of the op `float8_norm_linear`."""
+
+    linear: NormLinearInputs
+    recipe: str
+    gathered: Annotated[Float8 | None, FLOAT8] = None
 
 
-def round_normed(
-    norm: FusedNorm, x: Tensor | None, residual: Tensor, dtype: torch.dtype, recipe: Recipe, amax: Tensor
-) -> tuple[Float8, Tensor, Tensor]:
-    """``(normed rows, h, statistics)`` as `FusedNorm.forward`, the rows cast to ``dtype`` and rounded.
+class Float8NormLinearOutputs(NamedTuple):
+    """Outputs of the op. ``amax`` [2] has the largest absolute values of the normed rows and of W."""
 
-    amax [1] in fp32 is raised as in `round_matrix`.
-    """
-    if _rounds_itself(norm, residual, dtype):
-        assert norm.weight is not None
-        constants = norm.eps, norm.weight_offset, norm.scale_in_fp32
-        return rms_norm_round(x, residual, norm.weight, *constants, recipe, amax)
-    normed, h, statistics = norm.forward(x, residual)
-    return round_matrix(plain(normed.to(dtype)), recipe, amax=amax)[0], h, statistics
+    linear: NormLinearOutputs
+    amax: Tensor
 
 
-def normed_again(norm: FusedNorm, h: Tensor, statistics: Tensor, dtype: torch.dtype) -> Matrix:
-    """The rows that `round_normed` rounds, to be rounded again."""
-    if not _rounds_itself(norm, h, dtype):
-        return plain(norm.again(h, statistics, dtype))
-    assert norm.weight is not None
-    return normed_matrix(h, norm.weight, statistics, norm.weight_offset, norm.scale_in_fp32)
+class Float8NormLinearSaved(NamedTuple):
+    """What the forward saves for the backward."""
+
+    linear: NormLinearSaved
+    amax: Tensor
+    recipe: str
+    gathered: Annotated[Float8 | None, FLOAT8] = None
 
 
-LIBRARY.define(
-    "float8_norm_linear(Tensor? x, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, Tensor weight,"
-    " Tensor? bias, str norm, float eps, float weight_offset, bool scale_in_fp32, str recipe,"
-    " Tensor? codes, Tensor? inverse) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "float8_norm_linear_backward(Tensor dy, Tensor? dh, Tensor h, Tensor statistics, Tensor amax, Tensor? norm_weight,"
-    " Tensor? norm_bias, Tensor weight, str norm, float eps, float weight_offset, bool scale_in_fp32, str recipe,"
-    " Tensor? codes, Tensor? inverse, bool[5] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+class Float8NormLinearNeeds(NamedTuple):
+    """Which inputs need a gradient."""
+
+    linear: NormLinearNeeds
 
 
-@torch.library.impl(LIBRARY, "float8_norm_linear", "CompositeExplicitAutograd")
-def _float8_norm_linear(
-    x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor,
-    bias: Tensor | None, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool, recipe: str,
-    codes: Tensor | None, inverse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    norm, rules = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32), RECIPES[recipe]
+class Float8NormLinearGradients(NamedTuple):
+    """Gradients of the inputs."""
+
+    linear: NormLinearGradients
+
+
+class Float8NormLinearUpstream(NamedTuple):
+    """Inputs of the op `float8_norm_linear_backward`."""
+
+    dy: Tensor
+    dh: Tensor | None
+    saved: Float8NormLinearSaved
+    needs: Float8NormLinearNeeds
+
+
+def _forward(inputs: Float8NormLinearInputs) -> Float8NormLinearOutputs:
+    linear, recipe, gathered = inputs
+    weight, tokens = linear.projection.weight, linear.residual.shape[:-1]
     amax = torch.zeros(2, dtype=torch.float32, device=weight.device)
-    rows, h, statistics = round_normed(norm, x, residual, weight.dtype, rules, amax[:1])
-    by_rows = weight_rows(weight, rules, amax[1:], float8_pair(codes, inverse))
-    y = scaled_product(rows, by_rows, weight.dtype, fast=True)
-    y = y if bias is None else y.add_(bias.to(y.dtype))
-    # An op's output may not be its input: without x the second output is empty.
-    h = residual.new_empty(0) if x is None else h
-    return y.view(*residual.shape[:-1], weight.shape[0]), h, statistics, amax
+    product = Float8Product(linear.projection, RECIPES[recipe], amax[:1], amax[1:], gathered)
+    product.round_weight()
+    outputs = norm_linear_forward(linear, product)
+    return Float8NormLinearOutputs(outputs._replace(y=outputs.y.view(*tokens, weight.shape[0])), amax)
 
 
-@torch.library.impl(LIBRARY, "float8_norm_linear_backward", "CompositeExplicitAutograd")
-def _float8_norm_linear_backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, amax: Tensor, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, weight: Tensor, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool,
-    recipe: str, codes: Tensor | None, inverse: Tensor | None, needs: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    norm, rules = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32), RECIPES[recipe]
-    need_stream, need_norm_weight, need_norm_bias, need_weight, need_bias = needs
-    need_dn, dtype = need_stream or need_norm_weight or need_norm_bias, weight.dtype
-    gradient = plain(dy)
-    dx = d_norm_weight = d_norm_bias = rows = None
-    by_rows, by_columns = round_matrix(
-        gradient, rules, gradient=True, rows=need_dn, columns=need_weight and rules.rounds_dw
-    )
-    if need_dn:
-        dn = scaled_product(by_rows, weight_columns(weight, rules, amax[1:], float8_pair(codes, inverse)), dtype)
-        del by_rows
-        dx, d_norm_weight, d_norm_bias, rows = norm.backward(
-            dn.view(h.shape), dh, h, statistics, need_weight=need_norm_weight, need_bias=need_norm_bias,
-            rows_dtype=dtype if need_weight and not rules.rounds_dw else None,
-        )  # fmt: skip
-        del dn
-    d_weight = None
-    if need_weight and rules.rounds_dw:
-        again = normed_again(norm, h, statistics, dtype)
-        d_weight = scaled_product(by_columns, round_columns(again, rules, amax[:1]), dtype)
-    elif need_weight:
-        rows = norm.again(h, statistics, dtype) if rows is None else rows
-        d_weight = gradient.x.t() @ rows.reshape(-1, h.shape[-1])
-    d_bias = gradient.x.sum(0) if need_bias else None
-    grads = dx if need_stream else None, d_norm_weight, d_norm_bias, d_weight, d_bias
-    of_norm = h if norm_weight is None else norm_weight
-    return given_or_empty(grads, (h, of_norm, of_norm, weight, weight))
+def _backward(inputs: Float8NormLinearUpstream) -> Float8NormLinearGradients:
+    (linear, amax, recipe, gathered), needs = inputs.saved, inputs.needs.linear
+    product = Float8Product(linear.projection, RECIPES[recipe], amax[:1], amax[1:], gathered)
+    need_dn = needs.x or needs.residual or needs.norm.weight or needs.norm.bias
+    dy = inputs.dy.reshape(-1, inputs.dy.shape[-1]).contiguous()  # [N, O]
+    upstream = product.upstream(dy, for_rows=need_dn, for_weight=needs.projection.weight)
+    return Float8NormLinearGradients(norm_linear_backward(upstream, inputs.dh, linear, product, needs))
 
 
-@torch.library.register_fake("liger_models::float8_norm_linear", lib=LIBRARY)
-def _float8_norm_linear_fake(
-    x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor,
-    bias: Tensor | None, *constants: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    statistics = FusedNorm(norm_weight, norm_bias, *constants[:4]).statistics_shape(residual.shape[:-1])
-    y = weight.new_empty(*residual.shape[:-1], weight.shape[0])
-    h = residual.new_empty(0 if x is None else residual.shape)
-    amax = residual.new_empty(2, dtype=torch.float32)
-    return y, h, residual.new_empty(statistics, dtype=torch.float32), amax
+def _forward_fake(inputs: Float8NormLinearInputs) -> Float8NormLinearOutputs:
+    amax = inputs.linear.residual.new_empty(2, dtype=torch.float32)
+    return Float8NormLinearOutputs(norm_linear_fake(inputs.linear), amax)
 
 
-@torch.library.register_fake("liger_models::float8_norm_linear_backward", lib=LIBRARY)
-def _float8_norm_linear_backward_fake(
-    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, amax: Tensor, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, weight: Tensor, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool,
-    recipe: str, codes: Tensor | None, inverse: Tensor | None, needs: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    of_norm = h if norm_weight is None else norm_weight
-    likes = (h, of_norm, of_norm, weight, weight[:, 0])
-    return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
+def _backward_fake(inputs: Float8NormLinearUpstream) -> Float8NormLinearGradients:
+    upstream = NormLinearUpstream(inputs.dy, inputs.dh, inputs.saved.linear, inputs.needs.linear)
+    return Float8NormLinearGradients(norm_linear_backward_fake(upstream))
 
 
-def _setup(ctx, inputs, output):
-    x, residual, norm_weight, norm_bias, weight, bias, *ctx.constants, codes, inverse = inputs
-    _, h, statistics, amax = output
-    ctx.set_materialize_grads(False)
-    ctx.x_dtype = residual.dtype if x is None else x.dtype
-    ctx.bias_dtypes = [None if t is None else t.dtype for t in (norm_bias, bias)]
-    frozen_stream = x is None or not any(ctx.needs_input_grad[:2])
-    ctx.mark_non_differentiable(*((h,) if frozen_stream else ()), statistics, amax)
-    saved = residual if x is None else h, statistics, amax, norm_weight, norm_bias, weight
-    ctx.save_for_backward(*saved, codes, inverse)
+def _save(
+    ctx: Any, inputs: Float8NormLinearInputs, outputs: Float8NormLinearOutputs, needs: Float8NormLinearNeeds
+) -> Float8NormLinearSaved:
+    linear = norm_linear_save(ctx, inputs.linear, outputs.linear, needs.linear, outputs.amax)
+    return Float8NormLinearSaved(linear, outputs.amax, inputs.recipe, inputs.gathered)
 
 
-def _backward(ctx, dy, dh, _dstatistics, _damax):
-    need_x, need_residual, *need_weights = ctx.needs_input_grad[:6]
+def _gradients(saved: Float8NormLinearSaved, needs: Float8NormLinearNeeds, upstream: Any) -> Float8NormLinearGradients:
+    dy, dh, _ = upstream.linear
     if dy is None:  # only the residual stream has a gradient
-        return dh.to(ctx.x_dtype) if need_x and dh is not None else None, dh, *(None,) * 11
-    *saved, codes, inverse = ctx.saved_tensors
-    dx, *grads = torch.ops.liger_models.float8_norm_linear_backward(
-        dy, dh, *saved, *ctx.constants, codes, inverse, [need_x or need_residual, *need_weights]
-    )
-    d_norm_weight, d_norm_bias, d_weight, d_bias = (
-        grad if need else None for grad, need in zip(grads, need_weights, strict=True)
-    )
-    norm_bias_dtype, bias_dtype = ctx.bias_dtypes
-    return (
-        dx.to(ctx.x_dtype) if need_x else None,
-        dx if need_residual else None,
-        d_norm_weight,
-        None if d_norm_bias is None else d_norm_bias.to(norm_bias_dtype),
-        d_weight,
-        None if d_bias is None else d_bias.to(bias_dtype),
-        *(None,) * 7,
-    )
+        return Float8NormLinearGradients(of_stream(NormLinearGradients(), dh, needs.linear))
+    gradients = BACKWARD(Float8NormLinearUpstream(dy, dh, saved, needs)).linear
+    return Float8NormLinearGradients(of_stream(gradients, gradients.residual, needs.linear))
 
 
-register_autograd("float8_norm_linear", _backward, _setup)
+FORWARD = Op("float8_norm_linear", _forward, _forward_fake)
+BACKWARD = Op("float8_norm_linear_backward", _backward, _backward_fake)
+FORWARD.differentiable(_save, _gradients)
 
 
 def check_float8(op: str, recipe: str, **weights: Tensor) -> None:
@@ -294,10 +241,9 @@ def float8_norm_linear(
     check_float8(op, recipe, weight=weight)
     if not use_triton(residual):
         return float8_norm_linear_reference(x, residual, norm, weight, bias, recipe, gathered)
-    y, h, _, _ = torch.ops.liger_models.float8_norm_linear(
-        x, residual, norm.weight, norm.bias, weight, bias, *norm.constants, recipe, *(gathered or (None, None))
-    )
-    return y, residual if x is None else h
+    linear = NormLinearInputs(x, residual, norm, Projection(weight, bias))
+    y, h, _ = FORWARD(Float8NormLinearInputs(linear, recipe, gathered)).linear
+    return y, residual if h is None else h
 
 
 def float8_linear(

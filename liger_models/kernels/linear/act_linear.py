@@ -19,15 +19,17 @@ Saved: x and W. Saving a as well would cost F more numbers per token.
 Source: https://arxiv.org/abs/1606.08415, relu2 https://arxiv.org/abs/2109.08668.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import Op
 from liger_models.kernels.activation.gated_act import _activation
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.linear.norm_linear import check_linear, given_or_empty, linear
+from liger_models.kernels.linear.projection import check_linear, linear
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu2")
 
@@ -98,55 +100,88 @@ def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[T
     return dx, da if need_a else None
 
 
-LIBRARY.define("act_linear(Tensor x, Tensor weight, Tensor? bias, str act) -> Tensor")
-LIBRARY.define(
-    "act_linear_backward(Tensor dy, Tensor x, Tensor weight, str act, bool[3] needs) -> (Tensor, Tensor, Tensor)"
-)
+class ActLinearInputs(NamedTuple):
+    """Inputs of the op `act_linear`, as the function of that name takes them."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    act: str
 
 
-@torch.library.impl(LIBRARY, "act_linear", "CompositeExplicitAutograd")
-def _act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    return linear(_activate(x, act), weight, bias)
+class ActLinearSaved(NamedTuple):
+    """What the forward saves for the backward."""
+
+    x: Tensor
+    weight: Tensor
+    act: str
 
 
-@torch.library.impl(LIBRARY, "act_linear_backward", "CompositeExplicitAutograd")
-def _act_linear_backward(dy: Tensor, x: Tensor, weight: Tensor, act: str, needs: list[bool]) -> tuple[Tensor, ...]:
-    need_x, need_weight, need_bias = needs
-    dy = dy.reshape(-1, dy.shape[-1])
-    dx = a = None
-    if need_x:
-        dx, a = _activate_backward((dy @ weight).view(x.shape), x, act, need_weight)
-    elif need_weight:
+class ActLinearNeeds(NamedTuple):
+    """Which inputs need a gradient."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
+class ActLinearGradients(NamedTuple):
+    """Gradients of the inputs."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class ActLinearUpstream(NamedTuple):
+    """Inputs of the op `act_linear_backward`."""
+
+    dy: Tensor
+    saved: ActLinearSaved
+    needs: ActLinearNeeds
+
+
+def _forward(inputs: ActLinearInputs) -> Tensor:
+    return linear(_activate(inputs.x, inputs.act), inputs.weight, inputs.bias)
+
+
+def _backward(inputs: ActLinearUpstream) -> ActLinearGradients:
+    (x, weight, act), needs = inputs.saved, inputs.needs
+    dy = inputs.dy.reshape(-1, weight.shape[0])  # [N, O]
+    dx = a = d_weight = None
+    if needs.x:
+        dx, a = _activate_backward((dy @ weight).view(x.shape), x, act, needs.weight)
+    elif needs.weight:
         a = _activate(x, act)
-    d_weight = None if a is None else dy.t() @ a.view(-1, x.shape[-1]).to(weight.dtype)
-    return given_or_empty((dx, d_weight, dy.sum(0) if need_bias else None), (x, weight, weight))
+    if a is not None:
+        d_weight = dy.t() @ a.view(-1, x.shape[-1]).to(weight.dtype)
+    return ActLinearGradients(dx, d_weight, dy.sum(0) if needs.bias else None)
 
 
-@torch.library.register_fake("liger_models::act_linear", lib=LIBRARY)
-def _act_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    return weight.new_empty(*x.shape[:-1], weight.shape[0])
+def _forward_fake(inputs: ActLinearInputs) -> Tensor:
+    return inputs.weight.new_empty(*inputs.x.shape[:-1], inputs.weight.shape[0])
 
 
-@torch.library.register_fake("liger_models::act_linear_backward", lib=LIBRARY)
-def _act_linear_backward_fake(dy: Tensor, x: Tensor, weight: Tensor, act: str, needs: list[bool]) -> tuple[Tensor, ...]:
-    likes = (x, weight, weight[:, 0])
-    return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
+def _backward_fake(inputs: ActLinearUpstream) -> ActLinearGradients:
+    (x, weight, _), needs = inputs.saved, inputs.needs
+    return ActLinearGradients(
+        x=x.new_empty(x.shape) if needs.x else None,
+        weight=weight.new_empty(weight.shape) if needs.weight else None,
+        bias=weight.new_empty(weight.shape[0]) if needs.bias else None,
+    )
 
 
-def _setup(ctx, inputs, output):
-    x, weight, bias, ctx.act = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight)
+def _save(ctx: Any, inputs: ActLinearInputs, y: Tensor, needs: ActLinearNeeds) -> ActLinearSaved:
+    return ActLinearSaved(inputs.x, inputs.weight, inputs.act)
 
 
-def _backward(ctx, dy):
-    needs = list(ctx.needs_input_grad[:3])
-    grads = torch.ops.liger_models.act_linear_backward(dy, *ctx.saved_tensors, ctx.act, needs)
-    dx, d_weight, d_bias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-    return dx, d_weight, None if d_bias is None else d_bias.to(ctx.bias_dtype), None
+def _gradients(saved: ActLinearSaved, needs: ActLinearNeeds, dy: Tensor) -> ActLinearGradients:
+    return BACKWARD(ActLinearUpstream(dy, saved, needs))
 
 
-register_autograd("act_linear", _backward, _setup)
+FORWARD = Op("act_linear", _forward, _forward_fake)
+BACKWARD = Op("act_linear_backward", _backward, _backward_fake)
+FORWARD.differentiable(_save, _gradients)
 
 
 def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
@@ -173,5 +208,4 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
     check_linear("act_linear", "weight", weight, bias, x.shape[-1])
     if not use_triton(x):
         return act_linear_reference(x, weight, bias, act)
-    y: Tensor = torch.ops.liger_models.act_linear(x, weight, bias, act)
-    return y
+    return FORWARD(ActLinearInputs(x, weight, bias, act))

@@ -32,49 +32,44 @@ before its products with Wgu and du, dn is reduce-scattered, y is of all tokens,
 Source: https://arxiv.org/abs/2002.05202; recomputation as in https://arxiv.org/abs/2205.05198.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import Op
 from liger_models.distributed.collectives import (
     Group,
     copy_to_region,
-    for_op,
     gather_rows,
     gathered_shape,
-    ranks_from_op,
     rows_by_rank,
     rows_in_order,
-    sum_rows,
 )
-from liger_models.kernels.activation.gated_act import (
-    check_act,
-    gated_act_backward,
-    gated_act_forward,
-    gated_act_reference,
-)
+from liger_models.kernels.activation.gated_act import check_act, gated_act_reference
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.frozen.quantized_weight import (
-    SCHEMA,
-    QuantizedWeight,
-    Weight,
-    few_rows,
-    weight_for_op,
-    weight_from_op,
-)
+from liger_models.kernels.frozen.quantized_weight import Weight
 from liger_models.kernels.linear.norm_linear import (
+    NormLinearGradients,
+    NormLinearNeeds,
+    NormLinearSaved,
+    norm_linear_backward,
+)
+from liger_models.kernels.linear.projection import (
+    RANKS,
+    NormGradients,
+    NormNeeds,
+    Product,
+    Projection,
+    ProjectionGradients,
+    ProjectionNeeds,
     check_linear,
     check_low_rank,
-    given_or_empty,
-    input_gradient,
     linear,
-    linear_forward,
-    low_rank_gradients,
-    low_rank_pair,
-    weight_gradient,
+    mark_constants,
+    norm_gradients_fake,
+    of_stream,
+    projection_gradients_fake,
 )
 from liger_models.kernels.matmul.row_linear import LowRank
 from liger_models.kernels.norm.fused_norm import FusedNorm
@@ -121,282 +116,300 @@ def gated_mlp_reference(
     return linear(gated_act_reference(gate_up, act), down_weight, down_bias, down_low_rank), residual
 
 
-_QUANTIZED = f"{SCHEMA.format('gate_up_')}, {SCHEMA.format('down_')}"
-LIBRARY.define(
-    "gated_mlp(Tensor? x, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_up_weight,"
-    " Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_A, Tensor? gate_up_B,"
-    " Tensor? down_A, Tensor? down_B, str norm, float eps, float weight_offset, bool scale_in_fp32, str act,"
-    f" bool recompute, bool result, str group='', int ranks=1, bool sequence=False, {_QUANTIZED})"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "gated_mlp_backward(Tensor dy, Tensor? dh, Tensor h, Tensor statistics, Tensor? gate_up, Tensor? norm_weight,"
-    " Tensor? norm_bias, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? gate_up_A,"
-    " Tensor? gate_up_B, Tensor? down_A, Tensor? down_B, str norm, float eps, float weight_offset, bool scale_in_fp32,"
-    f" str act, bool[11] needs, str group='', int ranks=1, bool sequence=False, {_QUANTIZED})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+class GatedMLPInputs(NamedTuple):
+    """Inputs of the op `gated_mlp`, as the function of that name takes them."""
+
+    x: Tensor | None
+    residual: Tensor
+    norm: FusedNorm
+    gate_up: Projection
+    down: Projection
+    act: str
+    recompute: bool
+    result: bool
+    ranks: Annotated[Group | None, RANKS] = None
 
 
-@torch.library.impl(LIBRARY, "gated_mlp", "CompositeExplicitAutograd")
-def _gated_mlp(
-    x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor,
-    down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_A: Tensor | None,
-    gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, kind: str, eps: float,
-    weight_offset: float, scale_in_fp32: bool, act: str, recompute: bool, result: bool, *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    group, (gate_up_matrix, down_matrix) = ranks_from_op(*rest[:3]), _weights(gate_up_weight, down_weight, rest)
-    norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    low_ranks = low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
-    constants = norm, gate_up_matrix, down_matrix, gate_up_bias, down_bias, low_ranks, act, recompute, result, group
-    C, shape = residual.shape[-1], residual.shape[:-1]
-    N = shape.numel()
-    x = None if x is None else x.reshape(-1, C)
-    residual = residual.reshape(-1, C)
-    rows, copies = _split_rows(N, gate_up_matrix, group, recompute)
-    if rows >= N:
-        y, h, statistics, gate_up = _forward_rows(x, residual, *constants)
-    else:
-        parts = down_matrix.new_empty(copies, N, down_matrix.shape[0])
-        h = residual.new_empty(0 if x is None else residual.shape)
-        statistics = residual.new_empty(norm.statistics_shape((N,)), dtype=torch.float32)
-        for start in range(0, N, rows):
-            part = slice(start, start + rows)
-            y, h[part], statistics[part], gate_up = _forward_rows(
-                None if x is None else x[part], residual[part], *constants
-            )
-            if result:
-                parts[:, part] = y.unflatten(0, (copies, -1))
-        y = parts.flatten(0, 1)
-    h = h if x is None else h.view(*shape, C)
-    statistics = statistics.view(norm.statistics_shape(shape))
-    if not recompute:  # gate and up hold all ranks' tokens, the first rank's first
-        gate_up = gate_up.view(*gathered_shape(shape, group), gate_up.shape[-1])
-    return rows_in_order(y, shape, group), h, statistics, gate_up
+class GatedMLPOutputs(NamedTuple):
+    """Outputs of the op, or their gradients.
+
+    Attributes:
+        y: [..., O].
+        h: [..., C], the residual stream; None without x, because an output of an op may not be one of its inputs.
+        statistics: the norm's, of each row.
+        u: [..., 2 F], gates and ups; None with ``recompute``.
+    """
+
+    y: Tensor
+    h: Tensor | None
+    statistics: Tensor
+    u: Tensor | None
 
 
-def _weights(gate_up_weight: Tensor, down_weight: Tensor, rest: Sequence[Any]) -> tuple[Weight, Weight]:
-    """The op's weights; ``rest`` are its last arguments, from the group on."""
-    return weight_from_op(gate_up_weight, rest[3:9]), weight_from_op(down_weight, rest[9:])
+class GatedMLPSaved(NamedTuple):
+    """What the forward saves for the backward. Of the biases only that of gate and up is saved, to recompute u."""
+
+    h: Tensor
+    statistics: Tensor
+    u: Tensor | None
+    norm: FusedNorm
+    gate_up: Projection
+    down: Projection
+    act: str
+    ranks: Annotated[Group | None, RANKS] = None
 
 
-def _split_rows(N: int, gate_up_weight: Weight, group: Group | None, recompute: bool) -> tuple[int, int]:
-    """Own rows per chunk, and the number of ranks whose rows u holds."""
-    copies = group.size if group is not None and group.sequence_parallel else 1
+class GatedMLPNeeds(NamedTuple):
+    """Which inputs need a gradient."""
+
+    x: bool
+    residual: bool
+    norm: NormNeeds
+    gate_up: ProjectionNeeds
+    down: ProjectionNeeds
+
+
+class GatedMLPGradients(NamedTuple):
+    """Gradients of the inputs. The op of the backward returns that of the residual stream as ``residual`` alone."""
+
+    x: Tensor | None = None
+    residual: Tensor | None = None
+    norm: NormGradients = NormGradients()
+    gate_up: ProjectionGradients = ProjectionGradients()
+    down: ProjectionGradients = ProjectionGradients()
+
+
+class GatedMLPUpstream(NamedTuple):
+    """Inputs of the op `gated_mlp_backward`."""
+
+    dy: Tensor
+    dh: Tensor | None
+    saved: GatedMLPSaved
+    needs: GatedMLPNeeds
+
+
+class Products(NamedTuple):
+    """The products of both projections."""
+
+    gate_up: Product
+    down: Product
+
+
+def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: bool) -> tuple[int, int]:
+    """The rank's own rows in a chunk, and the number of ranks whose rows u holds."""
+    copies = ranks.size if ranks is not None and ranks.sequence_parallel else 1
     row_bytes = gate_up_weight.shape[0] * gate_up_weight.itemsize
     return -(-_chunk_rows(N * copies, row_bytes) // copies) if recompute else N, copies
 
 
-def _forward_rows(
-    x: Tensor | None, residual: Tensor, norm: FusedNorm, gate_up_weight: Weight, down_weight: Weight,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, low_ranks: tuple[LowRank | None, LowRank | None], act: str,
-    recompute: bool, result: bool, group: Group | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The op's outputs for rows [N, C]: all of them, or a chunk."""
-    normed, h, statistics = norm.forward(x, residual)
-    # An op's output may not be its input: without x the second output is empty.
-    h = residual.new_empty(0) if x is None else h
-    if recompute and not result:
-        y = down_weight.new_empty(*gathered_shape(normed.shape[:-1], group), down_weight.shape[0])
-        return y, h, statistics, gate_up_weight.new_empty(0)
-    rows = gather_rows(normed, group).to(gate_up_weight.dtype)
-    gate_up_low_rank, down_low_rank = low_ranks
-    both = few_rows(rows, gate_up_weight, gate_up_bias, act, gate_up_low_rank)
-    if both is not None:
-        gate_up, product = both
+def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
+    """The forward with any kind of product."""
+    x, residual, norm, _, _, _, recompute, result, ranks = inputs
+    down_weight, C, shape = products.down.weight, residual.shape[-1], residual.shape[:-1]
+    N = shape.numel()
+
+    # The tokens as rows [N, C].
+    x, residual = None if x is None else x.reshape(-1, C), residual.reshape(-1, C)
+    rows, copies = split_rows(N, products.gate_up.weight, ranks, recompute)
+    if rows >= N:
+        y, h, statistics, u = _forward_rows(x, residual, inputs, products)
     else:
-        gate_up = linear_forward(rows, gate_up_weight, gate_up_bias, gate_up_low_rank)
-        del normed, rows
-        product = gated_act_forward(gate_up, act)
-    if recompute:
-        gate_up = gate_up.new_empty(0)
-    return linear_forward(product, down_weight, down_bias, down_low_rank), h, statistics, gate_up
+        # Chunks of rows. Where each rank has its own tokens, y has those of all R ranks: [R, N, O].
+        parts = down_weight.new_empty(copies, N, down_weight.shape[0])
+        h = None if x is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
+        statistics = residual.new_empty(norm.statistics_shape((N,)), dtype=torch.float32)
+        u = None
+        for start in range(0, N, rows):
+            chunk = slice(start, start + rows)
+            outputs = _forward_rows(None if x is None else x[chunk], residual[chunk], inputs, products)
+            statistics[chunk] = outputs.statistics
+            if h is not None and outputs.h is not None:
+                h[chunk] = outputs.h
+            if result:
+                parts[:, chunk] = outputs.y.unflatten(0, (copies, -1))
+            del outputs
+        y = parts.flatten(0, 1)
+
+    return GatedMLPOutputs(
+        y=rows_in_order(y, shape, ranks),
+        h=None if h is None else h.view(*shape, C),
+        statistics=statistics.view(norm.statistics_shape(shape)),
+        u=None if u is None else u.view(*gathered_shape(shape, ranks), u.shape[-1]),  # the first rank's tokens first
+    )
 
 
-@torch.library.impl(LIBRARY, "gated_mlp_backward", "CompositeExplicitAutograd")
-def _gated_mlp_backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None,
-    gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, kind: str,
-    eps: float, weight_offset: float, scale_in_fp32: bool, act: str, needs: list[bool], *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    group, matrices = ranks_from_op(*rest[:3]), _weights(gate_up_weight, down_weight, rest)
-    norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    low_ranks = low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
-    constants = norm, *matrices, gate_up_bias, low_ranks, act, needs, group
-    likes = _likes(h, norm_weight, *matrices)
+def _forward_rows(x: Tensor | None, residual: Tensor, inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
+    """The outputs for rows x and residual [N, C]: all of them, or a chunk."""
+    gate_up, down = products
+    ranks = inputs.ranks
+    rows, stream, statistics = gate_up.normed(inputs.norm, x, residual)
+    h = None if x is None else stream
+    if inputs.recompute and not inputs.result:
+        y = down.weight.new_empty(*gathered_shape(residual.shape[:-1], ranks), down.weight.shape[0])
+        return GatedMLPOutputs(y, h, statistics, None)
+
+    rows = gather_rows(rows, ranks)
+    u, product = gate_up.gated_forward(rows, inputs.act)  # [N, 2 F], [N, F]
+    del rows
+    if product is None:
+        product = down.gated(u, inputs.act)
+    kept = None if inputs.recompute else u
+    del u  # frees it before the last product, unless it is saved
+    return GatedMLPOutputs(down.forward(product), h, statistics, kept)
+
+
+def gated_mlp_backward(inputs: GatedMLPUpstream, products: Products) -> GatedMLPGradients:
+    """The backward with any kind of product."""
+    dy, dh, saved, needs = inputs
+    h, statistics, u, norm, gate_up, down, act, ranks = saved
     shape, C = h.shape, h.shape[-1]
     N = shape[:-1].numel()
-    dy, h, statistics = rows_by_rank(dy, group), h.reshape(-1, C), statistics.reshape(norm.statistics_shape((N,)))
+
+    # The tokens as rows: dy [N, O] and u [N, 2 F], of all ranks' tokens; dh, h [N, C].
+    dy = rows_by_rank(dy, ranks)
     dh = None if dh is None else dh.reshape(-1, C)
-    rows, copies = _split_rows(N, matrices[0], group, gate_up is None)
+    h, statistics = h.reshape(-1, C), statistics.reshape(norm.statistics_shape((N,)))
+    u = None if u is None else u.reshape(-1, u.shape[-1])
+
+    rows, copies = split_rows(N, gate_up.weight, ranks, u is None)
     if rows >= N:
-        gate_up = None if gate_up is None else gate_up.reshape(-1, gate_up.shape[-1])
-        dx, *grads = _backward_rows(dy, dh, h, statistics, gate_up, *constants)
-    else:
-        dx, grads = h.new_empty(N, C) if needs[0] else None, [None] * 10
-        for start in range(0, N, rows):
-            part = slice(start, start + rows)
-            dy_part = dy.unflatten(0, (copies, -1))[:, part].reshape(-1, dy.shape[-1])
-            piece, *grads = _backward_rows(
-                dy_part, None if dh is None else dh[part], h[part], statistics[part], None, *constants, totals=grads
-            )
-            if dx is not None and piece is not None:
-                dx[part] = piece
-            del piece
-        grads = [None if grad is None else grad.to(like.dtype) for grad, like in zip(grads, likes[1:], strict=True)]
-    return given_or_empty([None if dx is None else dx.view(shape), *grads], likes)
+        saved = GatedMLPSaved(h, statistics, u, norm, gate_up, down, act, ranks)
+        _, dx, d_norm, d_gate_up, d_down = _backward_rows(GatedMLPUpstream(dy, dh, saved, needs), products)
+        return GatedMLPGradients(None, None if dx is None else dx.view(shape), d_norm, d_gate_up, d_down)
+
+    # Chunks of rows, whose gradients of the parameters are summed.
+    dx = h.new_empty(N, C) if needs.x or needs.residual else None
+    totals = GatedMLPGradients()
+    for start in range(0, N, rows):
+        chunk = slice(start, start + rows)
+        saved = GatedMLPSaved(h[chunk], statistics[chunk], None, norm, gate_up, down, act, ranks)
+        d_part = dy.unflatten(0, (copies, -1))[:, chunk].reshape(-1, dy.shape[-1])
+        dh_part = None if dh is None else dh[chunk]
+        totals = _backward_rows(GatedMLPUpstream(d_part, dh_part, saved, needs), products, totals)
+        if dx is not None and totals.residual is not None:
+            dx[chunk] = totals.residual
+        totals = totals._replace(residual=None)  # frees it
+    return _rounded(totals, norm, products.gate_up.dtype)._replace(residual=None if dx is None else dx.view(shape))
 
 
 def _backward_rows(
-    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, norm: FusedNorm,
-    gate_up_weight: Weight, down_weight: Weight, gate_up_bias: Tensor | None,
-    low_ranks: tuple[LowRank | None, LowRank | None], act: str, needs: list[bool], group: Group | None,
-    totals: list[Tensor | None] | None = None,
-) -> list[Tensor | None]:  # fmt: skip
-    """dx and the weights' gradients. Those of a chunk are in fp32 and added to the ``totals`` of the chunks before it.
+    inputs: GatedMLPUpstream, products: Products, totals: GatedMLPGradients | None = None
+) -> GatedMLPGradients:
+    """The gradients for rows: all of them, or a chunk, for which ``totals`` are the sums over the chunks before it.
 
-    dy [N, O], dh, h [N, C], gate_up [N, 2 F]; dy and gate_up hold all ranks' rows where each rank has its own tokens.
+    dy [N, O], dh, h [N, C], u [N, 2 F]; dy and u hold all ranks' rows where each rank has its own tokens.
     """
-    need_stream, need_norm_weight, need_norm_bias, *need_linear = needs
-    need_gate_up, need_down, need_gate_up_bias, need_down_bias, *need_pairs = need_linear
-    need_dn = need_stream or need_norm_weight or need_norm_bias
-    need_rows, need_product = need_gate_up or any(need_pairs[:2]), need_down or any(need_pairs[2:])
-    need_du = need_dn or need_rows or need_gate_up_bias
-    gate_up_low_rank, down_low_rank = low_ranks
-    dtype, chunked = gate_up_weight.dtype, totals is not None
-    wide = torch.promote_types(dtype, torch.float32) if chunked else None
-    before = totals or [None] * 10
-    dx = d_norm_weight = d_norm_bias = d_gate_up_weight = d_down_weight = d_gate_up = product = rows = g = None
-    low_rank_grads: list[Tensor | None] = [None] * 4
-    own = gate_up is None
-    if gate_up is None and (need_du or need_product):
-        gate_up = linear_forward(
-            gather_rows(norm.again(h, statistics, dtype), group), gate_up_weight, gate_up_bias, gate_up_low_rank
-        )
-    if gate_up is not None and need_du:
-        d_product, g = input_gradient(dy, down_weight, down_low_rank)
-        d_gate_up, product = gated_act_backward(
-            d_product, gate_up, act, need_product, overwrite_dy=True, overwrite_gate_up=own
-        )
-        del d_product
-    elif gate_up is not None and need_product:
-        product = gated_act_forward(gate_up, act)
-    del gate_up
-    if product is not None and need_down:
-        d_down_weight = weight_gradient(before[3], dy, product, chunked)
-    low_rank_grads[2:] = low_rank_gradients(before[8:], dy, g, product, down_low_rank, need_pairs[2:], chunked)
-    del product
-    g = None
-    if d_gate_up is not None and need_dn:
-        dn, g = input_gradient(d_gate_up, gate_up_weight, gate_up_low_rank)
-        dx, d_norm_weight, d_norm_bias, rows = norm.backward(
-            sum_rows(dn, group), dh, h, statistics, need_weight=need_norm_weight, need_bias=need_norm_bias,
-            rows_dtype=dtype if need_rows else None, sum_dtype=wide,
+    dy, dh, saved, needs = inputs
+    h, statistics, u, norm, _, _, act, ranks = saved
+    gate_up, down = products
+    need_dn = needs.x or needs.residual or needs.norm.weight or needs.norm.bias
+    need_du = need_dn or needs.gate_up.rows or needs.gate_up.bias
+    d_norm, d_gate_up = NormGradients(), ProjectionGradients()
+    dx = du = g = product = None
+
+    # u once more, bit for bit as in the forward.
+    recomputed = u is None
+    if recomputed and (need_du or needs.down.rows):
+        u = gate_up.forward(gather_rows(gate_up.normed_again(norm, h, statistics, for_weight=False), ranks))
+
+    # Through the down projection and the activation, whose kernel also writes the gated product. Where u is not saved,
+    # du takes its place.
+    upstream = down.upstream(dy, for_rows=need_du, for_weight=needs.down.weight)
+    if u is not None and need_du:
+        d_product, g = down.rows_gradient(upstream)  # [N, F]
+        du, product = gate_up.gated_backward(
+            d_product, u, act, down, for_rows=need_dn, needs=needs.gate_up, need_product=needs.down.rows,
+            overwrite_gate_up=recomputed,
         )  # fmt: skip
-        del dn
-    if d_gate_up is not None and need_rows:
-        rows = gather_rows(norm.again(h, statistics, dtype) if rows is None else rows, group)
-        if need_gate_up:
-            d_gate_up_weight = weight_gradient(before[2], d_gate_up, rows, chunked)
-        low_rank_grads[:2] = low_rank_gradients(
-            before[6:], d_gate_up, g, rows, gate_up_low_rank, need_pairs[:2], chunked
+        del d_product
+    elif u is not None and needs.down.rows:
+        product = down.gated_again(u, act)
+    del u
+
+    # The parameters of the down projection.
+    d_down = down.gradients(upstream, g, product, needs.down, None if totals is None else totals.down)
+    del upstream, product, g
+
+    # Through the projection of gate and up and the norm, and their parameters.
+    if du is not None:
+        _, dx, d_norm, d_gate_up = norm_linear_backward(
+            du,
+            dh,
+            NormLinearSaved(h, statistics, norm, saved.gate_up, ranks),
+            gate_up,
+            NormLinearNeeds(needs.x, needs.residual, needs.norm, needs.gate_up),
+            None if totals is None else NormLinearGradients(norm=totals.norm, projection=totals.gate_up),
         )
-    d_gate_up_bias = d_gate_up.sum(0, dtype=wide) if d_gate_up is not None and need_gate_up_bias else None
-    d_down_bias = dy.sum(0, dtype=wide) if need_down_bias else None
-    sums = [d_norm_weight, d_norm_bias, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias, *low_rank_grads]
-    for i in (0, 1, 4, 5):
-        total, share = before[i], sums[i]
-        if total is not None and share is not None:
-            sums[i] = total + share
-    return [dx if need_stream else None, *sums]
+    return GatedMLPGradients(None, dx, d_norm, d_gate_up, d_down)
 
 
-def _likes(h: Tensor, norm_weight: Tensor | None, gate_up_weight: Weight, down_weight: Weight) -> list[Weight]:
-    """A tensor of each gradient's dtype; a bias's gradient has its weight's."""
-    norm = h if norm_weight is None else norm_weight
-    pairs: list[Weight] = [gate_up_weight, gate_up_weight, down_weight, down_weight]
-    return [h, norm, norm, gate_up_weight, down_weight, gate_up_weight, down_weight, *pairs]
+def _rounded(gradients: GatedMLPGradients, norm: FusedNorm, dtype: torch.dtype) -> GatedMLPGradients:
+    """The sums over chunks, which are in fp32, in the dtypes of the parameters."""
+    d_norm = gradients.norm
+    if norm.weight is not None:
+        d_norm = NormGradients(*(None if total is None else total.to(norm.weight.dtype) for total in d_norm))
+    return gradients._replace(norm=d_norm, gate_up=gradients.gate_up.to(dtype), down=gradients.down.to(dtype))
 
 
-@torch.library.register_fake("liger_models::gated_mlp", lib=LIBRARY)
-def _gated_mlp_fake(
-    x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor,
-    down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_A: Tensor | None,
-    gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, kind: str, eps: float,
-    weight_offset: float, scale_in_fp32: bool, act: str, recompute: bool, result: bool, *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    rows, (gate_up, down) = (
-        gathered_shape(residual.shape[:-1], ranks_from_op(*rest[:3])),
-        _weights(gate_up_weight, down_weight, rest),
-    )
-    y = down.new_empty(*rows, down.shape[0])
-    h = residual.new_empty(0 if x is None else residual.shape)
-    statistics = residual.new_empty(norm.statistics_shape(residual.shape[:-1]), dtype=torch.float32)
-    return y, h, statistics, gate_up.new_empty(0 if recompute else (*rows, gate_up.shape[0]))
-
-
-@torch.library.register_fake("liger_models::gated_mlp_backward", lib=LIBRARY)
-def _gated_mlp_backward_fake(
-    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None,
-    gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, kind: str,
-    eps: float, weight_offset: float, scale_in_fp32: bool, act: str, needs: list[bool], *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    matrices = _weights(gate_up_weight, down_weight, rest)
-    likes = _likes(h, norm_weight, *(each.new_empty(each.shape[0]) for each in matrices))
-    likes[3:5] = matrices
-    pairs = gate_up_A, gate_up_B, down_A, down_B
-    likes[7:] = [like if each is None else each for like, each in zip(likes[7:], pairs, strict=True)]
-    return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
-
-
-def _setup(ctx, inputs, output):
-    x, residual, norm_weight, norm_bias, gate_up_weight, down_weight, gate_up_bias, down_bias, *rest = inputs
-    low_ranks, constants = rest[:4], rest[4:]
-    ctx.constants, recompute, ctx.ranks = constants[:5], constants[5], constants[7:10]
-    ctx.layouts = constants[14:16], constants[20:]
-    _, h, statistics, gate_up = output
-    ctx.set_materialize_grads(False)
-    ctx.dtypes = [None if t is None else t.dtype for t in (x, norm_bias, gate_up_bias, down_bias)]
-    frozen_stream = x is None or not any(ctx.needs_input_grad[:2])
-    ctx.mark_non_differentiable(*((h,) if frozen_stream else ()), statistics, gate_up)
-    ctx.save_for_backward(
-        residual if x is None else h, statistics, None if recompute else gate_up, norm_weight, norm_bias,
-        gate_up_weight, down_weight, gate_up_bias if recompute else None, *low_ranks,
-        *constants[10:14], *constants[16:20],
-    )  # fmt: skip
-
-
-def _backward(ctx, dy, dh, _dstatistics, _dgate_up):
-    need_x, need_residual, *need_weights = ctx.needs_input_grad[:12]
-    x_dtype, norm_bias_dtype, gate_up_bias_dtype, down_bias_dtype = ctx.dtypes
-    if dy is None:  # only the residual stream has a gradient
-        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 32
-    needs = [need_x or need_residual, *need_weights]
-    saved, (of_gate_up, of_down) = ctx.saved_tensors, ctx.layouts
-    dx, *grads = torch.ops.liger_models.gated_mlp_backward(
-        dy, dh, *saved[:12], *ctx.constants, needs, *ctx.ranks, *saved[12:16], *of_gate_up, *saved[16:], *of_down
-    )
-    d_norm, d_norm_bias, d_gate_up, d_down, d_gate_up_bias, d_down_bias, *d_low_ranks = (
-        grad if need else None for grad, need in zip(grads, need_weights, strict=True)
-    )
-    return (
-        dx.to(x_dtype) if need_x else None,
-        dx if need_residual else None,
-        d_norm,
-        None if d_norm_bias is None else d_norm_bias.to(norm_bias_dtype),
-        d_gate_up,
-        d_down,
-        None if d_gate_up_bias is None else d_gate_up_bias.to(gate_up_bias_dtype),
-        None if d_down_bias is None else d_down_bias.to(down_bias_dtype),
-        *d_low_ranks,
-        *(None,) * 22,
+def gated_mlp_fake(inputs: GatedMLPInputs) -> GatedMLPOutputs:
+    """The forward of tensors without values."""
+    tokens = inputs.residual.shape[:-1]
+    gate_up, down = inputs.gate_up.weight, inputs.down.weight
+    rows = gathered_shape(tokens, inputs.ranks)
+    return GatedMLPOutputs(
+        y=down.new_empty(*rows, down.shape[0]),
+        h=None if inputs.x is None else inputs.residual.new_empty(inputs.residual.shape),
+        statistics=inputs.residual.new_empty(inputs.norm.statistics_shape(tokens), dtype=torch.float32),
+        u=None if inputs.recompute else gate_up.new_empty(*rows, gate_up.shape[0]),
     )
 
 
-register_autograd("gated_mlp", _backward, _setup)
+def gated_mlp_backward_fake(inputs: GatedMLPUpstream) -> GatedMLPGradients:
+    """The backward of tensors without values."""
+    saved, needs = inputs.saved, inputs.needs
+    return GatedMLPGradients(
+        residual=saved.h.new_empty(saved.h.shape) if needs.x or needs.residual else None,
+        norm=norm_gradients_fake(saved.norm, needs.norm),
+        gate_up=projection_gradients_fake(saved.gate_up, needs.gate_up),
+        down=projection_gradients_fake(saved.down, needs.down),
+    )
+
+
+def gated_mlp_save(
+    ctx: Any, inputs: GatedMLPInputs, outputs: GatedMLPOutputs, needs: GatedMLPNeeds, *constants: Tensor
+) -> GatedMLPSaved:
+    """What the backward needs. ``constants`` are further outputs that have no gradient."""
+    mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, outputs.u, *constants)
+    return GatedMLPSaved(
+        h=inputs.residual if outputs.h is None else outputs.h,
+        statistics=outputs.statistics,
+        u=outputs.u,
+        norm=inputs.norm,
+        gate_up=inputs.gate_up if outputs.u is None else inputs.gate_up.without_bias(),
+        down=inputs.down.without_bias(),
+        act=inputs.act,
+        ranks=inputs.ranks,
+    )
+
+
+def _forward(inputs: GatedMLPInputs) -> GatedMLPOutputs:
+    return gated_mlp_forward(inputs, Products(Product(inputs.gate_up), Product(inputs.down)))
+
+
+def _backward(inputs: GatedMLPUpstream) -> GatedMLPGradients:
+    return gated_mlp_backward(inputs, Products(Product(inputs.saved.gate_up), Product(inputs.saved.down)))
+
+
+def _gradients(saved: GatedMLPSaved, needs: GatedMLPNeeds, upstream: Any) -> GatedMLPGradients:
+    if upstream.y is None:  # only the residual stream has a gradient
+        return of_stream(GatedMLPGradients(), upstream.h, needs)
+    gradients = BACKWARD(GatedMLPUpstream(upstream.y, upstream.h, saved, needs))
+    return of_stream(gradients, gradients.residual, needs)
+
+
+FORWARD = Op("gated_mlp", _forward, gated_mlp_fake)
+BACKWARD = Op("gated_mlp_backward", _backward, gated_mlp_backward_fake)
+FORWARD.differentiable(gated_mlp_save, _gradients)
 
 
 def gated_mlp(
@@ -481,13 +494,17 @@ def gated_mlp(
         )  # fmt: skip
     # Without gradients nothing is saved, and gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
-    quantized: tuple[Any, ...] = ()
-    if isinstance(gate_up_weight, QuantizedWeight) or isinstance(down_weight, QuantizedWeight):
-        (gate_up_weight, of_gate_up), (down_weight, of_down) = map(weight_for_op, (gate_up_weight, down_weight))
-        quantized = *of_gate_up, *of_down
-    y, h, _, _ = torch.ops.liger_models.gated_mlp(
-        x, residual, norm_weight, norm_bias, gate_up_weight, down_weight, gate_up_bias, down_bias,
-        *(gate_up_low_rank or (None, None)), *(down_low_rank or (None, None)), *fused_norm.constants, act, recompute,
-        result, *for_op(ranks), *quantized,
-    )  # fmt: skip
-    return y, residual if x is None else h
+    outputs = FORWARD(
+        GatedMLPInputs(
+            x=x,
+            residual=residual,
+            norm=fused_norm,
+            gate_up=Projection(gate_up_weight, gate_up_bias, gate_up_low_rank),
+            down=Projection(down_weight, down_bias, down_low_rank),
+            act=act,
+            recompute=recompute,
+            result=result,
+            ranks=ranks,
+        )
+    )
+    return outputs.y, residual if outputs.h is None else outputs.h

@@ -9,33 +9,37 @@ launches: one for x @ Aᵀ, and the one that multiplies with W, which adds the t
 `gated_mlp` do the same.
 """
 
-from typing import Any
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY
+from liger_models.common.ops import Op
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.frozen.quantized_weight import SCHEMA, Weight, weight_for_op, weight_from_op
-from liger_models.kernels.linear.norm_linear import check_linear, check_low_rank, linear, linear_forward
+from liger_models.kernels.frozen.quantized_weight import Weight
+from liger_models.kernels.linear.projection import Projection, check_linear, check_low_rank, linear, linear_forward
 from liger_models.kernels.matmul.row_linear import LowRank
 
 low_rank_linear_reference = linear
 """What `low_rank_linear` computes, in plain torch."""
 
-LIBRARY.define(
-    f"low_rank_linear(Tensor x, Tensor weight, Tensor? bias, Tensor A, Tensor B, {SCHEMA.format('')}) -> Tensor"
-)
+
+class LowRankLinearInputs(NamedTuple):
+    """Inputs of the op `low_rank_linear`."""
+
+    x: Tensor
+    projection: Projection
 
 
-@torch.library.impl(LIBRARY, "low_rank_linear", "CompositeExplicitAutograd")
-def _low_rank_linear(x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, *rest: Any) -> Tensor:
-    return linear_forward(x, weight_from_op(weight, rest), bias, (A, B))
+def _forward(inputs: LowRankLinearInputs) -> Tensor:
+    return linear_forward(inputs.x, *inputs.projection)
 
 
-@torch.library.register_fake("liger_models::low_rank_linear", lib=LIBRARY)
-def _low_rank_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, *rest: Any) -> Tensor:
-    return A.new_empty(*x.shape[:-1], B.shape[0])
+def _fake(inputs: LowRankLinearInputs) -> Tensor:
+    weight = inputs.projection.weight
+    return weight.new_empty(*inputs.x.shape[:-1], weight.shape[0])
+
+
+FORWARD = Op("low_rank_linear", _forward, _fake)
 
 
 def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank) -> Tensor:
@@ -60,6 +64,4 @@ def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Lo
     check_low_rank(op, "low_rank", low_rank, weight)
     if not use_triton(x):
         return low_rank_linear_reference(x, weight, bias, low_rank)
-    codes, rest = weight_for_op(weight)
-    y: Tensor = torch.ops.liger_models.low_rank_linear(x, codes, bias, *low_rank, *rest)
-    return y
+    return FORWARD(LowRankLinearInputs(x, Projection(weight, bias, low_rank)))

@@ -71,6 +71,11 @@ LowRank = tuple[Tensor, Tensor]
 """A [R, C] and B [O, R] of the term ``(x @ Aᵀ) @ Bᵀ`` that a linear layer adds to its product; B holds any factor."""
 
 
+def low_rank_pair(A: Tensor | None, B: Tensor | None) -> LowRank | None:
+    """The two tensors of an op as a pair; None without them."""
+    return None if A is None or B is None else (A, B)
+
+
 def row_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """What `row_linear` computes, in plain torch."""
     return torch.nn.functional.linear(x, weight, bias)

@@ -52,8 +52,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.activation.gated_act import ACTIVATIONS, _load_pairs, gated_act_forward
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.linear.norm_linear import given_or_empty, low_rank_pair
-from liger_models.kernels.matmul.row_linear import LowRank
+from liger_models.kernels.matmul.row_linear import LowRank, low_rank_pair
 from liger_models.kernels.moe.dropout import draw_seed, drop
 from liger_models.kernels.moe.expert_act import _expert_act, check_expert_act, expert_act_reference
 from liger_models.kernels.moe.few import few_experts, few_product, takes_few, takes_few_copies
@@ -456,7 +455,7 @@ def _moe_mlp_backward(
         if dx_rows is not None:
             dx = unpermute(dx_rows, slot, None, N, x_dtype)
     grads = dx, d_weights, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias, *d_pair, *d_down_pair
-    return given_or_empty(grads, likes)
+    return tuple(like.new_empty(0) if grad is None else grad for grad, like in zip(grads, likes, strict=True))
 
 
 @torch.library.register_fake("liger_models::moe_mlp", lib=LIBRARY)

@@ -1,17 +1,21 @@
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from liger_models.kernels.float8 import float8_gated_mlp as float8_gated_mlp_module
+from liger_models.kernels.float8 import float8_linear as float8_linear_module
 from liger_models.kernels.float8.float8 import RECIPES, plain, round_matrix
 from liger_models.kernels.float8.float8_gated_mlp import float8_gated_mlp, float8_gated_mlp_reference
 from liger_models.kernels.float8.float8_linear import float8_linear, float8_norm_linear, float8_norm_linear_reference
 from liger_models.kernels.linear import gated_mlp as chunks
-from liger_models.kernels.linear.gated_mlp import gated_mlp_reference
-from liger_models.kernels.linear.norm_linear import norm_linear_reference
+from liger_models.kernels.linear.gated_mlp import GatedMLPInputs, GatedMLPNeeds, gated_mlp_reference
+from liger_models.kernels.linear.norm_linear import NormLinearInputs, NormLinearNeeds, norm_linear_reference
+from liger_models.kernels.linear.projection import NormNeeds, Projection, ProjectionNeeds
 from liger_models.kernels.norm.fused_norm import FusedNorm
 
-from ..oracle import opcheck, run, wide
+from ..oracle import opcheck_named, run, wide
 
 N, C, F, OUT = 21, 32, 48, 64  # no multiple of 16 rows
 KINDS = ["rms", "gemma", "layer", "none"]
@@ -225,31 +229,34 @@ def test_streams_and_weights_of_two_dtypes(backend, mlp):
 def test_opcheck(kernel_device, mlp, kind):
     named, (dy, dh) = make(mlp, kind, torch.float32, kernel_device)
     t = dict.fromkeys(NAMES) | {name: tensor.requires_grad_() for name, tensor in named.items()}
-    constants = ("layer_norm" if kind == "layer" else "rms_norm", 1e-5, 0.0, False)
-    of_norm = t["norm_weight"], t["norm_bias"]
-    ops, x = torch.ops.liger_models, t["x"] if mlp == (kind == "rms") else None
+    norm = FusedNorm(t["norm_weight"], t["norm_bias"], "layer_norm" if kind == "layer" else "rms_norm", 1e-5)
+    x, residual = t["x"] if mlp == (kind == "rms") else None, t["residual"]
+    projection = Projection(t["weight"], t["bias"])
+    every, with_bias = ProjectionNeeds(True, True, False, False), NormNeeds(True, kind == "layer")
+    weight, nothing = ProjectionNeeds(True, False, False, False), NormNeeds(False, False)
+    none = ProjectionNeeds(False, False, False, False)
     if mlp:
-        weights = t["weight"], t["down_weight"], t["bias"], t["down_bias"]
-        recompute = x is not None
-        arguments = (x, t["residual"], *of_norm, *weights, *constants, "silu", "tensorwise", recompute, True)
-        arguments = *arguments, *(None,) * 4
-        opcheck(ops.float8_gated_mlp, arguments)
-        _, h, statistics, gate_up, amax = (each.detach() for each in ops.float8_gated_mlp(*arguments))
-        h, gate_up = t["residual"].detach() if x is None else h, None if recompute else gate_up
-        kept = [None if each is None else each.detach() for each in (h, statistics, gate_up, amax, *of_norm)]
-        kept += [each.detach() for each in weights[:3]]
-        for needs in ([True] * 2 + [kind == "layer"] + [True] * 4, [False] * 4 + [True] + [False] * 2):
-            opcheck(
-                ops.float8_gated_mlp_backward, (dy, dh, *kept, *constants, "silu", "tensorwise", *(None,) * 4, needs)
-            )
-        return
-    arguments = (x, t["residual"], *of_norm, t["weight"], t["bias"], *constants, "rowwise", None, None)
-    opcheck(ops.float8_norm_linear, arguments)
-    _, h, statistics, amax = (each.detach() for each in ops.float8_norm_linear(*arguments))
-    kept = (t["residual"] if x is None else h, statistics, amax, *of_norm, t["weight"])
-    kept = [None if each is None else each.detach() for each in kept]
-    for needs in ([True] * 2 + [kind == "layer"] + [True] * 2, [False] * 3 + [True, False]):
-        opcheck(ops.float8_norm_linear_backward, (dy, dh, *kept, *constants, "rowwise", None, None, needs))
+        module, down = float8_gated_mlp_module, Projection(t["down_weight"], t["down_bias"])
+        inputs = GatedMLPInputs(x, residual, norm, projection, down, "silu", x is not None, True)
+        inputs = module.Float8GatedMLPInputs(inputs, "tensorwise")
+        needs_type, upstream = module.Float8GatedMLPNeeds, module.Float8GatedMLPUpstream
+        all_needs = GatedMLPNeeds(True, True, with_bias, every, every)
+        some_needs = GatedMLPNeeds(False, False, nothing, none, weight)
+    else:
+        module = float8_linear_module
+        inputs = module.Float8NormLinearInputs(NormLinearInputs(x, residual, norm, projection), "rowwise")
+        needs_type, upstream = module.Float8NormLinearNeeds, module.Float8NormLinearUpstream
+        all_needs = NormLinearNeeds(True, True, with_bias, every)
+        some_needs = NormLinearNeeds(False, False, nothing, weight)
+    op, backward = module.FORWARD, module.BACKWARD
+    opcheck_named(op, inputs)
+
+    arguments = (each.detach() if isinstance(each, torch.Tensor) else each for each in op.inputs.flatten(inputs))
+    inputs = op.inputs.unflatten(*arguments)
+    context = SimpleNamespace(mark_non_differentiable=lambda *_: None)
+    saved = module._save(context, inputs, op(inputs), needs_type(all_needs))
+    for needs in (all_needs, some_needs):
+        opcheck_named(backward, upstream(dy, dh, saved, needs_type(needs)))
 
 
 FUNCTIONS = [

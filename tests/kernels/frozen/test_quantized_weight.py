@@ -11,12 +11,15 @@ from liger_models.kernels.frozen.float8_blocks import blocks_dense_reference
 from liger_models.kernels.frozen.frozen_float8_linear import MOST_ROWS, frozen_float8_linear, quantize_rows_reference
 from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, dense, quantized_linear, weight_for_op
 from liger_models.kernels.linear import gated_mlp as module
+from liger_models.kernels.linear import norm_linear
 from liger_models.kernels.linear.gated_mlp import gated_mlp
 from liger_models.kernels.linear.norm_linear import layer_norm_linear, rms_norm_linear
+from liger_models.kernels.linear.projection import Projection
+from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.norm.rms_norm import add_rms_norm
 
 from ...late import Late
-from ..oracle import opcheck, run
+from ..oracle import opcheck, opcheck_named, run
 
 quantization = Late("torchao.quantization", "4-bit weights need torchao")
 
@@ -278,17 +281,17 @@ def test_opcheck(kernel_device, recompute):
     weight = nf4(F, C, device=kernel_device)
     codes, stored = weight_for_op(weight)
     stream = [draw(3, C, device=kernel_device).requires_grad_() for _ in range(2)]
-    norm, ranks = draw(C, device=kernel_device), ("", 1, False)
-    leaves = [each.requires_grad_() for each in pair(F, C, kernel_device)]
-    constants = "rms_norm", 1e-6, 0.0, False
-    op = torch.ops.liger_models.norm_linear
-    opcheck(op, (*stream, norm, None, codes, None, *leaves, *constants, *ranks, *stored))
+    norm = FusedNorm(draw(C, device=kernel_device))
+    low_rank = tuple(each.requires_grad_() for each in pair(F, C, kernel_device))
+    opcheck_named(norm_linear.FORWARD, norm_linear.NormLinearInputs(*stream, norm, Projection(weight, None, low_rank)))
     opcheck(torch.ops.liger_models.quantized_linear, (stream[0], codes, None, *stored))
-    weights = nf4(2 * F, C, device=kernel_device), nf4(C, F, device=kernel_device)
-    (gate_up, of_gate_up), (down, of_down) = map(weight_for_op, weights)
-    leaves = [each.requires_grad_() for each in (*pair(2 * F, C, kernel_device), *pair(C, F, kernel_device))]
-    given = *stream, norm, None, gate_up, down, None, None, *leaves, *constants, "silu", recompute, True
-    opcheck(torch.ops.liger_models.gated_mlp, (*given, *ranks, *of_gate_up, *of_down))
+    gate_up, down = (
+        Projection(
+            nf4(*size, device=kernel_device), None, tuple(each.requires_grad_() for each in pair(*size, kernel_device))
+        )
+        for size in ((2 * F, C), (C, F))
+    )
+    opcheck_named(module.FORWARD, module.GatedMLPInputs(*stream, norm, gate_up, down, "silu", recompute, True))
 
 
 @pytest.mark.compile

@@ -5,10 +5,20 @@ import torch
 
 from liger_models.kernels.activation.gated_act import ACTIVATIONS
 from liger_models.kernels.dispatch import INTERPRET
-from liger_models.kernels.linear.gated_mlp import gated_mlp, gated_mlp_reference
+from liger_models.kernels.linear.gated_mlp import (
+    BACKWARD,
+    FORWARD,
+    GatedMLPInputs,
+    GatedMLPNeeds,
+    GatedMLPSaved,
+    GatedMLPUpstream,
+    gated_mlp,
+    gated_mlp_reference,
+)
+from liger_models.kernels.linear.projection import NormNeeds, Product, Projection, ProjectionNeeds
 from liger_models.kernels.norm.fused_norm import FusedNorm
 
-from ..oracle import assert_close_to_truth, opcheck, run
+from ..oracle import assert_close_to_truth, opcheck_named, run
 
 FLAVOURS = [
     pytest.param({"act": "silu", "eps": 1e-6}, id="llama"),
@@ -208,7 +218,7 @@ def test_what_is_saved(kernel_device, norm, with_x):
     x, *rest = (t.requires_grad_() for t in inputs)
     of_norm, statistics = ([(32,), (32,)], (6, 2)) if norm == "layer_norm" else ([(32,)], (6,))
     weights = [*of_norm, (20, 32), (8, 10)]
-    for recompute, expected in ((False, [(6, 20), *weights]), (True, [*weights, (20,)])):
+    for recompute, expected in ((False, [(6, 20), *weights]), (True, [*weights[:-1], (20,), weights[-1]])):
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
             call = with_names(gated_mlp, names, norm=norm, recompute=recompute)
@@ -295,7 +305,7 @@ def test_frozen_inputs_cost_nothing(kernel_device, monkeypatch, norm, trained, m
     y, stream = gated_mlp(**named, norm=norm, recompute=recompute)
     assert stream.requires_grad == bool({"x", "residual"} & set(trained))
 
-    module = sys.modules[gated_mlp.__module__]
+    module = sys.modules[Product.__module__]
     made = {}  # what the backward made, by the function that made it
 
     def spy(place, name, pick):
@@ -390,43 +400,56 @@ def test_memory(recompute):
 
 
 def test_opcheck(kernel_device):
-    inputs, (dy, dh) = make((3, 24), 8, 24, torch.float32, kernel_device)
+    inputs, _ = make((3, 24), 8, 24, torch.float32, kernel_device)
     for tensor in inputs:
         tensor.requires_grad_()
     x, residual, norm_weight, *weights = inputs
     norm_bias = torch.randn(24, device=kernel_device, requires_grad=True)
-    rms, layer = ("rms_norm", 1e-6, 0.0, False, "silu"), ("layer_norm", 1e-6, 0.0, False, "silu")
-    op = torch.ops.liger_models.gated_mlp
+    gate_up, down = Projection(weights[0], weights[2]), Projection(weights[1], weights[3])
     sizes = (2, 24), (16, 2), (2, 8), (24, 2)
     pairs = [torch.randn(*size, device=kernel_device, requires_grad=True) for size in sizes]
-    nothing = [None] * 4
-    opcheck(op, (x, residual, norm_weight, None, *weights, *nothing, *rms, False, True))
+    rms, layer, none = FusedNorm(norm_weight), FusedNorm(norm_weight, norm_bias, "layer_norm"), FusedNorm(None)
+
+    def check(x, residual, norm, gate_up=gate_up, down=down, recompute=True):
+        opcheck_named(FORWARD, GatedMLPInputs(x, residual, norm, gate_up, down, "silu", recompute, True))
+
+    check(x, residual, rms, recompute=False)
     for recompute in (False, True):
-        opcheck(op, (x, residual, norm_weight, None, *weights, *pairs, *rms, recompute, True))
-    opcheck(op, (x, residual, norm_weight, None, *weights, *nothing, *rms, True, True))
-    opcheck(op, (x, residual, norm_weight, norm_bias, *weights, *nothing, *layer, False, True))
-    opcheck(op, (None, residual, norm_weight, None, *weights, *nothing, *layer, True, True))
-    opcheck(op, (None, residual, None, None, *weights[:2], None, None, *nothing, *rms, False, True))
+        low_ranks = gate_up._replace(low_rank=tuple(pairs[:2])), down._replace(low_rank=tuple(pairs[2:]))
+        check(x, residual, rms, *low_ranks, recompute=recompute)
+    check(x, residual, rms)
+    check(x, residual, layer, recompute=False)
+    check(None, residual, FusedNorm(norm_weight, None, "layer_norm"))
+    check(None, residual, none, gate_up._replace(bias=None), down._replace(bias=None), recompute=False)
     strided = [t.detach()[:, None].expand(3, 2, 24).transpose(0, 1).requires_grad_() for t in inputs[:2]]
     for stream in (strided, (None, strided[1])):
-        opcheck(op, (*stream, None, None, *weights, *nothing, *rms, True, True))
-        opcheck(op, (*stream, norm_weight, norm_bias, *weights, *nothing, *layer, True, True))
-    residual, norm_weight, gate_up_weight, down_weight = (t.detach() for t in inputs[1:5])
-    gate_up = torch.ones(3, 16, device=kernel_device).half()
-    halves = gate_up_weight.half(), down_weight.half(), None
-    pairs = [each.detach().half() for each in pairs]
-    for bias, statistics, kind in ((None, (3,), "rms_norm"), (norm_bias.detach(), (3, 2), "layer_norm")):
-        with_bias = bias is not None
-        all_needed = [True, True, with_bias, True, True, True, True]
-        for kept, needs, low_ranks in (
-            (gate_up, all_needed + [False] * 4, nothing),
-            (None, [False] * 3 + [True] + [False] * 7, nothing),
-            (None, all_needed + [True] * 4, pairs),
-            (gate_up, [False] * 7 + [True] * 4, pairs),
+        check(*stream, none)
+        check(*stream, layer)
+
+
+def test_opcheck_backward(kernel_device):
+    inputs, (dy, dh) = make((3, 24), 8, 24, torch.float32, kernel_device)
+    _, residual, norm_weight, gate_up_weight, down_weight, *_ = inputs
+    norm_bias, u = torch.randn(24, device=kernel_device), torch.ones(3, 16, device=kernel_device).half()
+    weights = gate_up_weight.half(), down_weight.half()
+    sizes = (2, 24), (16, 2), (2, 8), (24, 2)
+    pairs = [torch.randn(*size, device=kernel_device).half() for size in sizes]
+    low_ranks = tuple(pairs[:2]), tuple(pairs[2:])
+    for norm in (FusedNorm(norm_weight), FusedNorm(norm_weight, norm_bias, "layer_norm")):
+        statistics = torch.ones(norm.statistics_shape((3,)), device=kernel_device)
+        of_norm = NormNeeds(True, norm.bias is not None)
+        dense, pair = ProjectionNeeds(True, True, False, False), ProjectionNeeds(False, False, True, True)
+        weight, every = ProjectionNeeds(True, False, False, False), ProjectionNeeds(True, True, True, True)
+        nothing = ProjectionNeeds(False, False, False, False)
+        for kept, needs, given in (
+            (u, GatedMLPNeeds(True, True, of_norm, dense, dense), (None, None)),
+            (None, GatedMLPNeeds(False, False, NormNeeds(False, False), weight, nothing), (None, None)),
+            (None, GatedMLPNeeds(True, True, of_norm, every, every), low_ranks),
+            (u, GatedMLPNeeds(False, False, NormNeeds(False, False), pair, pair), low_ranks),
         ):
-            args = torch.ones(statistics, device=kernel_device), kept, norm_weight, bias, *halves, *low_ranks
-            constants = kind, 1e-6, 0.0, False, "gelu", needs
-            opcheck(torch.ops.liger_models.gated_mlp_backward, (dy.half(), dh, residual, *args, *constants))
+            gate_up, down = (Projection(w, None, low_rank) for w, low_rank in zip(weights, given, strict=True))
+            saved = GatedMLPSaved(residual, statistics, kept, norm, gate_up, down, "gelu")
+            opcheck_named(BACKWARD, GatedMLPUpstream(dy.half(), dh, saved, needs))
 
 
 @pytest.mark.compile

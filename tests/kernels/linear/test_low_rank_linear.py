@@ -1,16 +1,16 @@
 import pytest
 import torch
 
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, dense, weight_for_op
-from liger_models.kernels.linear.low_rank_linear import low_rank_linear
-from liger_models.kernels.linear.norm_linear import linear
+from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, dense
+from liger_models.kernels.linear.low_rank_linear import FORWARD, LowRankLinearInputs, low_rank_linear
+from liger_models.kernels.linear.projection import Projection, linear
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.kernels.matmul.row_linear import MOST_RANKS
 
 from ...late import Late
 from ..frozen.test_nf4_linear import unrounded
 from ..frozen.test_quantized_weight import blocks, draw
-from ..oracle import opcheck
+from ..oracle import opcheck_named
 
 quantization = Late("torchao.quantization", "4-bit weights need torchao")
 
@@ -89,8 +89,7 @@ def test_real_sizes(kind, shape):
 @pytest.mark.parametrize("kind", ["dense", "nf4"])
 def test_opcheck(kernel_device, kind):
     (x, weight, bias, low_rank), _ = make(kind, 3, 4, kernel_device, torch.float32)
-    codes, rest = weight_for_op(weight)
-    opcheck(torch.ops.liger_models.low_rank_linear, (x, codes, bias, *low_rank, *rest))
+    opcheck_named(FORWARD, LowRankLinearInputs(x, Projection(weight, bias, low_rank)))
 
 
 def test_bad_arguments():

@@ -4,15 +4,22 @@ import pytest
 import torch
 
 from liger_models.kernels.linear.norm_linear import (
+    BACKWARD,
+    FORWARD,
+    NormLinearInputs,
+    NormLinearNeeds,
+    NormLinearSaved,
+    NormLinearUpstream,
     layer_norm_linear,
     layer_norm_linear_reference,
     rms_norm_linear,
     rms_norm_linear_reference,
 )
+from liger_models.kernels.linear.projection import NormNeeds, Projection, ProjectionNeeds
 from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.norm.layer_norm import MAX_WIDTH
 
-from ..oracle import assert_close_to_truth, opcheck, run
+from ..oracle import assert_close_to_truth, opcheck_named, run
 
 RMS = (rms_norm_linear, rms_norm_linear_reference, ("x", "residual", "norm_weight", "weight", "bias"))
 LAYER = (
@@ -271,26 +278,27 @@ def test_opcheck(kernel_device, op):
     named, (dy, dh) = make(op, (3, 24), 8, torch.float32, kernel_device)
     norm = norm_of(op, {name: t.requires_grad_() for name, t in named.items()})
     x, residual, weight, bias = (named[name] for name in ("x", "residual", "weight", "bias"))
-    forward = lambda *stream: (*stream, norm.weight, norm.bias, weight)
     pair = [torch.randn(*size, device=kernel_device, requires_grad=True) for size in ((2, 24), (8, 2))]
-    nothing = None, None
-    opcheck(torch.ops.liger_models.norm_linear, (*forward(x, residual), bias, *nothing, *norm.constants))
-    opcheck(torch.ops.liger_models.norm_linear, (*forward(x, residual), bias, *pair, *norm.constants))
-    constants = ("rms_norm", 1e-6, 1.0, True) if op is RMS else norm.constants
-    opcheck(torch.ops.liger_models.norm_linear, (*forward(None, residual), None, *nothing, *constants))
-    weights = norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), weight.detach().half()
-    kept = residual.detach(), torch.ones(norm.statistics_shape((3,)), device=kernel_device), *weights
-    with_bias = norm.bias is not None
-    pair = [each.detach().half() for each in pair]
-    for of_linear, low_rank, of_pair in (
-        ([True, True, with_bias, True, True], nothing, [False] * 2),
-        ([True, True, with_bias, True, True], pair, [True] * 2),
-        ([False] * 3 + [True, False], nothing, [False] * 2),
-        ([False] * 5, pair, [True, False]),
-        ([True] + [False] * 4, pair, [False] * 2),
+    opcheck_named(FORWARD, NormLinearInputs(x, residual, norm, Projection(weight, bias)))
+    opcheck_named(FORWARD, NormLinearInputs(x, residual, norm, Projection(weight, bias, tuple(pair))))
+    other = norm._replace(eps=1e-6, weight_offset=1.0, scale_in_fp32=True) if op is RMS else norm
+    opcheck_named(FORWARD, NormLinearInputs(None, residual, other, Projection(weight)))
+
+    bias = None if norm.bias is None else norm.bias.detach()
+    norm = norm._replace(weight=norm.weight.detach(), bias=bias)
+    statistics = torch.ones(norm.statistics_shape((3,)), device=kernel_device)
+    low_rank = tuple(each.detach().half() for each in pair)
+    every, nothing = NormNeeds(True, bias is not None), NormNeeds(False, False)
+    for stream, of_norm, of_projection, of_pair in (
+        (True, every, ProjectionNeeds(True, True, False, False), None),
+        (True, every, ProjectionNeeds(True, True, True, True), low_rank),
+        (False, nothing, ProjectionNeeds(True, False, False, False), None),
+        (False, nothing, ProjectionNeeds(False, False, True, False), low_rank),
+        (True, nothing, ProjectionNeeds(False, False, False, False), low_rank),
     ):
-        arguments = dy.half(), dh, *kept, *low_rank, *norm.constants, [*of_linear, *of_pair]
-        opcheck(torch.ops.liger_models.norm_linear_backward, arguments)
+        saved = NormLinearSaved(residual.detach(), statistics, norm, Projection(weight.detach().half(), None, of_pair))
+        needs = NormLinearNeeds(stream, stream, of_norm, of_projection)
+        opcheck_named(BACKWARD, NormLinearUpstream(dy.half(), dh, saved, needs))
 
 
 def with_pair(function, names, **constants):
