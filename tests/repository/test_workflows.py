@@ -30,7 +30,7 @@ def commands(workflow: dict) -> str:
 
 
 def test_there_are_workflows():
-    assert {"tests.yml", "release.yml"} <= {path.name for path in WORKFLOWS}
+    assert {"tests.yml", "matrix.yml", "release.yml"} <= {path.name for path in WORKFLOWS}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
