@@ -21,7 +21,7 @@ from liger_models.common.json_files import parse_json
 from liger_models.convert.files import SHARDS, WEIGHTS, read_headers
 from liger_models.layers.config import RMSNormDecoderConfig
 
-ARCH, DATA, PUBLIC = Path("liger_models/arch"), Path("tests/fixtures"), Path("liger_models/__init__.py")
+ARCH, DATA, PUBLIC = Path("liger_models/arch"), Path("tests/fixtures"), Path("liger_models/__init__.pyi")
 
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 TINY = {
@@ -43,7 +43,7 @@ class NewArch(NamedTuple):
         nearest: ``model_type`` of the architecture that was copied.
         differences: what the copy has to change to equal transformers' tiny model, one line each.
         notes: what is a guess.
-        public: the lines for the public name in ``liger_models/__init__.py``.
+        public: the lines for the public name in ``liger_models/__init__.pyi``.
     """
 
     files: list[str]
@@ -120,7 +120,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
         found.model_class.__module__.rpartition(".")[2],
         found.changes,
         notes,
-        [*imports, f'"arch.{name}": {json.dumps(public)},'],
+        imports,
     )
 
 

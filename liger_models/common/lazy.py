@@ -1,10 +1,12 @@
 """Names of a package that are imported on first use."""
 
+import ast
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from typing import Any
 
 _EXPORTS: dict[str, list[str]] = {}
@@ -29,16 +31,21 @@ def _nearest(package: str, name: str) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def lazy_exports(
-    package: str, names: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names are imported on first use.
+
+    The stub beside the package, ``__init__.pyi``, lists the names: type checkers and this function read the same lines,
+    such as ``from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm``.
 
     Args:
         package: ``__name__`` of the package.
-        names: name of a module, relative to the package -> the names that it defines and the package exports.
+        file: its ``__file__``.
+
+    Source: https://scientific-python.org/specs/spec-0001.
     """
-    homes = {name: module for module, exported in names.items() for name in exported}
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module != "typing"]
+    homes = {alias.name: str(node.module) for node in imports for alias in node.names}
     exported = _EXPORTS[package] = sorted(homes)
     if not any(isinstance(finder, _Nearest) for finder in sys.meta_path):
         sys.meta_path.append(_Nearest())  # after those that find modules
@@ -48,6 +55,6 @@ def lazy_exports(
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}.{_nearest(package, name)} It has: {', '.join(exported)}."
             )
-        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        return getattr(importlib.import_module(homes[name]), name)
 
     return get, lambda: exported, exported

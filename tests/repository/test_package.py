@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "liger_models"
 FILES = sorted(PACKAGE.rglob("*.py"))
 RECIPES = sorted(PACKAGE.glob("recipes/*/*.yaml"))
+STUBS = sorted(PACKAGE.rglob("*.pyi"))
 HEAVY = {"torch", "triton", "transformers", "huggingface_hub", "tokenizers", "safetensors", "numpy", "einops"}
 FLOORS = (
     ("common",),
@@ -246,17 +247,13 @@ def test_every_entry_of_the_table_is_a_module_or_a_room():
 @pytest.mark.parametrize("module", FACES)
 def test_a_face_exports_what_type_checkers_see(module):
     face = importlib.import_module(f"{PACKAGE.name}.{module}".rstrip("."))
-    (checked,) = (
-        node
-        for node in ast.parse(MODULES[module].read_text()).body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    )
     seen = {
         alias.name: f"{node.module}.{alias.name}"
-        for node in checked.body
-        if isinstance(node, ast.ImportFrom)
+        for node in ast.parse(MODULES[module].with_suffix(".pyi").read_text()).body
+        if isinstance(node, ast.ImportFrom) and node.module != "typing"
         for alias in node.names
     }
+    assert seen
     assert sorted(seen) == face.__all__ == dir(face)
     for name, path in seen.items():
         home, _, attribute = path.rpartition(".")
@@ -284,7 +281,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     info = f"liger_models-{liger_models.__version__}.dist-info"
     about = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt")
     with zipfile.ZipFile(path) as wheel:
-        package = {str(file.relative_to(ROOT)) for file in [*FILES, *RECIPES]} | {"liger_models/py.typed"}
+        package = {str(file.relative_to(ROOT)) for file in [*FILES, *RECIPES, *STUBS]} | {"liger_models/py.typed"}
         assert set(wheel.namelist()) == package | {f"{info}/{name}" for name in about}
         assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
         assert b"liger-models = liger_models.cli:main" in wheel.read(f"{info}/entry_points.txt")
@@ -307,6 +304,6 @@ def test_the_sdist_holds_what_the_wheel_is_made_of(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as sdist:
         names = {Path(*Path(file.name).parts[1:]) for file in sdist.getmembers() if file.isfile()}
-    package = {file.relative_to(ROOT) for file in [*FILES, *RECIPES]} | {Path("liger_models/py.typed")}
+    package = {file.relative_to(ROOT) for file in [*FILES, *RECIPES, *STUBS]} | {Path("liger_models/py.typed")}
     about = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
     assert {name for name in names if ".egg-info" not in str(name)} == package | {Path(name) for name in about}

@@ -1,0 +1,14 @@
+from liger_models.adapters.float8 import convert_to_float8 as convert_to_float8
+from liger_models.adapters.lora import apply_lora as apply_lora
+from liger_models.adapters.lora import language_targets as language_targets
+from liger_models.adapters.lora import merge_lora as merge_lora
+from liger_models.adapters.lora import unmerge_lora as unmerge_lora
+from liger_models.adapters.lora import without_adapters as without_adapters
+from liger_models.adapters.lora_layers import LoRAConfig as LoRAConfig
+from liger_models.adapters.lora_layers import adapter_config as adapter_config
+from liger_models.adapters.medusa import LigerMedusa as LigerMedusa
+from liger_models.adapters.mtp import LigerMTP as LigerMTP
+from liger_models.adapters.peft_files import load_adapter as load_adapter
+from liger_models.adapters.peft_files import save_adapter as save_adapter
+from liger_models.adapters.quantize import quantize_base as quantize_base
+from liger_models.adapters.unpacked import unpack_projections as unpack_projections

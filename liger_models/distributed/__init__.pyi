@@ -1,0 +1,1 @@
+from liger_models.distributed.groups import ParallelGroups as ParallelGroups

@@ -1,0 +1,10 @@
+from liger_models.train.loop import main as main
+from liger_models.train.loop import train as train
+from liger_models.train.metrics import flops as flops
+from liger_models.train.muon import LigerMuon as LigerMuon
+from liger_models.train.optimizer import LigerAdamW as LigerAdamW
+from liger_models.train.optimizer import step_in_backward as step_in_backward
+from liger_models.train.report import estimate as estimate
+from liger_models.train.seed import seed_all as seed_all
+from liger_models.train.train_options import TrainOptions as TrainOptions
+from liger_models.train.warmup import warm_up as warm_up
