@@ -22,7 +22,8 @@ def many_blocks(monkeypatch):
 @pytest.fixture(autouse=True)
 def _quick_blocks(monkeypatch):
     """One tile size in the interpreter: its time grows with the number of programs and of masked elements."""
-    from liger_models.kernels import dispatch, float8_blocks
+    from liger_models.kernels import dispatch
+    from liger_models.kernels.frozen import float8_blocks
     from liger_models.kernels.moe import grouped_mm
 
     if dispatch.INTERPRET:
