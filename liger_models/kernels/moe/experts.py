@@ -41,24 +41,25 @@ Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841; the 
 the experts' outputs: https://arxiv.org/abs/2512.14080.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import Argument, Op
 from liger_models.kernels.activation.gated_act import ACTIVATIONS, _load_pairs, gated_act_forward
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.matmul.row_linear import LowRank, low_rank_pair
+from liger_models.kernels.linear.projection import LOW_RANK, ProjectionGradients, ProjectionNeeds
+from liger_models.kernels.matmul.row_linear import LowRank
 from liger_models.kernels.moe.dropout import draw_seed, drop
 from liger_models.kernels.moe.expert_act import _expert_act, check_expert_act, expert_act_reference
 from liger_models.kernels.moe.few import few_experts, few_product, takes_few, takes_few_copies
 from liger_models.kernels.moe.grouped_mm import grouped_mm, grouped_outer, grouped_sum, library_runs
 from liger_models.kernels.moe.permutation import MAX_COPIES, MAX_EXPERTS, permute, sort_by_expert, unpermute
-from liger_models.kernels.moe.quantized import SCHEMA, dense, experts_for_op, experts_from_op
+from liger_models.kernels.moe.quantized import SCHEMA, QuantizedExperts, dense, experts_for_op, experts_from_op
 
 ACT_BLOCK = 1024
 """Gate and up pairs per step of the activation's backward. A program walks a whole row: its dot product is one sum."""
@@ -291,245 +292,294 @@ def _input_gradient(
 
 def _low_rank_gradients(
     d_out: Tensor, h: Tensor | None, rows: Tensor | None, low_rank: LowRank | None, ends: Tensor, library: bool,
-    needs: list[bool], drop_rows: Drop,
+    needs: ProjectionNeeds, drop_rows: Drop,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """dA and dB of `_product`, each None unless it is needed; ``h`` is from `_input_gradient`."""
-    if low_rank is None or rows is None or not any(needs):
+    if low_rank is None or rows is None or not (needs.low_rank_A or needs.low_rank_B):
         return None, None
     (A, B), rows = low_rank, drop_rows(rows)
     library = _low_rank_library(library, A, B)
     dA = dB = None
-    if needs[0]:
+    if needs.low_rank_A:
         dA = grouped_outer(grouped_mm(d_out, B, ends, library) if h is None else h, rows, ends, library)
-    if needs[1]:
+    if needs.low_rank_B:
         dB = grouped_outer(d_out, grouped_mm(rows, A.transpose(1, 2), ends, library), ends, library)
     return dA, dB
 
 
-_STORED = f"{SCHEMA.format('gate_up_')}, {SCHEMA.format('down_')}"
-_INPUTS = (
-    "Tensor x, Tensor weights, Tensor experts, Tensor gate_up_weight, Tensor down_weight, str act, bool recompute,"
-    " Tensor? gate_up_bias=None, Tensor? down_bias=None, float limit=0.0, Tensor? gate_up_A=None,"
-    " Tensor? gate_up_B=None, Tensor? down_A=None, Tensor? down_B=None, Tensor? seed=None, float dropout=0.0,"
-    f" SymInt? copies=None, {_STORED}"
+EXPERTS = Argument(
+    f"Tensor {{0}}, {SCHEMA.format('{0}_')}",
+    lambda matrices: (matrices.codes, *experts_for_op(matrices)[1]) if isinstance(matrices, QuantizedExperts) else None,
+    lambda matrices, *stored: experts_from_op(matrices, stored),
 )
-LIBRARY.define(f"moe_mlp({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-LIBRARY.define(f"moe_mlp_inference({_INPUTS}) -> Tensor")
-LIBRARY.define(
-    "moe_mlp_backward(Tensor dy, Tensor? x, Tensor weights, Tensor order, Tensor slot, Tensor ends, Tensor? gate_up,"
-    " Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_A,"
-    " Tensor? gate_up_B, Tensor? down_A, Tensor? down_B, str act, float limit, ScalarType x_dtype, bool[10] needs,"
-    f" Tensor? seed=None, float dropout=0.0, {_STORED})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+COPIES = Argument("SymInt? {0}=None", lambda copies: (copies,), lambda copies: copies)
 
 
-@torch.library.impl(LIBRARY, "moe_mlp", "CompositeExplicitAutograd")
-def _moe_mlp(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0,
-    gate_up_A: Tensor | None = None, gate_up_B: Tensor | None = None, down_A: Tensor | None = None,
-    down_B: Tensor | None = None, seed: Tensor | None = None, dropout: float = 0.0, copies: int | None = None,
-    *stored: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    gate_up_weight, down_weight = _matrices(gate_up_weight, down_weight, stored)
-    (X, width, _), dtype = gate_up_weight.shape, gate_up_weight.dtype
-    if weights.numel() == 0 or copies == 0:
+class ExpertProjection(NamedTuple):
+    """A projection of all experts.
+
+    Attributes:
+        weight: [X, O, C].
+        bias: [X, O].
+        low_rank: ``(A [X, R, C], B [X, O, R])`` in the dtype of the weight.
+    """
+
+    weight: Annotated[Tensor, EXPERTS]
+    bias: Tensor | None = None
+    low_rank: Annotated[LowRank | None, LOW_RANK] = None
+
+    def contiguous(self) -> "ExpertProjection":
+        """The same projection, as the kernels read it."""
+        weight = self.weight if isinstance(self.weight, QuantizedExperts) else self.weight.contiguous()
+        low_rank = None if self.low_rank is None else (self.low_rank[0].contiguous(), self.low_rank[1].contiguous())
+        return ExpertProjection(weight, None if self.bias is None else self.bias.contiguous(), low_rank)
+
+
+class MoEInputs(NamedTuple):
+    """Inputs of the ops `moe_mlp` and `moe_mlp_inference`, as the function `moe_mlp` takes them.
+
+    ``seed`` is that of the dropout, or None for no dropout.
+    """
+
+    x: Tensor
+    weights: Tensor
+    experts: Tensor
+    gate_up: ExpertProjection
+    down: ExpertProjection
+    act: str
+    limit: float
+    recompute: bool
+    seed: Tensor | None
+    dropout: float
+    copies: Annotated[int | None, COPIES] = None
+
+
+class MoEOutputs(NamedTuple):
+    """Outputs of the op `moe_mlp`.
+
+    Attributes:
+        y: [N, C].
+        order, slot, ends: of the sorted copies, see `sort_by_expert`.
+        u: [S, 2 F], gates and ups without their bias; None with ``recompute``.
+    """
+
+    y: Tensor
+    order: Tensor
+    slot: Tensor
+    ends: Tensor
+    u: Tensor | None
+
+
+class MoESaved(NamedTuple):
+    """What the forward saves for the backward: x only where something is computed from it."""
+
+    x: Tensor | None
+    weights: Tensor
+    order: Tensor
+    slot: Tensor
+    ends: Tensor
+    u: Tensor | None
+    gate_up: ExpertProjection
+    down: ExpertProjection
+    act: str
+    limit: float
+    x_dtype: torch.dtype
+    seed: Tensor | None
+    dropout: float
+
+
+class MoENeeds(NamedTuple):
+    """Which inputs need a gradient."""
+
+    x: bool
+    weights: bool
+    gate_up: ProjectionNeeds
+    down: ProjectionNeeds
+
+
+class MoEGradients(NamedTuple):
+    """Gradients of the inputs."""
+
+    x: Tensor | None = None
+    weights: Tensor | None = None
+    gate_up: ProjectionGradients = ProjectionGradients()
+    down: ProjectionGradients = ProjectionGradients()
+
+
+class MoEUpstream(NamedTuple):
+    """Inputs of the op `moe_mlp_backward`."""
+
+    dy: Tensor
+    saved: MoESaved
+    needs: MoENeeds
+
+
+def _forward(inputs: MoEInputs) -> MoEOutputs:
+    x, weights, experts = inputs.x, inputs.weights, inputs.experts
+    gate_up, down = inputs.gate_up.contiguous(), inputs.down.contiguous()
+    (X, width, _), dtype = gate_up.weight.shape, gate_up.weight.dtype
+    if weights.numel() == 0 or inputs.copies == 0:
         slot = experts.new_zeros(experts.numel(), dtype=torch.int32)
-        gate_up = x.new_empty(0 if recompute else (0, width), dtype=dtype)
-        return x.new_zeros(x.shape, dtype=dtype), slot.new_empty(0), slot, slot.new_zeros(X), gate_up
-    library = library_runs(gate_up_weight, down_weight)
-    order, slot, ends = sort_by_expert(experts, X, copies)
-    drop_in, drop_out = _drops(order, seed, dropout, experts.shape[1])
-    rows = permute(x, slot, len(order), dtype)
-    gate_up = _product(rows, gate_up_weight, _contiguous_pair(gate_up_A, gate_up_B), ends, library, drop_in)
+        u = None if inputs.recompute else x.new_empty(0, width, dtype=dtype)
+        return MoEOutputs(x.new_zeros(x.shape, dtype=dtype), slot.new_empty(0), slot, slot.new_zeros(X), u)
+
+    library = library_runs(gate_up.weight, down.weight)
+    order, slot, ends = sort_by_expert(experts, X, inputs.copies)
+    drop_in, drop_out = _drops(order, inputs.seed, inputs.dropout, experts.shape[1])
+
+    rows = permute(x, slot, len(order), dtype)  # [S, C]
+    u = _product(rows, gate_up.weight, gate_up.low_rank, ends, library, drop_in)  # [S, 2 F]
     del rows
-    gated = _act(gate_up, _contiguous(gate_up_bias), ends, act, limit)
-    if recompute:
-        gate_up = gate_up.new_empty(0)
-    rows = _product(gated, down_weight, _contiguous_pair(down_A, down_B), ends, library, drop_out)
-    del gated
-    y = unpermute(rows, slot, weights.contiguous(), x.shape[0], dtype, _contiguous(down_bias), experts)
-    return y, order, slot, ends, gate_up
+    product = _act(u, gate_up.bias, ends, inputs.act, inputs.limit)  # [S, F]
+    kept = None if inputs.recompute else u
+    del u  # frees it before the next product, unless it is saved
+    rows = _product(product, down.weight, down.low_rank, ends, library, drop_out)  # [S, C]
+    del product
+    y = unpermute(rows, slot, weights.contiguous(), x.shape[0], dtype, down.bias, experts)
+    return MoEOutputs(y, order, slot, ends, kept)
 
 
-@torch.library.impl(LIBRARY, "moe_mlp_inference", "CompositeExplicitAutograd")
-def _moe_mlp_inference(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0,
-    gate_up_A: Tensor | None = None, gate_up_B: Tensor | None = None, down_A: Tensor | None = None,
-    down_B: Tensor | None = None, seed: Tensor | None = None, dropout: float = 0.0, copies: int | None = None,
-    *stored: Any,
-) -> Tensor:  # fmt: skip
+def _inference(inputs: MoEInputs) -> Tensor:
     """`moe_mlp` without a backward. What it runs depends on the number of copies, which a graph need not know."""
-    matrices = _matrices(gate_up_weight, down_weight, stored)
-    if gate_up_A is None and down_A is None and copies is None and takes_few_copies(experts, *matrices):
-        x, weights, experts = (each.contiguous() for each in (x.to(matrices[0].dtype), weights, experts))
+    gate_up, down, experts = inputs.gate_up.contiguous(), inputs.down.contiguous(), inputs.experts
+    has_low_rank = gate_up.low_rank is not None or down.low_rank is not None
+    if not has_low_rank and inputs.copies is None and takes_few_copies(experts, gate_up.weight, down.weight):
         return few_experts(
-            x, weights, experts, *matrices, _contiguous(gate_up_bias), _contiguous(down_bias), act, limit
-        )
-    return _moe_mlp(
-        x, weights, experts, gate_up_weight, down_weight, act, True, gate_up_bias, down_bias, limit, gate_up_A,
-        gate_up_B, down_A, down_B, seed, dropout, copies, *stored,
-    )[0]  # fmt: skip
+            inputs.x.to(gate_up.weight.dtype).contiguous(), inputs.weights.contiguous(), experts.contiguous(),
+            gate_up.weight, down.weight, gate_up.bias, down.bias, inputs.act, inputs.limit,
+        )  # fmt: skip
+    return _forward(inputs._replace(recompute=True)).y
 
 
-def _matrices(gate_up_weight: Tensor, down_weight: Tensor, stored: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """The matrices of gate and up, and of down, of the arguments of an op."""
-    gate_up_weight = experts_from_op(gate_up_weight.contiguous(), stored[:6])
-    return gate_up_weight, experts_from_op(down_weight.contiguous(), stored[6:])
-
-
-def _contiguous(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.contiguous()
-
-
-def _contiguous_pair(A: Tensor | None, B: Tensor | None) -> LowRank | None:
-    return low_rank_pair(_contiguous(A), _contiguous(B))
-
-
-@torch.library.impl(LIBRARY, "moe_mlp_backward", "CompositeExplicitAutograd")
-def _moe_mlp_backward(
-    dy: Tensor, x: Tensor | None, weights: Tensor, order: Tensor, slot: Tensor, ends: Tensor, gate_up: Tensor | None,
-    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
-    gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, act: str,
-    limit: float, x_dtype: torch.dtype, needs: list[bool], seed: Tensor | None = None, dropout: float = 0.0,
-    *stored: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, *need_low_ranks = needs
-    need_pair, need_down_pair = need_low_ranks[:2], need_low_ranks[2:]
-    need_rows = need_gate_up or any(need_pair)
-    need_d_gate_up = need_x or need_rows or need_gate_up_bias
-    optional = gate_up_bias, down_bias, gate_up_A, gate_up_B, down_A, down_B
-    given = (dy if each is None else each for each in optional)
-    likes = dy.new_empty(0, dtype=x_dtype), weights, gate_up_weight, down_weight, *given
+def _backward(inputs: MoEUpstream) -> MoEGradients:
+    dy, saved, needs = inputs
+    x, weights, order, slot, ends, u, _, _, act, limit, x_dtype, seed, dropout = saved
     if order.numel() == 0:
-        shapes = dy.shape, *(like.shape for like in likes[1:])
-        shaped = zip(likes, shapes, needs, strict=True)
-        return tuple(like.new_zeros(shape if need else 0) for like, shape, need in shaped)
-    gate_up_weight, down_weight = _matrices(gate_up_weight, down_weight, stored)
-    N, dtype = dy.shape[0], gate_up_weight.dtype
+        return _like(inputs, torch.Tensor.new_zeros)
+
+    gate_up, down, weights = saved.gate_up.contiguous(), saved.down.contiguous(), weights.contiguous()
+    N, S, dtype = dy.shape[0], len(order), gate_up.weight.dtype
+    library = library_runs(gate_up.weight, down.weight)
     drop_in, drop_out = _drops(order, seed, dropout, weights.shape[1])
-    low_rank, down_low_rank = _contiguous_pair(gate_up_A, gate_up_B), _contiguous_pair(down_A, down_B)
-    library = library_runs(gate_up_weight, down_weight)
-    dx = d_gate_up_weight = d_down_weight = d_gate_up_bias = d_down_bias = rows = g = h = None
-    d_pair: tuple[Tensor | None, Tensor | None] = (None, None)
-    own = gate_up is None
-    if gate_up is None:
+    need_du = needs.x or needs.gate_up.rows or needs.gate_up.bias
+    rows = g = h = dx = d_rows = None
+
+    # u once more, bit for bit as in the forward.
+    recomputed = u is None
+    if u is None:
         assert x is not None
-        rows = permute(x, slot, len(order), dtype)
-        gate_up = _product(rows, gate_up_weight, low_rank, ends, library, drop_in)
-        if not need_rows:
+        rows = permute(x, slot, S, dtype)  # [S, C]
+        u = _product(rows, gate_up.weight, gate_up.low_rank, ends, library, drop_in)  # [S, 2 F]
+        if not needs.gate_up.rows:
             rows = None
-    d_rows = permute(dy, slot, len(order), dtype)
-    if need_d_gate_up or need_weights:
-        g, h = _input_gradient(d_rows, down_weight, down_low_rank, ends, library, drop_out)
-    d_gate_up, gated, d_weights = _act_backward(
-        g, gate_up, weights.contiguous(), order, ends, d_rows, _contiguous(gate_up_bias), _contiguous(down_bias), act,
-        limit, need_d_gate_up=need_d_gate_up, need_product=need_down or any(need_down_pair),
-        need_d_weights=need_weights, overwrite_gate_up=own,
+
+    # Through the down projection and the activation. Where u is not saved, du takes its place.
+    dy_rows = permute(dy, slot, S, dtype)  # [S, C]
+    if need_du or needs.weights:
+        g, h = _input_gradient(dy_rows, down.weight, down.low_rank, ends, library, drop_out)  # [S, F]
+    du, product, d_weights = _act_backward(
+        g, u, weights, order, ends, dy_rows, gate_up.bias, down.bias, act, limit, need_d_gate_up=need_du,
+        need_product=needs.down.rows, need_d_weights=needs.weights, overwrite_gate_up=recomputed,
     )  # fmt: skip
-    del g, gate_up
-    if down_bias is not None and need_down_bias:
-        d_down_bias = grouped_sum(d_rows, ends, down_bias.dtype, weights.contiguous(), order)
-    if gated is not None and need_down:
-        d_down_weight = grouped_outer(d_rows, gated, ends, library)
-    d_down_pair = _low_rank_gradients(d_rows, h, gated, down_low_rank, ends, library, need_down_pair, drop_out)
-    del d_rows, gated, h
-    if d_gate_up is not None and gate_up_bias is not None and need_gate_up_bias:
-        d_gate_up_bias = grouped_sum(d_gate_up, ends, gate_up_bias.dtype)
-    if d_gate_up is not None:
-        if need_rows and rows is None:
-            assert x is not None
-            rows = permute(x, slot, len(order), dtype)
-        if need_gate_up:
-            assert rows is not None
-            d_gate_up_weight = grouped_outer(d_gate_up, rows, ends, library)
-        if not any(need_pair):
-            rows = None
-        h = dx_rows = None
-        if need_x:
-            dx_rows, h = _input_gradient(d_gate_up, gate_up_weight, low_rank, ends, library, drop_in)
-        d_pair = _low_rank_gradients(d_gate_up, h, rows, low_rank, ends, library, need_pair, drop_in)
-        del d_gate_up, rows, h
-        if dx_rows is not None:
-            dx = unpermute(dx_rows, slot, None, N, x_dtype)
-    grads = dx, d_weights, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias, *d_pair, *d_down_pair
-    return tuple(like.new_empty(0) if grad is None else grad for grad, like in zip(grads, likes, strict=True))
+    del g, u
+
+    # The parameters of the down projection.
+    d_weight = d_bias = None
+    if down.bias is not None and needs.down.bias:
+        d_bias = grouped_sum(dy_rows, ends, down.bias.dtype, weights, order)
+    if product is not None and needs.down.weight:
+        d_weight = grouped_outer(dy_rows, product, ends, library)
+    pair = _low_rank_gradients(dy_rows, h, product, down.low_rank, ends, library, needs.down, drop_out)
+    d_down = ProjectionGradients(d_weight, d_bias, *pair)
+    del dy_rows, product, h, d_weight, d_bias, pair
+    if du is None:
+        return MoEGradients(None, d_weights, down=d_down)
+
+    # The parameters of gate and up, and the gradient of x.
+    d_weight = d_bias = h = None
+    if gate_up.bias is not None and needs.gate_up.bias:
+        d_bias = grouped_sum(du, ends, gate_up.bias.dtype)
+    if needs.gate_up.rows and rows is None:
+        assert x is not None
+        rows = permute(x, slot, S, dtype)
+    if needs.gate_up.weight:
+        assert rows is not None
+        d_weight = grouped_outer(du, rows, ends, library)
+    if not (needs.gate_up.low_rank_A or needs.gate_up.low_rank_B):
+        rows = None
+    if needs.x:
+        d_rows, h = _input_gradient(du, gate_up.weight, gate_up.low_rank, ends, library, drop_in)  # [S, C]
+    pair = _low_rank_gradients(du, h, rows, gate_up.low_rank, ends, library, needs.gate_up, drop_in)
+    d_gate_up = ProjectionGradients(d_weight, d_bias, *pair)
+    del du, rows, h
+    if d_rows is not None:
+        dx = unpermute(d_rows, slot, None, N, x_dtype)
+    return MoEGradients(dx, d_weights, d_gate_up, d_down)
 
 
-@torch.library.register_fake("liger_models::moe_mlp", lib=LIBRARY)
-def _moe_mlp_fake(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    X, width, _ = gate_up_weight.shape
-    copies, dtype = (rest[at] if len(rest) > at else None for at in (9, 14))
-    dtype, slot = dtype or gate_up_weight.dtype, experts.new_empty(experts.numel(), dtype=torch.int32)
+def _forward_fake(inputs: MoEInputs) -> MoEOutputs:
+    x, experts, copies = inputs.x, inputs.experts, inputs.copies
+    (X, width, _), dtype = inputs.gate_up.weight.shape, inputs.gate_up.weight.dtype
+    slot = experts.new_empty(experts.numel(), dtype=torch.int32)
     order = slot.new_empty(experts.numel() if copies is None else copies)
-    gate_up = x.new_empty(0 if recompute else (len(order), width), dtype=dtype)
-    return x.new_empty(x.shape, dtype=dtype), order, slot, order.new_empty(X), gate_up
+    u = None if inputs.recompute else x.new_empty(len(order), width, dtype=dtype)
+    return MoEOutputs(x.new_empty(x.shape, dtype=dtype), order, slot, order.new_empty(X), u)
 
 
-@torch.library.register_fake("liger_models::moe_mlp_inference", lib=LIBRARY)
-def _moe_mlp_inference_fake(*inputs):
-    return _moe_mlp_fake(*inputs)[0]
+def _inference_fake(inputs: MoEInputs) -> Tensor:
+    return inputs.x.new_empty(inputs.x.shape, dtype=inputs.gate_up.weight.dtype)
 
 
-@torch.library.register_fake("liger_models::moe_mlp_backward", lib=LIBRARY)
-def _moe_mlp_backward_fake(
-    dy: Tensor, x: Tensor | None, weights: Tensor, order: Tensor, slot: Tensor, ends: Tensor, gate_up: Tensor | None,
-    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
-    gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, act: str,
-    limit: float, x_dtype: torch.dtype, needs: list[bool], *_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    optional = gate_up_bias, down_bias, gate_up_A, gate_up_B, down_A, down_B
-    given = (dy if each is None else each for each in optional)
-    likes = dy.to(x_dtype), weights, gate_up_weight, down_weight, *given
-    return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
+def _backward_fake(inputs: MoEUpstream) -> MoEGradients:
+    return _like(inputs, torch.Tensor.new_empty)
 
 
-def _setup(ctx, inputs, output):
-    x, weights, _, gate_up_weight, down_weight, ctx.act, recompute, *biases, ctx.limit = inputs[:10]
-    low_ranks, (seed, ctx.dropout), stored = inputs[10:14], inputs[14:16], inputs[17:]
-    ctx.constants = stored[4:6], stored[10:]
-    _, order, slot, ends, gate_up = output
-    ctx.set_materialize_grads(False)
-    ctx.x_dtype = x.dtype
-    ctx.mark_non_differentiable(order, slot, ends, gate_up)
-    every = _every_need(ctx)
-    need_rows = recompute or every[3] or every[10] or every[11]
-    ctx.save_for_backward(
-        x if need_rows else None, weights, order, slot, ends, None if recompute else gate_up,
-        gate_up_weight, down_weight, *biases, *low_ranks, seed, *stored[:4], *stored[6:10],
-    )  # fmt: skip
+def _like(inputs: MoEUpstream, new: Callable[..., Tensor]) -> MoEGradients:
+    """Gradients by ``new_zeros`` or ``new_empty``."""
+    dy, saved, needs = inputs
 
+    def of_projection(projection: ExpertProjection, needs: ProjectionNeeds) -> ProjectionGradients:
+        parameters = projection.weight, projection.bias, *(projection.low_rank or (None, None))
+        return ProjectionGradients(
+            *(new(t, t.shape) if need else None for t, need in zip(parameters, needs, strict=True))
+        )
 
-ARGUMENTS = 29
-"""Number of arguments of the op."""
-
-
-def _every_need(ctx) -> list[bool]:
-    """``needs_input_grad`` of all arguments: those that have their default are left out of it."""
-    return [*ctx.needs_input_grad, *[False] * (ARGUMENTS - len(ctx.needs_input_grad))]
-
-
-def _backward(ctx, dy, *_):
-    if dy is None:
-        return (None,) * ARGUMENTS
-    every = _every_need(ctx)
-    needs = [every[i] for i in (0, 1, 3, 4, 7, 8, 10, 11, 12, 13)]
-    *tensors, seed = ctx.saved_tensors[:15]
-    stored = ctx.saved_tensors[15:]
-    rest = seed, ctx.dropout, *stored[:4], *ctx.constants[0], *stored[4:], *ctx.constants[1]
-    grads = torch.ops.liger_models.moe_mlp_backward(dy, *tensors, ctx.act, ctx.limit, ctx.x_dtype, needs, *rest)
-    dx, d_weights, d_gate_up, d_down, *others = (
-        grad if need else None for grad, need in zip(grads, needs, strict=True)
+    return MoEGradients(
+        x=new(dy, dy.shape, dtype=saved.x_dtype) if needs.x else None,
+        weights=new(saved.weights, saved.weights.shape) if needs.weights else None,
+        gate_up=of_projection(saved.gate_up, needs.gate_up),
+        down=of_projection(saved.down, needs.down),
     )
-    return dx, d_weights, None, d_gate_up, d_down, None, None, *others[:2], None, *others[2:], *[None] * 15
 
 
-register_autograd("moe_mlp", _backward, _setup)
+def _save(ctx: Any, inputs: MoEInputs, outputs: MoEOutputs, needs: MoENeeds) -> MoESaved:
+    _, order, slot, ends, u = outputs
+    ctx.mark_non_differentiable(*[output for output in (order, slot, ends, u) if output is not None])
+    return MoESaved(
+        x=inputs.x if u is None or needs.gate_up.rows else None,
+        weights=inputs.weights,
+        order=order,
+        slot=slot,
+        ends=ends,
+        u=u,
+        gate_up=inputs.gate_up,
+        down=inputs.down,
+        act=inputs.act,
+        limit=inputs.limit,
+        x_dtype=inputs.x.dtype,
+        seed=inputs.seed,
+        dropout=inputs.dropout,
+    )
+
+
+def _gradients(saved: MoESaved, needs: MoENeeds, upstream: Any) -> MoEGradients:
+    return MoEGradients() if upstream.y is None else BACKWARD(MoEUpstream(upstream.y, saved, needs))
+
+
+FORWARD = Op("moe_mlp", _forward, _forward_fake)
+INFERENCE = Op("moe_mlp_inference", _inference, _inference_fake)
+BACKWARD = Op("moe_mlp_backward", _backward, _backward_fake)
+FORWARD.differentiable(_save, _gradients)
 
 
 def moe_mlp(
@@ -622,16 +672,21 @@ def moe_mlp(
             x, weights, experts, gate_up_weight, down_weight, gate_up_bias, down_bias, gate_up_low_rank, down_low_rank,
             act=act, limit=limit, dropout=dropout, copies=copies,
         )  # fmt: skip
-    (gate_up_weight, of_gate_up), (down_weight, of_down) = map(experts_for_op, (gate_up_weight, down_weight))
-    low_ranks = *(gate_up_low_rank or (None, None)), *(down_low_rank or (None, None))
-    seed = draw_seed(x.device) if dropout > 0 and low_ranks != (None,) * 4 else None
-    inputs = (
-        x, weights, experts, gate_up_weight, down_weight, act, recompute, gate_up_bias, down_bias, limit, *low_ranks,
-        seed, dropout, copies, *of_gate_up, *of_down,
-    )  # fmt: skip
-    ops = torch.ops.liger_models
-    y: Tensor = ops.moe_mlp(*inputs)[0] if torch.is_grad_enabled() else ops.moe_mlp_inference(*inputs)
-    return y
+    has_low_rank = gate_up_low_rank is not None or down_low_rank is not None
+    inputs = MoEInputs(
+        x=x,
+        weights=weights,
+        experts=experts,
+        gate_up=ExpertProjection(gate_up_weight, gate_up_bias, gate_up_low_rank),
+        down=ExpertProjection(down_weight, down_bias, down_low_rank),
+        act=act,
+        limit=limit,
+        recompute=recompute,
+        seed=draw_seed(x.device) if dropout > 0 and has_low_rank else None,
+        dropout=dropout,
+        copies=copies,
+    )
+    return FORWARD(inputs).y if torch.is_grad_enabled() else INFERENCE(inputs)
 
 
 def _check_low_rank(name: str, low_rank: LowRank | None, weight: Tensor) -> None:

@@ -3,12 +3,22 @@ import torch
 
 from liger_models.kernels.activation.gated_act import ACTIVATIONS
 from liger_models.kernels.dispatch import reference_backend
+from liger_models.kernels.linear.projection import ProjectionNeeds
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import load_balancing_loss, moe_mlp, moe_mlp_reference, route
+from liger_models.kernels.moe.experts import (
+    BACKWARD,
+    FORWARD,
+    ExpertProjection,
+    MoEInputs,
+    MoENeeds,
+    MoESaved,
+    MoEUpstream,
+)
 from liger_models.kernels.moe.grouped_mm import grouped_outer
 from liger_models.kernels.moe.permutation import sort_by_expert
 
-from ..oracle import assert_close_to_truth, opcheck, run
+from ..oracle import assert_close_to_truth, opcheck_named, run
 from .cases import (
     GPU_DTYPES,
     RECOMPUTE,
@@ -389,34 +399,48 @@ def test_copies_without_an_expert(backend, share, many_blocks, poisoned_empty):
 
 
 def test_opcheck(kernel_device):
-    inputs, experts, dy = make((3, 2, 3, 16, 8), torch.float32, kernel_device)
+    inputs, experts, _ = make((3, 2, 3, 16, 8), torch.float32, kernel_device)
     x, weights, *matrices = (t.requires_grad_() for t in inputs)
-    ops = torch.ops.liger_models
-    opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "silu", False))
-    opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "gelu", True))
-    opcheck(ops.moe_mlp, (x[:0], weights[:0], experts[:0], *matrices, "silu", True))
-    some, none = torch.where(experts == 1, 3, experts), [None] * 2
-    copies = int((some < 3).sum())
-    opcheck(ops.moe_mlp, (x, weights, some, *matrices, "silu", False, *none, 0.0, *none, *none, None, 0.0, copies))
+    gate_up, down = map(ExpertProjection, matrices)
+
+    def check(x, weights, experts, gate_up, down, act, recompute, limit=0.0, copies=None):
+        inputs = MoEInputs(x, weights, experts, gate_up, down, act, limit, recompute, None, 0.0, copies)
+        opcheck_named(FORWARD, inputs)
+
+    check(x, weights, experts, gate_up, down, "silu", False)
+    check(x, weights, experts, gate_up, down, "gelu", True)
+    check(x[:0], weights[:0], experts[:0], gate_up, down, "silu", True)
+    some = torch.where(experts == 1, 3, experts)
+    check(x, weights, some, gate_up, down, "silu", False, copies=int((some < 3).sum()))
     *_, gate_up_bias, down_bias = (t.requires_grad_() for t in with_biases(inputs))
-    opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "clamped_swiglu", False, gate_up_bias, down_bias, 0.75))
+    biased = gate_up._replace(bias=gate_up_bias), down._replace(bias=down_bias)
+    check(x, weights, experts, *biased, "clamped_swiglu", False, limit=0.75)
     low_ranks = [t.requires_grad_() for t in with_low_ranks(inputs)[4:]]
-    opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "silu", True, None, None, 0.0, *low_ranks))
-    x, weights, *matrices = (t.detach() for t in inputs)
-    x, dy, *matrices = (t.half() for t in (x, dy, *matrices))
+    pairs = tuple(low_ranks[:2]), tuple(low_ranks[2:])
+    check(x, weights, experts, gate_up._replace(low_rank=pairs[0]), down._replace(low_rank=pairs[1]), "silu", True)
+
+
+def test_opcheck_backward(kernel_device):
+    inputs, experts, dy = make((3, 2, 3, 16, 8), torch.float32, kernel_device)
+    weights = inputs[1]
+    low_ranks = [t.half() for t in with_low_ranks(inputs)[4:]]
+    x, dy, *matrices = (t.half() for t in (inputs[0], dy, *inputs[2:]))
     sort = sort_by_expert(experts, 3)
-    gate_up = torch.ones(6, 16, device=kernel_device).half()
-    biases = [torch.ones(3, 16, device=kernel_device).half()] * 2
-    pairs = [t.detach().half() for t in low_ranks]
-    for rows, kept, each, needs in (
-        (x, None, [None, None], [*[True] * 4, *[False] * 6]),
-        (None, gate_up, [None, None], [True, True, False, True, *[False] * 4, True, True]),
-        (x, None, [None, None], [False, False, False, True, *[False] * 6]),
-        (x, None, biases, [True] * 10),
-        (x, gate_up, biases, [False, True, False, False, True, False, True, *[False] * 3]),
+    u, biases = torch.ones(6, 16, device=kernel_device).half(), torch.ones(3, 16, device=kernel_device).half()
+    nothing, weight = ProjectionNeeds(False, False, False, False), ProjectionNeeds(True, False, False, False)
+    every, pair = ProjectionNeeds(True, True, True, True), ProjectionNeeds(False, False, True, True)
+    for rows, kept, bias, needs in (
+        (x, None, None, MoENeeds(True, True, weight, weight)),
+        (None, u, None, MoENeeds(True, True, nothing, ProjectionNeeds(True, False, True, True))),
+        (x, None, None, MoENeeds(False, False, nothing, weight)),
+        (x, None, biases, MoENeeds(True, True, every, every)),
+        (x, u, biases, MoENeeds(False, True, ProjectionNeeds(False, True, True, False), nothing)),
+        (x, u, None, MoENeeds(False, False, pair, pair)),
     ):
-        args = (dy, rows, weights, *sort, kept, *matrices, *each, *pairs, "silu", 0.0, torch.float32, needs)
-        opcheck(ops.moe_mlp_backward, args)
+        gate_up = ExpertProjection(matrices[0], bias, tuple(low_ranks[:2]))
+        down = ExpertProjection(matrices[1], bias, tuple(low_ranks[2:]))
+        saved = MoESaved(rows, weights, *sort, kept, gate_up, down, "silu", 0.0, torch.float32, None, 0.0)
+        opcheck_named(BACKWARD, MoEUpstream(dy, saved, needs))
 
 
 def test_the_reference_in_fp64():

@@ -6,11 +6,12 @@ import torch
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
+from liger_models.kernels.moe.experts import INFERENCE, ExpertProjection, MoEInputs
 from liger_models.kernels.moe.few import few_product, takes_few, takes_few_copies
 from liger_models.kernels.moe.permutation import sort_by_expert
 from liger_models.kernels.moe.quantized import dense
 
-from ..oracle import opcheck, wide
+from ..oracle import opcheck_named, wide
 from .cases import STORED, choose, dtypes, make, quantise, stored, with_biases, with_low_ranks
 
 
@@ -62,7 +63,8 @@ def test_what_is_sorted_nevertheless(kernel_device, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_opcheck(kernel_device, tokens):
     (x, weights, *matrices), experts, _ = make((tokens, 2, 3, 64, 64), torch.float32, kernel_device)
-    opcheck(torch.ops.liger_models.moe_mlp_inference, (x, weights, experts, *matrices, "silu", False))
+    projections = map(ExpertProjection, matrices)
+    opcheck_named(INFERENCE, MoEInputs(x, weights, experts, *projections, "silu", 0.0, False, None, 0.0))
 
 
 @STORED

@@ -9,16 +9,16 @@ import torch
 from liger_models.kernels.frozen.quantized_weight import QuantizedWeight
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
+from liger_models.kernels.moe.experts import FORWARD, ExpertProjection, MoEInputs
 from liger_models.kernels.moe.quantized import (
     QuantizedExperts,
     bytes_of_experts,
     dense,
-    experts_for_op,
     quantize_experts,
 )
 
 from ...late import Late
-from ..oracle import opcheck, run
+from ..oracle import opcheck_named, run
 from .cases import BLOCK, KINDS, RECOMPUTE, STORED, dtypes, make, quantise, stored, with_biases, with_low_ranks
 
 quantization = Late("torchao.quantization", "4-bit weights need torchao")
@@ -158,11 +158,9 @@ def test_decoding_dequantises_no_matrix(kernel_device, kind, monkeypatch):
 def test_opcheck(kernel_device, kind):
     inputs, experts, _ = make((3, 2, 3, 64, 64), torch.float32, kernel_device)
     x, weights, *matrices = inputs
-    (gate_up, of_gate_up), (down, of_down) = (experts_for_op(quantize_experts(each, kind)) for each in matrices)
+    projections = (ExpertProjection(quantize_experts(each, kind)) for each in matrices)
     leaves = x.requires_grad_(), weights.requires_grad_(), experts
-    op = torch.ops.liger_models.moe_mlp
-    others = *[None] * 2, 0.0, *[None] * 5, 0.0, None
-    opcheck(op, (*leaves, gate_up, down, "silu", False, *others, *of_gate_up, *of_down))
+    opcheck_named(FORWARD, MoEInputs(*leaves, *projections, "silu", 0.0, False, None, 0.0))
 
 
 @STORED
