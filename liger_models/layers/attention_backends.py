@@ -212,10 +212,6 @@ def _paged(call: AttentionCall) -> Tensor:
     return y[:, None]  # [B, 1, H, D]
 
 
-def _is_counted(call: AttentionCall) -> bool:
-    return call.layout.masks[call.window].counted
-
-
 def _counted(call: AttentionCall) -> Tensor:
     q, D = call.q, call.q.shape[3]
     heads = [q, call.k, call.v]
@@ -256,10 +252,6 @@ def _wide(call: AttentionCall) -> Tensor:
 # Backends that need the mask
 
 
-def _has_sinks_in_segments(call: AttentionCall) -> bool:
-    return call.sinks is not None and call.mask.segments is not None
-
-
 def _sinks_in_segments(call: AttentionCall) -> Tensor:
     segments = call.mask.segments
     assert segments is not None
@@ -277,10 +269,6 @@ def _has_causal_sinks(call: AttentionCall) -> bool:
 def _causal_sinks(call: AttentionCall) -> Tensor:
     assert call.sinks is not None
     return sink_attention(call.q, call.k, call.v, call.sinks, scale=call.scale)
-
-
-def _has_segments(call: AttentionCall) -> bool:
-    return call.mask.segments is not None
 
 
 def _segments(call: AttentionCall) -> Tensor:
@@ -355,20 +343,12 @@ def _padded(*heads: Tensor) -> list[Tensor]:
     return [F.pad(x, (0, padding)) if padding else x for x in heads]
 
 
-def _has_blocks(call: AttentionCall) -> bool:
-    return call.mask.block is not None
-
-
 def _flex(call: AttentionCall) -> Tensor:
     from liger_models.layers.flex import flex_by_blocks  # imports torch's compiler, which takes a second
 
     assert call.mask.block is not None
     y: Tensor = flex_by_blocks(*call.heads_first, call.mask.block, call.scale, call.softcap, call.sinks)
     return y.transpose(1, 2)
-
-
-def _is_single_with_sinks(call: AttentionCall) -> bool:
-    return call.sinks is not None and call.q.shape[1] == 1
 
 
 def _single_with_sinks(call: AttentionCall) -> Tensor:
@@ -380,18 +360,10 @@ def _single_with_sinks(call: AttentionCall) -> Tensor:
     return y.reshape(call.q.shape)
 
 
-def _changes_scores(call: AttentionCall) -> bool:
-    return call.softcap is not None or call.sinks is not None
-
-
 def _formula(call: AttentionCall) -> Tensor:
     sinks = None if call.sinks is None else call.sinks[:, None]
     y = attention_reference(*call.heads_first, call.mask.dense, call.scale, call.softcap, call.dropout, sinks)
     return y.transpose(1, 2)
-
-
-def _is_single(call: AttentionCall) -> bool:
-    return call.q.shape[1] == 1 and call.layout.cache is not None
 
 
 def _single(call: AttentionCall) -> Tensor:
@@ -418,7 +390,7 @@ WITHOUT_MASK: tuple[Backend, ...] = (
     # Keys and values are pages, which nothing below can read.
     (lambda call: call.layout.pages is not None, _paged),
     # A memory estimate, on tensors without values: nothing below may build a mask of them.
-    (_is_counted, _counted),
+    (lambda call: call.layout.masks[call.window].counted, _counted),
     # Flash attention has no such heads, and its mask would be that of flex_attention, which is slower.
     (_has_wide_heads, _wide),
 )
@@ -426,16 +398,16 @@ WITHOUT_MASK: tuple[Backend, ...] = (
 
 WITH_MASK: tuple[Backend, ...] = (
     # Sinks before the plain forms of the same masks, which would ignore them.
-    (_has_sinks_in_segments, _sinks_in_segments),
+    (lambda call: call.sinks is not None and call.mask.segments is not None, _sinks_in_segments),
     (_has_causal_sinks, _causal_sinks),
     # The form of the mask decides: segments for variable lengths, blocks for flex_attention, else dense or none.
-    (_has_segments, _segments),
-    (_has_blocks, _flex),
+    (lambda call: call.mask.segments is not None, _segments),
+    (lambda call: call.mask.block is not None, _flex),
     # One query per head: the heads of a group become rows that share its keys, so that nothing is repeated.
-    (_is_single_with_sinks, _single_with_sinks),
+    (lambda call: call.sinks is not None and call.q.shape[1] == 1, _single_with_sinks),
     # SDPA has neither softcaps nor sinks. Before `_single`, which is SDPA, too.
-    (_changes_scores, _formula),
-    (_is_single, _single),
+    (lambda call: call.softcap is not None or call.sinks is not None, _formula),
+    (lambda call: call.q.shape[1] == 1 and call.layout.cache is not None, _single),
 )
 """As `WITHOUT_MASK`, of a call with its mask. `_plain`, which is SDPA, takes everything else."""
 
