@@ -61,8 +61,8 @@ class Group:
 
     def local_slice(self, tokens: int) -> slice:
         """The calling rank's shard of ``tokens`` tokens."""
-        each = tokens // self.size
-        return slice(each * self.rank, each * (self.rank + 1))
+        length = tokens // self.size
+        return slice(length * self.rank, length * (self.rank + 1))
 
 
 def group_of(group: Any, *, sequence_parallel: bool = False) -> Group:
@@ -260,8 +260,8 @@ class _GatherVocab(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, V: int) -> Tensor:
         ctx.group, ctx.vocab_shard = group, x.shape[-1]
-        each = -(-V // group.size)
-        gathered = all_gather(torch.nn.functional.pad(x, (0, each - x.shape[-1])), group)
+        longest = -(-V // group.size)  # shards of the last ranks may be shorter
+        gathered = all_gather(torch.nn.functional.pad(x, (0, longest - x.shape[-1])), group)
         return gathered.movedim(0, -2).flatten(-2)[..., :V]
 
     @staticmethod
@@ -336,14 +336,15 @@ def all_to_all(x: Tensor, sent: list[int], received: list[int], group: Group) ->
 
 def to_heads(x: Tensor, group: Group) -> Tensor:
     """Trade the token shard [B, T / R, C] for the head shard [B, T, C / R]: all tokens, 1 / R of the columns."""
-    each = [1] * group.size
-    return in_order(all_to_all(x.unflatten(-1, (group.size, -1)).movedim(-2, 0), each, each, group))
+    counts = [1] * group.size
+    shards = x.unflatten(-1, (group.size, -1)).movedim(-2, 0)  # [R, B, T / R, C / R]
+    return in_order(all_to_all(shards, counts, counts, group))
 
 
 def to_tokens(x: Tensor, group: Group) -> Tensor:
     """The inverse of `to_heads`: [B, T, C / R] -> [B, T / R, C]."""
-    each = [1] * group.size
-    return all_to_all(by_rank(x, group.size), each, each, group).movedim(0, -2).flatten(-2)
+    counts = [1] * group.size
+    return all_to_all(by_rank(x, group.size), counts, counts, group).movedim(0, -2).flatten(-2)
 
 
 def divide_gradient(x: Tensor, divisor: float) -> Tensor:

@@ -37,11 +37,13 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
         return
     groups = model.groups
     experts = [layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None]
-    over = [each.process_group for each in (groups.sharded, *experts[:1], *groups.data) if each is not None]
+    over = [group.process_group for group in (groups.sharded, *experts[:1], *groups.data) if group is not None]
     over = over or [dist.group.WORLD]
+
+    # Digests are gathered first; the facts only if the digests differ.
     sharing = groups.sharded.members[0] if groups.sharded is not None else rank()
     facts = {"model": _facts_of_model(model), "batch": _facts_of_batch(batch or {})}
-    digests = _gather((rank(), sharing, *(_digest(each) for each in facts.values())), over)
+    digests = _gather((rank(), sharing, *map(_digest, facts.values())), over)
     if len({digest for _, _, digest, _ in digests}) > 1:
         _refuse(
             [_gather((rank(), facts["model"]), over)],
@@ -52,7 +54,7 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
     if any(digest != of_groups[group] for _, group, _, digest in digests):
         batches = _gather((rank(), sharing, facts["batch"]), over)
         _refuse(
-            [[(each, found) for each, group, found in batches if group == one] for one in of_groups],
+            [[(member, facts) for member, first, facts in batches if first == group] for group in of_groups],
             "on ranks that share a batch (apply_tp, apply_cp)",
             'Give them the same rows: PackedDataset takes rank=mesh["dp"].get_local_rank(), ranks=mesh["dp"].size().',
         )
@@ -63,11 +65,11 @@ def _refuse(groups: list[list[tuple[int, dict[str, str]]]], where: str, remedy: 
     for (first, expected), *others in groups:
         for other, got in others:
             for name in [*expected, *got]:
-                here, there = (facts.get(name, "none") for facts in (expected, got))
-                if here != there:
+                one, another = (facts.get(name, "none") for facts in (expected, got))
+                if one != another:
                     raise ValueError(
-                        f"check_ranks: {name} must be the same {where}, got {here} on rank {first} and {there} on rank "
-                        f"{other}. {remedy}"
+                        f"check_ranks: {name} must be the same {where}, got {one} on rank {first} and {another} on "
+                        f"rank {other}. {remedy}"
                     )
 
 
@@ -91,7 +93,8 @@ class FirstForward:
         if not self.agreed:
             check_ranks(model, {**dict(zip(("input_ids",), args, strict=False)), **kwargs})
             self.agreed = True
-        if not self.averaged and torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters()):
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())
+        if not self.averaged and torch.is_grad_enabled() and is_trained:
             _check_averaged(model)
             self.averaged = True
 
@@ -119,7 +122,8 @@ def _check_averaged(model: Decoder) -> None:
     needed = set(model.groups.context.members)
     ddp = DistributedDataParallel._get_active_ddp_module()
     over = [] if ddp is None else [dist.get_process_group_ranks(ddp.process_group)]
-    over += [each.device_mesh.mesh.flatten().tolist() for each in model.parameters() if isinstance(each, DTensor)]
+    sharded = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+    over += [parameter.device_mesh.mesh.flatten().tolist() for parameter in sharded]
     if (ddp is None and not _all_in_fsdp(model)) or not all(needed.issubset(ranks) for ranks in over):
         raise ValueError(
             f"forward: the gradients of a model after apply_cp must be averaged over all ranks, {sorted(needed)} among "
@@ -130,16 +134,17 @@ def _check_averaged(model: Decoder) -> None:
 
 def _all_in_fsdp(module: nn.Module) -> bool:
     """Whether FSDP2 holds all trainable parameters of a module."""
-    own = any(each.requires_grad for each in module.parameters(recurse=False))
-    return isinstance(module, FSDPModule) or (not own and all(_all_in_fsdp(each) for each in module.children()))
+    has_trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    return isinstance(module, FSDPModule) or (not has_trained and all(map(_all_in_fsdp, module.children())))
 
 
 def _facts_of_model(model: Decoder) -> dict[str, str]:
     config = model.config
-    fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     facts = {"the class": type(model).__name__, **{name: repr(value) for name, value in fields.items()}}
-    for name, each in model.named_parameters():
-        facts[name] = f"{list(each.shape)} {each.dtype}, {'trained' if each.requires_grad else 'frozen'}"
+    for name, parameter in model.named_parameters():
+        state = "trained" if parameter.requires_grad else "frozen"
+        facts[name] = f"{list(parameter.shape)} {parameter.dtype}, {state}"
     return facts
 
 
@@ -154,8 +159,8 @@ def _facts_of_batch(batch: Mapping[str, Any]) -> dict[str, str]:
                 facts[name] += f" {value.item()}"
             elif not value.dtype.is_floating_point:
                 flat = value.detach().flatten().long()
-                places = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B1
-                facts[name] += f" of checksum {int((flat * places).sum())}"
+                factors = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B1  # so that order counts
+                facts[name] += f" of checksum {int((flat * factors).sum())}"
         elif isinstance(value, int | float | str):
             facts[name] = repr(value)
     return facts
@@ -167,9 +172,9 @@ def _digest(facts: dict[str, str]) -> bytes:
 
 def _gather(mine: Any, groups: Iterable[dist.ProcessGroup]) -> list[Any]:
     """The values of all ranks, in their order. Each group gathers what the groups before it have gathered."""
-    found = [mine]
+    values = [mine]
     for group in groups:
         parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, found, group)
-        found = [each for part in parts for each in part]
-    return sorted(found, key=lambda each: each[0])
+        dist.all_gather_object(parts, values, group)
+        values = [value for part in parts for value in part]
+    return sorted(values, key=lambda value: value[0])

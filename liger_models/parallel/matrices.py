@@ -27,13 +27,13 @@ class Piece(NamedTuple):
 
     Attributes:
         local: index of the rows in the rank's shard, whose leading dimensions are flattened.
-        place: index of the same rows in the unit.
+        rows: index of the same rows in the unit.
         columns: the columns in the unit; they are all columns of the shard.
         shape: number of rows and columns.
     """
 
     local: slice | Tensor
-    place: slice | Tensor
+    rows: slice | Tensor
     columns: slice
     shape: tuple[int, int]
 
@@ -73,26 +73,32 @@ class Exchange:
         self, group: Any, device: torch.device, parameters: Sequence[tuple[int, Tensor, Sequence[Tensor]]]
     ) -> None:
         self.group, self.rank, self.ranks = group, 0, 1
-        mine: list[Any] = [_part(each) for _, each, _ in parameters]
+
+        # The parts that each rank holds of each parameter.
+        mine: list[Any] = [_part(parameter) for _, parameter, _ in parameters]
         parts = [mine]
         if group is not None:
             self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
             parts = [[]] * self.ranks
             dist.all_gather_object(parts, mine, group)
-        known: list[tuple[Any, Sequence[Tensor], list[_Candidate]]] = []  # layers that are equal have equal candidates
-        found: list[tuple[int, list[_Candidate]]] = []
-        for (number, each, rows), held in zip(parameters, zip(*parts, strict=True), strict=True):
-            key = each.shape, held, [of_some.shape for of_some in rows]
-            candidates = next((c for k, r, c in known if k == key and all(map(torch.equal, r, rows))), None)
+
+        # The candidates of each parameter. Equal layers have equal ones, which are computed once.
+        computed: list[tuple[Any, Sequence[Tensor], list[_Candidate]]] = []
+        of_parameters: list[tuple[int, list[_Candidate]]] = []
+        for (number, parameter, rows), held in zip(parameters, zip(*parts, strict=True), strict=True):
+            key = parameter.shape, held, [indices.shape for indices in rows]
+            candidates = next((c for k, r, c in computed if k == key and all(map(torch.equal, r, rows))), None)
             if candidates is None:
-                candidates = _candidates(each.shape, held, rows, device)
-                known.append((key, rows, candidates))
-            found.append((number, candidates))
-        found.sort(key=lambda entry: -sum(each.cost for each in entry[1]))
+                candidates = _candidates(parameter.shape, held, rows, device)
+                computed.append((key, rows, candidates))
+            of_parameters.append((number, candidates))
+
+        # Owners: the most expensive units first, each to the rank with the least to do so far.
+        of_parameters.sort(key=lambda entry: -sum(candidate.cost for candidate in entry[1]))
         loads, filled = [0] * self.ranks, [0] * self.ranks
         buckets: dict[int, list[Unit]] = defaultdict(list)
-        for number, candidates in found:
-            for candidate in sorted(candidates, key=lambda each: -each.cost):
+        for number, candidates in of_parameters:
+            for candidate in sorted(candidates, key=lambda candidate: -candidate.cost):
                 owner = min(candidate.owners, key=loads.__getitem__)
                 senders = _senders(candidate.pieces, owner)
                 unit = Unit(number, candidate.shape, owner, candidate.pieces, senders)
@@ -136,7 +142,7 @@ class Exchange:
             whole = shards[unit.parameter].new_empty(k * n, c)
             for rank in unit.senders:
                 piece = unit.pieces[rank]
-                whole[piece.place, piece.columns] = received[rank].pop(0).view(piece.shape)
+                whole[piece.rows, piece.columns] = received[rank].pop(0).view(piece.shape)
             wholes.append(whole.view(k, n, c))
         return wholes
 
@@ -145,7 +151,7 @@ class Exchange:
         sent: list[list[Tensor]] = [[] for _ in range(self.ranks)]
         for unit, result in zip((unit for unit in bucket if unit.owner == self.rank), results, strict=True):
             for rank, piece in unit.pieces.items():
-                sent[rank].append(result.flatten(0, 1)[piece.place, piece.columns].flatten())
+                sent[rank].append(result.flatten(0, 1)[piece.rows, piece.columns].flatten())
         held = [(unit, unit.pieces[self.rank]) for unit in bucket if self.rank in unit.pieces]
         received = self._send(sent, [(unit.owner, piece.size) for unit, piece in held], shards)
         for unit, piece in held:
@@ -160,12 +166,13 @@ class Exchange:
         sizes: list[list[int]] = [[] for _ in range(self.ranks)]
         for rank, size in expected:
             sizes[rank].append(size)
-        totals, like = [sum(each) for each in sizes], next(iter(shards.values()))
-        out = torch.cat([like.new_empty(0), *(each for part in sent for each in part)])
+        totals, like = [sum(pieces) for pieces in sizes], next(iter(shards.values()))
+        out = torch.cat([like.new_empty(0), *(piece for pieces in sent for piece in pieces)])
         received = like.new_empty(sum(totals))
-        counts = [sum(map(torch.numel, part)) for part in sent]
+        counts = [sum(map(torch.numel, pieces)) for pieces in sent]
         dist.all_to_all_single(received, out, totals, counts, group=self.group)
-        return [[*part.split(each)] if each else [] for part, each in zip(received.split(totals), sizes, strict=True)]
+        by_rank = zip(received.split(totals), sizes, strict=True)
+        return [[*part.split(pieces)] if pieces else [] for part, pieces in by_rank]
 
 
 class SharedMatrices:
@@ -179,14 +186,14 @@ class SharedMatrices:
     def __init__(self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> None:
         groups: dict[Any, Any] = {}
         members: dict[Any, list[tuple[int, Tensor, Sequence[Tensor]]]] = defaultdict(list)
-        for number, (each, of_each) in enumerate(zip(parameters, rows, strict=True)):
-            mesh: Any = each.device_mesh if is_sharded(each) else None  # type: ignore[attr-defined]
+        for number, (parameter, indices) in enumerate(zip(parameters, rows, strict=True)):
+            mesh: Any = parameter.device_mesh if is_sharded(parameter) else None  # type: ignore[attr-defined]
             ranks = () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
             if ranks not in groups:
                 groups[ranks] = None if mesh is None else _group(mesh)
-            device = each.device if mesh is None else torch.device(mesh.device_type)
-            members[ranks, device, each.dtype].append((number, each, of_each))
-        self.exchanges = [Exchange(groups[key[0]], key[1], each) for key, each in members.items()]
+            device = parameter.device if mesh is None else torch.device(mesh.device_type)
+            members[ranks, device, parameter.dtype].append((number, parameter, indices))
+        self.exchanges = [Exchange(groups[ranks], device, part) for (ranks, device, _), part in members.items()]
 
     def run(
         self,
@@ -243,28 +250,29 @@ def _candidates(
         for part in parts
     ]
     columns = shape[-1]
-    found = []
-    for each in rows:
-        # How many rows of each matrix each rank has, and of how many with all columns.
-        some = torch.stack(
-            [torch.isin(each, ids).sum(1) * min(part.shape[-1], 1) for ids, part in zip(held, parts, strict=True)], 1
-        )
+    candidates = []
+    for indices in rows:  # [matrices, n]
+        # How many rows of each matrix each rank has, and how many of them with all columns [matrices, ranks].
+        shares = zip(held, parts, strict=True)
+        some = torch.stack([torch.isin(indices, ids).sum(1) * min(part.shape[-1], 1) for ids, part in shares], 1)
         full = some * torch.tensor([part.shape[-1] == columns for part in parts])
+
+        # A rank that holds a whole matrix computes it; else one of those that hold a part.
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for matrix, whole in enumerate(full == each.shape[1]):
+        for matrix, whole in enumerate(full == indices.shape[1]):
             owners = whole if whole.any() else some[matrix]
             groups[tuple(owners.nonzero().flatten().tolist())].append(matrix)
         for ranks, matrices in groups.items():
-            k, n = len(matrices), each.shape[1]
+            k, n = len(matrices), indices.shape[1]
             chunks = min(k, max(len(ranks), -(-k * n * columns // BUCKET)))
-            for chunk in each[matrices].tensor_split(chunks):
+            for chunk in indices[matrices].tensor_split(chunks):
                 pieces = {
                     rank: piece
                     for rank, (ids, part) in enumerate(zip(held, parts, strict=True))
                     if (piece := _piece(chunk.flatten(), ids.flatten(), part, device)) is not None
                 }
-                found.append(_Candidate((len(chunk), n, columns), ranks, pieces))
-    return found
+                candidates.append(_Candidate((len(chunk), n, columns), ranks, pieces))
+    return candidates
 
 
 def _piece(rows: Tensor, ids: Tensor, part: Part, device: torch.device) -> Piece | None:
@@ -272,11 +280,11 @@ def _piece(rows: Tensor, ids: Tensor, part: Part, device: torch.device) -> Piece
     if not ids.numel() or not part.shape[-1]:
         return None
     at = torch.searchsorted(ids, rows).clamp(max=len(ids) - 1)
-    place = (ids[at] == rows).nonzero().flatten()
-    if not place.numel():
+    present = (ids[at] == rows).nonzero().flatten()
+    if not present.numel():
         return None
     columns = slice(part.offset[-1], part.offset[-1] + part.shape[-1])
-    return Piece(_index(at[place], device), _index(place, device), columns, (len(place), part.shape[-1]))
+    return Piece(_index(at[present], device), _index(present, device), columns, (len(present), part.shape[-1]))
 
 
 def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
@@ -292,8 +300,8 @@ def _senders(pieces: dict[int, Piece], owner: int) -> list[int]:
     """One rank for each of the equal pieces: of replicas, those that lie as the owner does among its equals."""
     equal: dict[Any, list[int]] = defaultdict(list)
     for rank, piece in pieces.items():
-        place = piece.place
-        rows = tuple(place.tolist()) if isinstance(place, Tensor) else (place.start, place.stop, place.step)
-        equal[rows, piece.columns.start].append(rank)
-    own = next((ranks.index(owner) for ranks in equal.values() if owner in ranks), 0)
-    return sorted(ranks[own % len(ranks)] for ranks in equal.values())
+        rows = piece.rows
+        key = tuple(rows.tolist()) if isinstance(rows, Tensor) else (rows.start, rows.stop, rows.step)
+        equal[key, piece.columns.start].append(rank)
+    position = next((ranks.index(owner) for ranks in equal.values() if owner in ranks), 0)
+    return sorted(ranks[position % len(ranks)] for ranks in equal.values())

@@ -43,6 +43,7 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
             f"apply_fsdp: mesh must have one dimension, or two with names, got {mesh}. Name its dimensions by "
             "mesh_dim_names."
         )
+    # Ranks of tensor parallelism hold other shards of the same layers.
     mesh = _without(mesh, _dimension(mesh, "tp", groups.tensor))
     ranks = set(mesh.mesh.flatten().tolist())
     if groups.tensor is not None and len(ranks.intersection(groups.tensor.members)) != 1:
@@ -55,6 +56,8 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
             "apply_fsdp: mesh must have all ranks over which apply_cp has distributed the tokens, because their "
             f"gradients are averaged, too, got {mesh}. Pass the mesh of all ranks, or leave it out."
         )
+
+    # Ranks of context and expert parallelism hold the same weights, except for the experts.
     cp, ep = _dimension(mesh, "cp", groups.context), _dimension(mesh, "ep", experts)
     if experts is not None and (mesh.ndim != 2 or ep is None):
         raise ValueError(
@@ -88,13 +91,13 @@ def group_over(mesh: DeviceMesh) -> Group:
 
 def _dimension(mesh: DeviceMesh, name: str, group: Group | None) -> str | None:
     """The dimension, of several, with the ranks of ``group``; without a group, the one called ``name`` if of size 1."""
-    for index, each in enumerate(mesh.mesh_dim_names or () if mesh.ndim > 1 else ()):
+    for index, dimension in enumerate(mesh.mesh_dim_names or () if mesh.ndim > 1 else ()):
         ranks = dist.get_process_group_ranks(mesh.get_group(index))
-        if ranks == group.members if group is not None else (each == name and len(ranks) == 1):
-            return each
+        if ranks == group.members if group is not None else (dimension == name and len(ranks) == 1):
+            return dimension
     return None
 
 
 def _without(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
-    rest = tuple(each for each in mesh.mesh_dim_names or () if each != name)
+    rest = tuple(dimension for dimension in mesh.mesh_dim_names or () if dimension != name)
     return mesh if name is None else mesh[rest]
