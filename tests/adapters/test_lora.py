@@ -30,6 +30,7 @@ from liger_models.layers.lm_head import LigerLMHead
 
 from ..arch import test_gemma3, test_gemma4_images, test_mllama, test_vision
 from ..arch.families import (
+    FIRST_CASES,
     LIMIT,
     VISION_CASES,
     beyond_kinds,
@@ -51,7 +52,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning"),
 ]
 
-SHARED_EXPERTS = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
+SHARED_EXPERTS = [arch for arch, variant in FIRST_CASES if "shared_expert" in str(tiny(arch)[variant])]
 KINDS = [{}, {"use_rslora": True}, {"use_dora": True}]
 IDS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 CONFIG = LlamaConfig(

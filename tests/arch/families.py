@@ -122,7 +122,8 @@ one_case_of_each_kind = pytest.mark.parametrize("pair", of_each_kind(FIRST_CASES
 one_text_case_of_each_kind = pytest.mark.parametrize(
     "pair", of_each_kind(case for case in FIRST_CASES if case not in VISION_CASES), indirect=True, ids="-".join
 )
-VIDEO_CASES = [(arch, variant) for arch, variant in VISION_CASES if arch.startswith("qwen")]
+VIDEO_CASES = [(arch, variant) for arch, variant in VISION_CASES if "mrope_section" in str(tiny(arch)[variant])]
+"""Families with positions of time, row and column."""
 every_video_case = pytest.mark.parametrize("pair", VIDEO_CASES, indirect=True, ids="-".join)
 one_video_case_each = pytest.mark.parametrize(
     "pair", [case for case in FIRST_CASES if case in VIDEO_CASES], indirect=True, ids="-".join

@@ -190,8 +190,11 @@ def experts_case(arch: str, *, balanced: bool) -> tuple[str, Any]:
     every = {"mixtral": {"num_local_experts": 4}, "gemma4_text": gemma4}
     every |= {name: RUNS[name][1] for name in ("gpt_oss", "qwen3_next")}
     sizes = every.get(arch) or CHECKPOINTS[arch]
-    balance = {"output_router_logits": balanced, "router_aux_loss_coef": 0.5} if arch != "gemma4_text" else {}
-    return arch, get_arch(arch).config_class(**{**TINY, "initializer_range": 0.1, **sizes, **balance})
+    config_class = get_arch(arch).config_class
+    balance = {"output_router_logits": balanced, "router_aux_loss_coef": 0.5}
+    known = {field.name for field in dataclasses.fields(config_class)}  # Gemma 4 has no auxiliary loss
+    options = {**TINY, "initializer_range": 0.1, **sizes, **{key: balance[key] for key in balance.keys() & known}}
+    return arch, config_class(**options)
 
 
 def one_block(arch: str, config: Any) -> Any:
