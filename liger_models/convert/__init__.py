@@ -7,7 +7,6 @@ from liger_models.common.lazy import lazy_exports
 if TYPE_CHECKING:
     from liger_models.convert.format import CheckpointFormat as CheckpointFormat
     from liger_models.convert.format import format_of as format_of
-    from liger_models.convert.format import get_map as get_map
     from liger_models.convert.load import load_pretrained as load_pretrained
     from liger_models.convert.save import save_pretrained as save_pretrained
     from liger_models.convert.tensors import get_hf_state_dict as get_hf_state_dict
@@ -20,7 +19,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "format": ["CheckpointFormat", "format_of", "get_map"],
+            "format": ["CheckpointFormat", "format_of"],
             "load": ["load_pretrained"],
             "save": ["save_pretrained"],
             "tensors": ["get_hf_state_dict", "hf_gradients", "hf_tensors", "load_hf_tensors"],

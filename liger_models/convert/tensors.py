@@ -76,12 +76,14 @@ def get_hf_state_dict(
     stored = as_stored("get_hf_state_dict", model, merge=merge)
     if device is not None and torch.device(device).type == "meta":
         return stored.shapes(dtype)
-    plain = (each for each in map(_local, model.parameters()) if type(each) in (nn.Parameter, Tensor))
-    own = {each.untyped_storage().data_ptr() for each in plain}
+
+    # Copy what gathering and moving have not copied.
+    plain = (tensor for tensor in map(_local, model.parameters()) if type(tensor) in (nn.Parameter, Tensor))
+    storages = {tensor.untyped_storage().data_ptr() for tensor in plain}
     state = {}
     for name, tensor in stored.unpack(stored.gather(), dtype):
         moved = tensor.to(device)
-        state[name] = moved.clone() if moved.untyped_storage().data_ptr() in own else moved
+        state[name] = moved.clone() if moved.untyped_storage().data_ptr() in storages else moved
     return state
 
 
@@ -105,7 +107,8 @@ def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iter
     """
     dtype = None if dtype is None else as_dtype("hf_gradients: dtype", dtype)
     stored = as_stored("hf_gradients", model, merge=False)
-    gradients = {name: each.grad.detach() for name, each in stored.parameters.items() if each.grad is not None}
+    parameters = stored.parameters.items()
+    gradients = {name: parameter.grad.detach() for name, parameter in parameters if parameter.grad is not None}
     if len(gradients) == 0:
         raise ValueError(
             "hf_gradients: parameters of the model must have gradients, got none. Call it between backward and "
@@ -152,8 +155,9 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
             names.check_complete()
         names.read.clear()
         tensors = tensors.items()
+
     with torch.no_grad(), agreed():
-        held: dict[str, dict[str, Tensor]] = {}
+        pending: dict[str, dict[str, Tensor]] = {}  # our name -> the tensors of a parameter that have been read
         heads: dict[str, Tensor] = {}
         loaded: set[str] = set()
         try:
@@ -164,9 +168,9 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
                         heads[name] = tensor
                     continue
                 ours, count = names.parameter_of(name)
-                held.setdefault(ours, {})[name] = tensor
-                if len(held[ours]) == count:
-                    _place(stored.parameters[ours], quantised.get(ours), weights.entries[ours], held.pop(ours))
+                pending.setdefault(ours, {})[name] = tensor
+                if len(pending[ours]) == count:
+                    _place(stored.parameters[ours], quantised.get(ours), weights.entries[ours], pending.pop(ours))
                     loaded.add(ours)
             names.check_complete()
             for name, head in heads.items():
@@ -364,7 +368,7 @@ class _Names:
     """The names and shapes that a model's checkpoints may have; each tensor that is read narrows down the layout."""
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
-        empty = {name: torch.empty(each.shape, device="meta") for name, each in parameters.items()}
+        empty = {name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()}
         self.layouts = [(weights, weights.shapes(empty), *_owners(weights)) for weights in maps]
         self.read: set[str] = set()
 
@@ -376,15 +380,15 @@ class _Names:
                 f"{where}: {name} must be a whole tensor of one of the dtypes {', '.join(map(str, FLOATS.values()))}, "
                 f"got {type(tensor).__name__} {getattr(tensor, 'dtype', '')}. Gather or dequantise it."
             )
-        known = [layout for layout in self.layouts if name in layout[1] or layout[0].passes_over(name)]
-        if not known:
-            near = difflib.get_close_matches(name, self.layouts[0][1], n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+        named = [layout for layout in self.layouts if name in layout[1] or layout[0].passes_over(name)]
+        if not named:
+            similar = difflib.get_close_matches(name, self.layouts[0][1], n=1)
+            hint = f" Did you mean {similar[0]}?" if similar else ""
             raise ValueError(f"{where}: tensors must have the names in a checkpoint of the model, got {name}.{hint}")
-        fitting = [layout for layout in known if name not in layout[1] or layout[1][name].shape == tensor.shape]
+        fitting = [layout for layout in named if name not in layout[1] or layout[1][name].shape == tensor.shape]
         if not fitting:
             raise ValueError(
-                f"{where}: {name} must have shape {tuple(known[0][1].get(name, tensor).shape)}, got "
+                f"{where}: {name} must have shape {tuple(named[0][1].get(name, tensor).shape)}, got "
                 f"{tuple(tensor.shape)}. Pass the weights of a model with the same config."
             )
         if name in self.read:
@@ -454,12 +458,12 @@ def _place(parameter: Any, weight: StoredWeight | None, expression: Expression, 
 
 def _check_head(name: str, head: Tensor, embedding: Any) -> None:
     """Raise ValueError if the head of a model with tied weights differs from the embedding."""
-    local, same = _local(embedding), head.shape == embedding.shape
-    if same and is_sharded(embedding):
+    local, same_shape = _local(embedding), head.shape == embedding.shape
+    if same_shape and is_sharded(embedding):
         offset, shape = Part.of(embedding)
         for dim in range(head.dim()):
             head = head.narrow(dim, offset[dim], shape[dim])
-    if not same or not torch.equal(head.to(local.device, local.dtype), local):
+    if not same_shape or not torch.equal(head.to(local.device, local.dtype), local):
         raise ValueError(
             f"load_hf_tensors: {name} must be equal to the embedding, which the model's head is tied to, got another "
             "tensor. Leave it out, or load into a model whose config has tie_word_embeddings=False."
