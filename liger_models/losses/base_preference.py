@@ -62,18 +62,19 @@ def sigmoid(x: Tensor) -> Tensor:
 def margin_losses(loss_type: str, margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """Losses [pairs] of the margins β·(r(y_w) − r(y_l)) [pairs] for sigmoid, hinge, ipo, robust and exo_pair."""
     e = label_smoothing
-    kept, flipped = -logsigmoid(margin), -logsigmoid(-margin)
+    chosen, flipped = -logsigmoid(margin), -logsigmoid(-margin)  # with the label as it is, and exchanged
     if loss_type == "sigmoid":
-        return kept * (1 - e) + flipped * e if e else kept
+        return chosen * (1 - e) + flipped * e if e else chosen
     if loss_type == "hinge":
         return torch.relu(1 - margin)
     if loss_type == "ipo":
         return (margin / beta - 1 / (2 * beta)).square()
     if loss_type == "robust":
-        return (kept * (1 - e) - flipped * e) / (1 - 2 * e)
+        return (chosen * (1 - e) - flipped * e) / (1 - 2 * e)
     assert loss_type == "exo_pair"
-    wanted = margin.new_tensor([1 - e, e]).log()
-    return torch.sigmoid(margin) * (-kept - wanted[0]) + torch.sigmoid(-margin) * (-flipped - wanted[1])
+    # KL of the model's distribution over the pair from the smoothed labels.
+    labels = margin.new_tensor([1 - e, e]).log()
+    return torch.sigmoid(margin) * (-chosen - labels[0]) + torch.sigmoid(-margin) * (-flipped - labels[1])
 
 
 class PreferenceLoss(FusedLinearLoss):
@@ -104,13 +105,13 @@ class PreferenceLoss(FusedLinearLoss):
             )
 
     def _sequence_log_probs(self, log_probs: Tensor, target: Tensor) -> Tensor:
-        """l(y) [B] of the tokens' log-probabilities [B, T]."""
+        """l(y) [B] from the log-probabilities of tokens [B, T]."""
         valid = target != self.ignore_index
         total = log_probs.where(valid, 0).sum(-1)
         return total / valid.sum(-1).clamp_min(1) if self.average_log_prob else total
 
     def _ratios(self, log_probs: Tensor, target: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        """l(y) without gradient and r(y), [B] each, of the policy's [B, T] and the reference model's l(y) [B]."""
+        """l(y) without gradient and r(y), [B] each, from the policy's [B, T] and the reference model's l(y) [B]."""
         logps = self._sequence_log_probs(log_probs, target)
         return logps.detach(), logps if reference is None else logps - reference
 
@@ -123,15 +124,16 @@ class PreferenceLoss(FusedLinearLoss):
         ref_bias: Tensor | None = None,
     ) -> Tensor | None:
         """l_ref(y) [B] without gradient; None without a reference model."""
-        given = [tensor is not None for tensor in (ref_input, ref_weight, ref_log_probs)]
+        references = [tensor is not None for tensor in (ref_input, ref_weight, ref_log_probs)]
         allowed = ([True, True, False], [False, False, True]) if self.use_ref_model else ([False] * 3,)
-        if given not in allowed or (ref_bias is not None and not given[1]):
+        if references not in allowed or (ref_bias is not None and ref_weight is None):
             raise ValueError(
                 f"{self._name}: use_ref_model=True needs either ref_input and ref_weight or ref_log_probs, False needs "
-                f"none of them; got use_ref_model={self.use_ref_model} and, of these three, {given}."
+                f"none of them; got use_ref_model={self.use_ref_model} and, of these three, {references}."
             )
         if not self.use_ref_model:
             return None
+
         with torch.no_grad():
             if ref_input is not None and ref_weight is not None:
                 self._check_rows(ref_input, target, paired=False)
@@ -196,9 +198,13 @@ class PairLoss(PreferenceLoss, ABC):
             )
         if label_smoothing != 0.0 and loss_type not in SMOOTHED:
             raise ValueError(f"{name}: label_smoothing must be 0 with loss_type {loss_type!r}, got {label_smoothing}.")
-        low_enough = label_smoothing < 0.5 if loss_type == "robust" else label_smoothing <= 1.0
-        high_enough = label_smoothing > 0.0 if loss_type == "exo_pair" else label_smoothing >= 0.0
-        if not low_enough or not high_enough or (loss_type == "exo_pair" and label_smoothing == 1.0):
+        if loss_type == "robust":
+            in_range = 0.0 <= label_smoothing < 0.5
+        elif loss_type == "exo_pair":
+            in_range = 0.0 < label_smoothing < 1.0
+        else:
+            in_range = 0.0 <= label_smoothing <= 1.0
+        if not in_range:
             raise ValueError(
                 f"{name}: label_smoothing must lie in [0, 1], with loss_type 'robust' in [0, 0.5), with 'exo_pair' in "
                 f"(0, 1), got {label_smoothing} with {loss_type!r}."
@@ -209,7 +215,7 @@ class PairLoss(PreferenceLoss, ABC):
     ) -> tuple[Tensor, PreferenceMetrics]:
         self._check_rows(log_probs, target, paired=True)
         pairs = len(target) // 2
-        logps, ratios = self._ratios(log_probs, target, reference)
+        logps, ratios = self._ratios(log_probs, target, reference)  # [2·pairs]
         loss = self.pair_losses(ratios[:pairs], ratios[pairs:]).sum() / max(pairs, 1)
         nll_loss = log_probs.new_zeros(())
         if self.compute_nll_loss and add_nll:
