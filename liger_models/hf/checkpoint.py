@@ -20,8 +20,8 @@ from liger_models.distributed.ranks import rank, wait_for_ranks
 from liger_models.hf.config import to_json
 from liger_models.layers.linear import is_sharded
 
-OWN = "model.decoder."
-"""What the names of the decoder's parameters begin with."""
+PREFIX = "model.decoder."
+"""Prefix of the names of the decoder's parameters."""
 GENERATION_CONFIG = "generation_config.json"
 
 _IGNORED = [
@@ -106,40 +106,23 @@ class Checkpoint:
                 str(pretrained_model_name_or_path), lambda hf: get_arch(hf["model_type"]), revision=revision,
                 cache_dir=cache_dir, token=token, local_files_only=local_files_only, force_download=force_download,
             )  # fmt: skip
-        chosen: Any = config
+
+        config_: Any = config
         if not isinstance(config, PreTrainedConfig):
-            chosen, options = cls.config_class.from_pretrained(config or folder, return_unused_kwargs=True, **options)
-        chosen = copy.deepcopy(chosen)
+            config_, options = cls.config_class.from_pretrained(config or folder, return_unused_kwargs=True, **options)
+        config_ = copy.deepcopy(config_)
         if "attn_implementation" in options:
-            chosen._attn_implementation = options.pop("attn_implementation")
-        adapter = (options.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
-        if (folder / "adapter_config.json").is_file():
-            adapter = folder
-        if adapter is not None:
-            raise ValueError(
-                f"from_pretrained: {adapter} must hold a model, got an adapter. Load the model that it belongs to and "
-                "call peft.PeftModel.from_pretrained(model, folder)."
-            )
-        quantization = options.pop("quantization_config", None)
-        if quantization is not None:
-            raise ValueError(
-                f"from_pretrained: quantization_config must not be given, got {type(quantization).__name__}. For 4-bit "
-                "weights call liger_models.adapters.apply_lora on model.model.decoder, or load with the class of "
-                "transformers."
-            )
-        unknown = sorted(name for name in options.keys() - set(_IGNORED) if options[name] not in (None, False))
-        if unknown:
-            raise ValueError(
-                f"from_pretrained: arguments must be those of this method or fields of {type(chosen).__name__}, got "
-                f"{', '.join(unknown)}. Leave them out, or load with the class of transformers."
-            )
+            config_._attn_implementation = options.pop("attn_implementation")
+        _check_options(options, config_, folder)
+
         device = torch.device("meta") if _without_values() else _device(device_map)
-        model: Any = cls._load(chosen, folder, dtype, device)
+        model: Any = cls._load(config_, folder, dtype, device)
         decoder = model.model.decoder
-        if hasattr(chosen, "quantization_config"):  # MXFP4, which was read dequantised
-            del chosen.quantization_config
-        chosen.dtype = decoder.dtype
-        chosen.name_or_path = model.name_or_path = str(pretrained_model_name_or_path)
+        if hasattr(config_, "quantization_config"):  # MXFP4, which was read dequantized
+            del config_.quantization_config
+        config_.dtype = decoder.dtype
+        config_.name_or_path = model.name_or_path = str(pretrained_model_name_or_path)
+
         if generation_config is not None:
             model.generation_config = copy.deepcopy(generation_config)
         elif GENERATION_CONFIG in decoder.assets:
@@ -192,7 +175,7 @@ class Checkpoint:
         Raises:
             ValueError: parameters have no name in a checkpoint, or an option is not supported.
         """
-        self_: Any = self
+        hf_model: Any = self
         if getattr(self, "_hf_peft_config_loaded", False):  # only the adapter is saved
             super().save_pretrained(  # type: ignore[misc]
                 save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, **options
@@ -206,17 +189,19 @@ class Checkpoint:
             raise ValueError(f"save_pretrained: options must be known ones, got {', '.join(unknown)}. Leave them out.")
         if self._without_tensors(save_directory, is_main_process, state_dict):
             return
-        decoder = self.model.decoder
-        parameters = dict(self_.named_parameters(remove_duplicate=False))
-        sharded = any(map(is_sharded, parameters.values()))
-        tensors = parameters if state_dict is None else state_dict
-        if state_dict is None and sharded:
+
+        # The tensors, under the names of the decoder's parameters.
+        parameters = dict(hf_model.named_parameters(remove_duplicate=False))
+        if state_dict is None and any(map(is_sharded, parameters.values())):
             wait_for_ranks(f"save_pretrained {save_directory}")
         elif not is_main_process:
             return
-        tensors = {name.removeprefix(OWN): tensor for name, tensor in tensors.items()}
+        tensors = parameters if state_dict is None else state_dict
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        decoder = self.model.decoder
         if decoder.config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)
+
         config = copy.deepcopy(self.config)
         config.architectures, config.dtype = [type(self).__name__], tensors["embed_tokens.weight"].dtype
         assets = {GENERATION_CONFIG: self.generation_config.to_json_string().encode()}
@@ -226,7 +211,7 @@ class Checkpoint:
             tensors=tensors,
         )  # fmt: skip
         if push_to_hub:
-            self_.push_to_hub(repo_id or Path(save_directory).name, **upload)
+            hf_model.push_to_hub(repo_id or Path(save_directory).name, **upload)
 
     def _without_tensors(
         self, folder: str | os.PathLike[str], is_main_process: bool, state_dict: Mapping[str, Tensor] | None
@@ -247,33 +232,61 @@ class Checkpoint:
 
         A part of a checkpoint, such as one of its files, may be loaded with ``strict=False``.
         """
-        if any(name.startswith(OWN) for name in state_dict):
+        if any(name.startswith(PREFIX) for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
         decoder = self.model.decoder
         parameters = dict(decoder.named_parameters())
         weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), state_dict, parameters)
-        missing = [name for entry in weights.entries.values() for name in entry.names() if name not in state_dict]
-        known = {name for entry in weights.entries.values() for name in entry.names()}
-        unexpected = [name for name in state_dict if not (name in known or weights.passes_over(name))]
+        names = [name for expression in weights.entries.values() for name in expression.names()]
+        missing = [name for name in names if name not in state_dict]
+        known = set(names)
+        unexpected = [name for name in state_dict if name not in known and not weights.passes_over(name)]
         if strict and (missing or unexpected):
             raise ValueError(
                 "load_state_dict: the names must be those of the model, or of its checkpoint. Missing: "
                 f"{some(missing) or 'none'}. Unexpected: {some(unexpected) or 'none'}. strict=False loads the others."
             )
+
         with torch.no_grad():
-            for name, entry in weights.entries.items():
-                found = {part: state_dict[part] for part in entry.names() if part in state_dict}
-                if not found:
+            for ours, expression in weights.entries.items():
+                parameter = parameters[ours]
+                tensors = {name: state_dict[name] for name in expression.names() if name in state_dict}
+                tensors = {name: tensor.to(parameter.device, parameter.dtype) for name, tensor in tensors.items()}
+                if not tensors:
                     continue
-                parameter = parameters[name]
-                kept = entry.unpack(parameter.detach()) if len(found) < len(entry.names()) else {}
-                found = {part: tensor.to(parameter.device, parameter.dtype) for part, tensor in found.items()}
-                packed = entry.pack(kept | found)
+                if len(tensors) < len(expression.names()):  # the others stay
+                    tensors = expression.unpack(parameter.detach()) | tensors
+                packed = expression.pack(tensors)
                 if assign:
                     parameter.data = packed.contiguous()
                 else:
                     parameter.copy_(packed)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Path) -> None:
+    """Raise ValueError for an adapter in place of a model, and for arguments of ``from_pretrained`` without effect."""
+    adapter = (options.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
+    if (folder / "adapter_config.json").is_file():
+        adapter = folder
+    if adapter is not None:
+        raise ValueError(
+            f"from_pretrained: {adapter} must hold a model, got an adapter. Load the model that it belongs to and call "
+            "peft.PeftModel.from_pretrained(model, folder)."
+        )
+    quantization = options.pop("quantization_config", None)
+    if quantization is not None:
+        raise ValueError(
+            f"from_pretrained: quantization_config must not be given, got {type(quantization).__name__}. For 4-bit "
+            "weights call liger_models.adapters.apply_lora on model.model.decoder, or load with the class of "
+            "transformers."
+        )
+    unknown = sorted(name for name in options.keys() - set(_IGNORED) if options[name] not in (None, False))
+    if unknown:
+        raise ValueError(
+            f"from_pretrained: arguments must be those of this method or fields of {type(config).__name__}, got "
+            f"{', '.join(unknown)}. Leave them out, or load with the class of transformers."
+        )
 
 
 def _without_values() -> bool:
@@ -285,21 +298,18 @@ def _without_values() -> bool:
 
 def _device(device_map: Any) -> torch.device:
     """The device that a ``device_map`` names."""
-    places = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
-    if len(places) != 1 or places & {"disk", "balanced", "balanced_low_0", "sequential"}:
+    devices = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
+    if len(devices) != 1 or devices & {"disk", "balanced", "balanced_low_0", "sequential"}:
         raise ValueError(
             f"from_pretrained: device_map must name one device, or be 'auto', got {device_map!r}. To spread a model "
             "over devices use parallel.apply_fsdp or apply_tp."
         )
-    (place,) = places
-    if place is None:
+    (device,) = devices
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or (device == "auto" and accelerator is None):
         return torch.device("cpu")
-    if place == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return (
-            torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
-        )
-    if isinstance(place, int):
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return torch.device("cuda" if found is None else found.type, place)
-    return torch.device(place)
+    if device == "auto":
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    if isinstance(device, int):
+        return torch.device("cuda" if accelerator is None else accelerator.type, device)
+    return torch.device(device)
