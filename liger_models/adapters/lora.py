@@ -71,6 +71,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
             f"apply_lora: {name} must have packed projections and its own head, got {type(model.lm_head).__name__}. "
             "Call pack() on what unpack_projections returned."
         )
+    # The matrices that the config means.
     linears, experts = adaptable_layers(model), adaptable_experts(model)
     chosen = _choose([name for _, expression in linears.values() for name in expression.names()], model, config)
     if config.use_dora and any(name in chosen for weights in experts.values() for name, _ in weights.values()):
@@ -79,6 +80,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
             "out."
         )
 
+    # Freeze, and then add trainable parameters.
     for parameter in model.parameters():
         parameter.requires_grad_(False)
 
@@ -171,6 +173,7 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
     config = model.config
     originals: dict[str, Original] = {}
 
+    # Experts: plain parameters, also where they were quantized.
     for path, moe in _experts(model).items():
         adapters, names = moe.lora, {*moe.adapted, *moe.quantized_weights}
         weights = {name: getattr(moe, name).detach() for name in names}
@@ -181,6 +184,7 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
         if reversible and names:
             originals[path] = Original(adapters, {name: weight.cpu() for name, weight in weights.items()})
 
+    # Linear layers. A tied head with an adapter is no longer the embedding.
     for path, layer in adapted_layers(model).items():
         assert isinstance(layer, LoRALinear)
         if path == "lm_head" and config.tie_word_embeddings:
@@ -204,6 +208,7 @@ def unmerge_lora(model: Model) -> Model:
     if not originals:
         raise ValueError("unmerge_lora: the model must come from merge_lora(model, reversible=True), got another.")
     model.config = config
+    # Weights first on the device where the model is now.
     for path, (layer, weights) in originals.items():
         merged: Any = model.get_submodule(path)
         device = next(merged.parameters()).device

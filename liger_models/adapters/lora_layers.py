@@ -381,9 +381,11 @@ class LoRALinear(nn.Linear, Layer):
             return self.base_product(x, bias)
 
         A, B, scale = self.derived(x.dtype)
+        # One kernel in decoding.
         if self._fuses(x):
             quantized = self.quantized_weight
             return low_rank_linear(x, self.weight if quantized is None else quantized.to(x.dtype), bias, (A, B))
+        # DoRA scales the product before the bias is added.
         y = self.base_product(x, bias if scale is None else None)
         low = F.linear(self.dropout(x), A).to(y.dtype)
         if is_batch_invariant():
@@ -433,6 +435,7 @@ class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
         """Shard B and m by rows, if a shard of the weight is made of successive rows of each of its matrices."""
         dims = self.lora.shard_rows(group)
         ranks = torch.arange(group.size, device="cpu")
+        # The rank that owns each row of the packed weight, and so each row of each matrix.
         rank_of_row = ranks.repeat_interleave(self.out_features // group.size)
         rank_of_rows = self.lora.expression.unpack(rank_of_row).values()
         successive = all(rows.equal(ranks.repeat_interleave(len(rows) // group.size)) for rows in rank_of_rows)
@@ -491,7 +494,7 @@ class LoRALMHead(LoRALinear, LigerLMHead):
             return super().operands(x)
 
         A, B, scale = self.derived(x.dtype)
-        weight = torch.cat([local(self.weight).to(x.dtype), B], 1)
+        weight = torch.cat([local(self.weight).to(x.dtype), B], 1)  # [V, C + r]
         if scale is not None:
             weight = weight * scale.to(x.dtype)[:, None]
         return torch.cat([x, F.linear(self.dropout(x), A).to(x.dtype)], -1), weight

@@ -182,6 +182,7 @@ class LigerMTP(nn.Module):
             share = None if num_items_in_batch is None else model.groups.share_of_step(target, num_items_in_batch)
             return base, mtp, share
 
+        # Inside the model's head, for both losses read its weight.
         out: Any = model.run(embeds, layout, labels=labels, loss_function=losses)
         (base, mtp, share), aux = out.loss, out.aux_loss
         loss = base + self.loss_weight * mtp
@@ -198,7 +199,8 @@ class LigerMTP(nn.Module):
             embeds: e, [B, T, C].
             layout: layout of the batch.
         """
-        ahead = self.pre_fc_norm_embedding(embeds.roll(-1, 1))
+        # The embedding of the next token; at the end of a document that of another one, which no target follows.
+        ahead = self.pre_fc_norm_embedding(embeds.roll(-1, 1))  # [B, T, C]
         u = self.fc(torch.cat([ahead, self.pre_fc_norm_hidden(hidden)], -1))
         (predictor,) = self._predictor
         policy = self.model.checkpointing

@@ -162,6 +162,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     config = _read_config(folder / CONFIG, model, tensors)
 
+    # If the tensors do not fit, the model is left as it was.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     apply_lora(model, config)
     try:
@@ -280,6 +281,7 @@ def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> N
             f"{file}: the head's weight must equal the model's, got another. Load the model that was adapted."
         )
 
+    # The names must be the same on both sides, and then the shapes.
     targets: dict[str, PeftTensor] = {}
     for layer in adapted_layers(model).values():
         targets |= peft_tensors(layer)

@@ -131,6 +131,7 @@ def read_config(
 
 
 def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bool) -> "Config":
+    # Of quantized checkpoints only those that are read dequantized.
     checkpoint = format_of(config_class)
     quantization = hf.get("quantization_config") or hf.get("compression_config")
     if quantization:
@@ -144,6 +145,7 @@ def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bo
             block_size(quantization)
         hf = {key: value for key, value in hf.items() if key != "quantization_config"}
 
+    # The fields of the class, by the names that the class has for them.
     hf = checkpoint.from_json(hf)
     ignored = IGNORED_KEYS | frozenset(checkpoint.ignored_keys)
     rope_keys = _ROPE_KEYS if "rope_scaling" in typing.get_type_hints(config_class) else ()
@@ -208,7 +210,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
             f"config.json: {where} must be the same for all layers, got one object for each of {', '.join(rope)}."
         )
 
-    # What is a field of the config itself.
+    # Values that are fields of the config itself.
     fields: dict[str, Any] = {}
     theta = rope.pop("rope_theta", hf.get("rope_theta"))
     if theta is not None:
@@ -276,6 +278,7 @@ def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: rope_parameters must hold one object for each of {', '.join(LAYER_TYPES)}, "
             f"got {', '.join(nested)}."
         )
+    # The scaling of full attention, and the base of sliding attention.
     full, sliding = (dict(nested.get(layer_type) or {}) for layer_type in LAYER_TYPES)
     if full:
         flat["rope_scaling"] = full | (hf.get("rope_scaling") or {})  # with rope_theta in it
@@ -320,6 +323,7 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
         The content of config.json, from which ``read_config`` restores ``config``.
     """
     checkpoint = format_of(type(config))
+    # The other keys of the file stay, except for spellings of what is written below.
     out = dict(hf) | {
         "architectures": [checkpoint.hf_class],
         "model_type": checkpoint.model_type,
@@ -331,6 +335,7 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
     if original_length is None:
         out.pop("original_max_position_embeddings", None)
 
+    # The fields. None is written only where the file had the key, or where another default would be read.
     keys: dict[str, Any] = {}
     present = out.keys() | (hf.get("text_config") or {}).keys()
     for field in dataclasses.fields(config):

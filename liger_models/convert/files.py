@@ -154,6 +154,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
         ValueError: a file is truncated or not a safetensors file, the index lacks a tensor or names a file outside the
             folder, or a tensor differs between shards.
     """
+    # The files: one, or several with an index.
     index: dict[str, str] = {}  # name of a tensor -> its file
     if (folder / WEIGHTS).is_file():
         files = [WEIGHTS]
@@ -179,6 +180,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
             f"{', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}. Download them again."
         )
 
+    # Their headers. A tensor in several files must be the same; the file that the index names counts.
     stored: dict[str, Stored] = {}
     for file_name in files:
         path = folder / file_name
@@ -217,6 +219,8 @@ def with_scales(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
     names = [name for name in stored if name.endswith(SCALES)]
     if not names:
         return stored
+
+    # Each tensor of scales must have a number for each block of the tensor that it belongs to.
     quantization = read_json_config(folder).get("quantization_config")
     block = block_size(quantization if isinstance(quantization, Mapping) else {})
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(SCALES)}
@@ -261,7 +265,7 @@ def read_rows(files: Mapping[Path, Any], name: str, tensor: Stored, first: int, 
     scales = files[file].get_slice(scales_name)
     if len(tensor.shape) > 2:  # whole matrices
         return dequantise(rows, scales[first:last], block)
-    begin = first // block[0]
+    begin = first // block[0]  # first row of blocks
     return dequantise(rows, scales[begin : -(-last // block[0])], block, first - begin * block[0])
 
 

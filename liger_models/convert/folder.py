@@ -51,6 +51,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
     try:
         with _reporting(folder):
             workplace.mkdir(parents=True, exist_ok=True)
+        # Write to a folder that no other writer has, on the same file system.
         with _reserved(workplace / f".{folder.name}.saving", folder) as new:
             with _reporting(folder):
                 write(new)
@@ -61,6 +62,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
                         f"{folder / name}: must be a file, got a folder. Choose another path or remove it."
                     )
             old = {path.name for pattern in stale for path in folder.glob(pattern)} - names
+            # In one step, where that is possible.
             if not folder.exists():
                 new.rename(folder)
             elif workplace == folder or not _exchange(new, folder, names | old):
@@ -110,6 +112,7 @@ def _must_stay(folder: Path) -> bool:
 def _reserved(staging: Path, folder: Path) -> Iterator[Path]:
     """Create a folder to write to, in ``staging``, which a lock keeps for this process; waits for other processes."""
     while True:
+        # The lock is a file in the folder, which its last owner removes: look whether it is still the one.
         with _reporting(folder):
             with contextlib.suppress(FileExistsError):
                 staging.mkdir()
@@ -171,6 +174,7 @@ def _replace(new: Path, folder: Path, names: set[str], old: set[str], last: str)
     whole = folder / NEW
     shutil.rmtree(whole, ignore_errors=True)
     new.rename(whole)
+    # Without the file `last` nobody takes the folder for a whole one.
     for name in (last, *old):
         (folder / name).unlink(missing_ok=True)
     for name in sorted(names, key=lambda name: name == last):

@@ -121,6 +121,7 @@ def download(
             )
         )
 
+    # config.json first: an unsupported model fails before its weights are downloaded.
     with naming(repo_id), _progress_bars(False):
         folder = fetch([CONFIG], revision)
         if not (folder / CONFIG).is_file():

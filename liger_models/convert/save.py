@@ -139,12 +139,15 @@ def save_pretrained(
     def save() -> None:
         write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX))
 
+    # Whole tensors: the caller writes, or rank 0.
     if not stored.is_sharded and tensors is not None:
         save()
         return
     if not stored.is_sharded:
         run_on_rank_zero(f"save_pretrained {folder}", save)
         return
+
+    # Shards: rank 0 writes while all ranks gather.
     with raise_on_all_ranks():
         try:
             if rank() == 0:

@@ -146,6 +146,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
             "load_hf_tensors: weights must not be kept in float8, got a model that was loaded with keep_float8. Load "
             "it without."
         )
+    # A mapping is checked as a whole before anything changes; an iterable can be read only once.
     names = _Names(format_of(type(model)).weight_maps(config), {n: stored.dense(n) for n in stored.parameters})
     agreed = raise_on_all_ranks if stored.is_sharded else contextlib.nullcontext
     if isinstance(tensors, Mapping):
@@ -157,7 +158,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
         tensors = tensors.items()
 
     with torch.no_grad(), agreed():
-        pending: dict[str, dict[str, Tensor]] = {}  # our name -> the tensors of a parameter that have been read
+        held: dict[str, dict[str, Tensor]] = {}  # our name -> the tensors of a parameter that have been read
         heads: dict[str, Tensor] = {}
         loaded: set[str] = set()
         try:
@@ -168,9 +169,9 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
                         heads[name] = tensor
                     continue
                 ours, count = names.parameter_of(name)
-                pending.setdefault(ours, {})[name] = tensor
-                if len(pending[ours]) == count:
-                    _place(stored.parameters[ours], quantised.get(ours), weights.entries[ours], pending.pop(ours))
+                held.setdefault(ours, {})[name] = tensor
+                if len(held[ours]) == count:
+                    _place(stored.parameters[ours], quantised.get(ours), weights.entries[ours], held.pop(ours))
                     loaded.add(ours)
             names.check_complete()
             for name, head in heads.items():

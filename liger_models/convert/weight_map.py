@@ -182,7 +182,7 @@ class Split(Expression):
         return self.parts.pack(dict(zip(self.sizes, parts, strict=True)))
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        parts = self.parts.unpack(packed)
+        parts = self.parts.unpack(packed)  # in the order of ours, or another
         return self.child.unpack(torch.cat([parts[name] for name in self.sizes], self.dim))
 
     def __str__(self) -> str:
@@ -231,6 +231,7 @@ class WeightMap:
         skip: Iterable[str] = (),
         kept: Iterable[str] = (),
     ) -> None:
+        # An entry with an index in its name becomes one for each value.
         expanded = [
             (name.format(**indices), _expression(expression).expand(indices))
             for name, expression in entries.items()
@@ -239,6 +240,7 @@ class WeightMap:
         self.entries = dict(expanded)
         self.skip = frozenset(name.format(**indices) for name in skip for indices in _indices(name, over))
         self.kept = tuple(kept)
+
         names = [name for _, expression in expanded for name in expression.names()]
         if len(self.entries) < len(expanded) or len(set(names)) < len(names):
             raise ValueError(f"WeightMap: every name must be in one entry only. Look for duplicates in:\n{self}")
@@ -389,6 +391,7 @@ def decoder_map(
         prefix: prefix of the checkpoint's names, except that of the head.
         head: name of the head's weight in the checkpoint.
     """
+    # The entries of a layer.
     theirs = f"{prefix}.layers.{{i}}"
     layer: dict[str, Expression | str | None] = {
         f"{norm}.{kind}": f"{theirs}.{norm}.{kind}" for norm in norms for kind in _kinds(norm_bias)
@@ -411,6 +414,7 @@ def decoder_map(
         layer[f"mlp.down_proj.{kind}"] = down
     layer |= instead or {}
 
+    # All layers, and what is around them.
     entries: dict[str, Expression | str] = {
         "embed_tokens.weight": f"{prefix}.embed_tokens.weight",
         **{f"layers.{{i}}.{name}": expression for name, expression in layer.items() if expression is not None},

@@ -94,6 +94,7 @@ class Checkpoint:
             FileNotFoundError: the folder or a file in it is missing.
             ValueError: the content of a file does not match the model, or an argument is not supported.
         """
+        # The folder: on this machine, or downloaded.
         dtype = torch_dtype if dtype is None else dtype
         folder = Path(pretrained_model_name_or_path) / subfolder
         if not folder.is_dir():
@@ -107,6 +108,7 @@ class Checkpoint:
                 cache_dir=cache_dir, token=token, local_files_only=local_files_only, force_download=force_download,
             )  # fmt: skip
 
+        # The configuration; options that are no fields of it must be arguments without effect.
         config_: Any = config
         if not isinstance(config, PreTrainedConfig):
             config_, options = cls.config_class.from_pretrained(config or folder, return_unused_kwargs=True, **options)
@@ -115,6 +117,7 @@ class Checkpoint:
             config_._attn_implementation = options.pop("attn_implementation")
         _check_options(options, config_, folder)
 
+        # The model, with its weights.
         device = torch.device("meta") if _without_values() else _device(device_map)
         model: Any = cls._load(config_, folder, dtype, device)
         decoder = model.model.decoder
@@ -123,6 +126,7 @@ class Checkpoint:
         config_.dtype = decoder.dtype
         config_.name_or_path = model.name_or_path = str(pretrained_model_name_or_path)
 
+        # The defaults of generate.
         if generation_config is not None:
             model.generation_config = copy.deepcopy(generation_config)
         elif GENERATION_CONFIG in decoder.assets:
@@ -181,6 +185,7 @@ class Checkpoint:
                 save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, **options
             )
             return
+
         repo_id = options.pop("repo_id", None)
         upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
         usual = {"safe_serialization", "save_peft_format", "save_original_format", "save_function"}
@@ -202,6 +207,7 @@ class Checkpoint:
         if decoder.config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)
 
+        # The other files.
         config = copy.deepcopy(self.config)
         config.architectures, config.dtype = [type(self).__name__], tensors["embed_tokens.weight"].dtype
         assets = {GENERATION_CONFIG: self.generation_config.to_json_string().encode()}
@@ -234,6 +240,8 @@ class Checkpoint:
         """
         if any(name.startswith(PREFIX) for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+
+        # The layout whose names are closest to those given.
         decoder = self.model.decoder
         parameters = dict(decoder.named_parameters())
         weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), state_dict, parameters)
@@ -305,11 +313,14 @@ def _device(device_map: Any) -> torch.device:
             "over devices use parallel.apply_fsdp or apply_tp."
         )
     (device,) = devices
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or (device == "auto" and accelerator is None):
+    if device is None:
         return torch.device("cpu")
-    if device == "auto":
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    if device != "auto" and not isinstance(device, int):
+        return torch.device(device)
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device, int):
         return torch.device("cuda" if accelerator is None else accelerator.type, device)
-    return torch.device(device)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

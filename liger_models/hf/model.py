@@ -39,7 +39,7 @@ def find_documents(position_ids: Tensor) -> Tensor | None:
         "forward: position_ids of packed documents must start at 0 and rise in each document, got others, which do not "
         "say where a document ends. Pass the documents' bounds as cu_seqlens.",
     )
-    starts[:, 0] = True
+    starts[:, 0] = True  # rows of a batch are documents of their own, too
     bounds = starts.flatten().nonzero()[:, 0]
     return None if len(bounds) == len(starts) else nn.functional.pad(bounds, (0, 1), value=starts.numel())
 
@@ -214,6 +214,7 @@ class LigerModel(LigerPreTrainedModel):
                     "the text.",
                 )
 
+        # A new cache, unless documents are packed or a loss is computed.
         cache = None if past_key_values is None else LigerCache.of(past_key_values)
         if use_cache is None:
             use_cache = not self.training and bool(getattr(self.config.get_text_config(), "use_cache", False))
@@ -344,6 +345,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         all_hidden = _resolve(output_hidden_states, self.config, "output_hidden_states")
 
         if isinstance(logits_to_keep, Tensor) or shifted is not None:
+            # The decoder knows neither, so it returns hidden states, and the head is called here.
             if labels is not None:
                 raise ValueError("forward: labels exclude shift_labels and a tensor as logits_to_keep. Omit one.")
             out = decoder(**prepared, return_logits=False, output_hidden_states=all_hidden)
@@ -354,14 +356,17 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
                 loss, logits = None, self.lm_head(hidden[:, logits_to_keep])
             out = out._replace(loss=loss, logits=logits)
         elif labels is None:
+            # Logits alone.
             out = decoder(**prepared, logits_to_keep=logits_to_keep, output_hidden_states=all_hidden)
         else:
+            # The loss, and in evaluation the logits, which cost memory.
             skip = self.training and torch.is_grad_enabled() if skip is None else skip
             out = decoder(
                 **prepared, labels=labels, num_items_in_batch=num_items_in_batch, return_logits=not skip,
                 logits_to_keep=logits_to_keep, output_hidden_states=all_hidden,
             )  # fmt: skip
 
+        # The loss has the weighted auxiliary loss in it; transformers returns it without the weight.
         weight = getattr(decoder.config, "router_aux_loss_coef", 1.0)
         outputs = MoeCausalLMOutputWithPast(
             loss=out.loss,
@@ -434,6 +439,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         decoder = self.model.decoder
         for name in ("tokenizer", "assistant_tokenizer"):  # generate leaves them there, with stop_strings
             kwargs.pop(name, None)
+        # Beyond the original length longrope rotates all keys differently: the cached ones are of no use.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         switches = [layer.switch_length for layer in layers_of(decoder.rotary)]
         if any(length is not None and past <= length < input_ids.shape[1] for length in switches) and past:
@@ -461,6 +467,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         decoder: Any = self.model.decoder
         pixels = {name: value for name, value in model_kwargs.items() if name in decoder.prompt_inputs}
         others = {name: value for name, value in model_kwargs.items() if name not in pixels}
+        # Pixels have no row for each prompt, so they are repeated by the images of the prompts.
         repeated = pixels
         if expand_size > 1 and any(value is not None for value in pixels.values()):
             if input_ids is None:
@@ -474,6 +481,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         pixels = {name: model_kwargs.get(name) for name in decoder.prompt_inputs}
         ids = model_kwargs.get("input_ids", inputs_tensor)
         if all(value is None for value in pixels.values()) or ids.dim() != 2:
+            # Texts alone: positions count the tokens.
             positions: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
             return positions
         positions = decoder.prompt_positions(ids, model_kwargs.get("attention_mask"), 0, pixels)

@@ -106,7 +106,7 @@ class PreferenceLoss(FusedLinearLoss):
 
     def _sequence_log_probs(self, log_probs: Tensor, target: Tensor) -> Tensor:
         """l(y) [B] from the log-probabilities of tokens [B, T]."""
-        valid = target != self.ignore_index
+        valid = target != self.ignore_index  # [B, T]
         total = log_probs.where(valid, 0).sum(-1)
         return total / valid.sum(-1).clamp_min(1) if self.average_log_prob else total
 
@@ -141,6 +141,7 @@ class PreferenceLoss(FusedLinearLoss):
                     ref_input, ref_weight, target, bias=ref_bias, **self._head_options
                 )
             assert ref_log_probs is not None
+            # Of sequences, or of tokens.
             if ref_log_probs.dim() == 1:
                 if len(ref_log_probs) != len(target):
                     raise ValueError(
@@ -152,6 +153,7 @@ class PreferenceLoss(FusedLinearLoss):
 
     def _mean_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Mean of the logits of each sequence [B]; reads x and the weight once and builds no logits."""
+        # The mean over tokens and vocabulary of x · Wᵀ is the product of the means.
         with torch.no_grad():
             wide = torch.promote_types(x.dtype, torch.float32)
             mean = (x.sum(1, dtype=wide) / max(x.shape[1], 1)) @ weight.mean(0, dtype=wide)
@@ -217,11 +219,14 @@ class PairLoss(PreferenceLoss, ABC):
         pairs = len(target) // 2
         logps, ratios = self._ratios(log_probs, target, reference)  # [2·pairs]
         loss = self.pair_losses(ratios[:pairs], ratios[pairs:]).sum() / max(pairs, 1)
+
+        # Mean over the tokens of all chosen sequences.
         nll_loss = log_probs.new_zeros(())
         if self.compute_nll_loss and add_nll:
             valid = target[:pairs] != self.ignore_index
             nll_loss = -log_probs[:pairs].where(valid, 0).sum() / valid.sum().clamp_min(1)
             loss = loss + self.alpha * nll_loss
+
         rewards = self.beta * ratios.detach()
         return loss, PreferenceMetrics(
             logps[:pairs], logps[pairs:], None, None, nll_loss.detach(), rewards[:pairs], rewards[pairs:]
@@ -241,7 +246,7 @@ class PairLoss(PreferenceLoss, ABC):
             lambda log_probs: self._from_log_probs(log_probs, target, reference, add_nll),
             x, weight, target, together=2, uniform=True, bias=bias, **self._head_options,
         )  # fmt: skip
-        means = self._mean_logits(x, weight, bias)
+        means = self._mean_logits(x, weight, bias)  # [2·pairs]
         chosen, rejected = means.view(2, len(means) // 2).sum(1) / max(len(target) // 2, 1)
         return loss, metrics._replace(chosen_logits_mean=chosen, rejected_logits_mean=rejected)
 

@@ -238,6 +238,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             ValueError: shapes do not match; the reference is missing or given twice; ``num_items_in_batch`` is given to
                 a loss type that does not use it.
         """
+        # One reference at most: its log-probabilities, or what they are computed from.
         target = self._target(selected_token_ids, attention_mask, _input)
         references = (ref_per_token_logps is not None, ref_input is not None, ref_weight is not None)
         if references not in ((True, False, False), (False, True, True), (False, False, False)) or (
@@ -357,19 +358,21 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * A
         if self.loss_type == "vespo":
             return -self._vespo_weight(log_ratio.detach(), A, mask, vllm_is_ratio) * A * log_probs
+        # The clipped minimum.
         clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
         bounded = ratio if self.delta is None else ratio.clamp_max(self.delta)
         return -torch.minimum(bounded * A, clipped * A)
 
     def _vespo_weight(self, log_ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None) -> Tensor:
         """φ(W) [B, 1] of vespo, computed from log W."""
-        log_w = (log_ratio.clamp(-LOG_MAX, LOG_MAX) * mask).sum(-1, keepdim=True)
+        log_w = (log_ratio.clamp(-LOG_MAX, LOG_MAX) * mask).sum(-1, keepdim=True)  # [B, 1]
         if vllm_is_ratio is not None:
             correction = vllm_is_ratio.detach().to(log_w.dtype).log().clamp(LOG_MIN, LOG_MAX)
             if correction.shape[1] == mask.shape[1]:
                 correction = correction.where(mask != 0, 0)
             log_w = log_w + correction.sum(-1, keepdim=True)
         log_w = log_w.clamp(LOG_MIN, LOG_MAX)
+        # k and λ by the sign of the advantage.
         k = torch.full_like(A, self.vespo_k_neg).masked_fill(A >= 0, self.vespo_k_pos)
         rate = torch.full_like(A, self.vespo_lambda_neg).masked_fill(A >= 0, self.vespo_lambda_pos).clamp_min(1e-4)
         return (rate + k * log_w - rate * log_w.exp()).exp()
@@ -384,6 +387,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
     def _clipped(self, ratio: Tensor, A: Tensor) -> Tensor:
         """Where clipping stops the gradient: bool, in the shape of ``ratio``."""
+        # Clipping stops the gradient only where the step would move w further out of the bounds.
         if self.loss_type in UNCLIPPED:
             return torch.zeros_like(ratio, dtype=torch.bool)
         if self.loss_type == "cispo":
@@ -392,7 +396,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
     def _reduced(self, loss: Tensor, mask: Tensor, num_items: Tensor | float | None) -> Tensor:
         """The loss [] from the masked losses of tokens [B, T]."""
-        sequences = max(len(mask), 1)
+        sequences = max(len(mask), 1)  # B
         if self.loss_type in ("grpo", "sapo"):
             return (loss.sum(-1) / mask.sum(-1).clamp_min(1)).sum() / sequences
         if self.loss_type == "bnpo":
@@ -402,6 +406,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             return loss.sum() / (sequences * self.max_completion_length)
         if self.loss_type == "luspo":
             return loss.sum() / sequences
+        # dapo, cispo and vespo: each rank's share of a mean over the tokens of all ranks.
         if num_items is None:
             num_items = _tokens_of_all_ranks(mask)
         else:
