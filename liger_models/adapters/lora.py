@@ -208,7 +208,6 @@ def unmerge_lora(model: Model) -> Model:
     if not originals:
         raise ValueError("unmerge_lora: the model must come from merge_lora(model, reversible=True), got another.")
     model.config = config
-    # Weights first on the device where the model is now.
     for path, (layer, weights) in originals.items():
         merged: Any = model.get_submodule(path)
         device = next(merged.parameters()).device

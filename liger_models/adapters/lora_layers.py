@@ -385,14 +385,13 @@ class LoRALinear(nn.Linear, Layer):
         if self._fuses(x):
             quantized = self.quantized_weight
             return low_rank_linear(x, self.weight if quantized is None else quantized.to(x.dtype), bias, (A, B))
-        # DoRA scales the product before the bias is added.
         y = self.base_product(x, bias if scale is None else None)
         low = F.linear(self.dropout(x), A).to(y.dtype)
         if is_batch_invariant():
             y = y + F.linear(low, B.to(y.dtype))
         else:
             y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), B.T.to(y.dtype)).view_as(y)
-        if scale is not None:
+        if scale is not None:  # DoRA scales the product before the bias is added
             y = y * scale.to(y.dtype)
             y = y if bias is None else y + bias.to(y.dtype)
         return y
