@@ -210,6 +210,7 @@ class UnpackedModel(Node):
         self.fixed, self.skipped = [], set()
         self.adapter_configs, self.checked = None, set()
 
+        # The tree.
         self._add_causal_lm(causal_lm)
         self._add_modules_beside(inner, causal_lm)
         self.plain_names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
@@ -221,7 +222,9 @@ class UnpackedModel(Node):
         if embedding.scale is not None:
             setattr(embedding, "embed_scale", embedding.scale)  # noqa: B010  # PEFT's factor of an adapter's output
 
-        self.wrapped = WrappedModel(inner, causal_lm)  # last: now attributes that the tree lacks are the model's
+        # From here on, attributes that the tree lacks are the model's. Before each forward the model takes the tree's
+        # modules.
+        self.wrapped = WrappedModel(inner, causal_lm)
         self.hooks = [module.register_forward_pre_hook(self._before_forward) for module in {inner, causal_lm}]
 
     @property
@@ -263,6 +266,7 @@ class UnpackedModel(Node):
                 (theirs,) = {name.rpartition(".")[0] for each in expressions.values() for name in each.names()}
                 self._add_leaf_at(theirs, owner, owner_name)
             elif path in linears:
+                # Transformers has a linear layer for each matrix.
                 unpacked = UnpackedLinear(linears[path][0], expressions["weight"], expressions.get("bias"))
                 setattr(owner, owner_name, unpacked.train(module.training))
                 for name in expressions:
@@ -270,6 +274,7 @@ class UnpackedModel(Node):
                 for name in expressions["weight"].names():
                     self._add_leaf_at(name.removesuffix(".weight"), unpacked, short_name(name))
             else:
+                # Transformers computes with these parameters otherwise.
                 for name, expression in expressions.items():
                     self._add_fixed(module, name, expression)
 
@@ -293,6 +298,7 @@ class UnpackedModel(Node):
 
     def _add_modules_beside(self, inner: nn.Module, causal_lm: CausalLM) -> None:
         """Add what a model has beside its `CausalLM`, such as a head for classes, to the tree by its own names."""
+        # The modules around the `CausalLM`, from the outermost one inwards.
         for path, holder in inner.named_modules():
             if holder is causal_lm or causal_lm not in holder.modules():
                 continue

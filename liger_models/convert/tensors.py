@@ -257,17 +257,18 @@ class Stored(NamedTuple):
             elif layer is None:
                 yield name, _full(parameter.detach())
             else:
-                own = name.rpartition(".")[2]
-                used = (
-                    (each, p)
-                    for each, p in layer.named_parameters()
-                    if each == own or each.startswith(("lora.", "stored."))
-                )
-                given = {f"layer.{each}": _full(p.detach()) for each, p in used if is_sharded(p)}
-                yield name, torch.func.functional_call(_AdaptedWeight(layer, own, self.merge), given, ())
+                # The layer computes the weight, from whole tensors in place of its shards.
+                weight_name = name.rpartition(".")[2]
+                whole = {
+                    f"layer.{member}": _full(tensor.detach())
+                    for member, tensor in layer.named_parameters()
+                    if is_sharded(tensor) and (member == weight_name or member.startswith(("lora.", "stored.")))
+                }
+                yield name, torch.func.functional_call(_AdaptedWeight(layer, weight_name, self.merge), whole, ())
 
     def unpack(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors, contiguous and in ``dtype``, from what `gather` yields."""
+        # No name keeps a tensor any longer than its reader needs it.
         for ours, whole in gathered:
             tensors = self.weights.entries[ours.removesuffix(SCALES)].unpack(whole)
             if ours.endswith(SCALES):
@@ -286,8 +287,8 @@ def _contiguous(tensor: Tensor) -> Tensor:
     PyTorch copies rows that do not follow each other in memory element by element.
     """
     wide = 16 // tensor.itemsize
-    numbers = (*tensor.shape[-1:], *tensor.stride()[:-1], tensor.storage_offset())
-    if tensor.is_contiguous() or tensor.stride(-1) != 1 or any(each % wide for each in numbers):
+    sizes = (*tensor.shape[-1:], *tensor.stride()[:-1], tensor.storage_offset())
+    if tensor.is_contiguous() or tensor.stride(-1) != 1 or any(size % wide for size in sizes):
         return tensor.contiguous()
     return tensor.view(torch.complex128).contiguous().view(tensor.dtype)
 
@@ -313,14 +314,17 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
         reshard: Any = getattr(module, "reshard", None)
         if reshard is not None:  # FSDP leaves weights gathered after an evaluation
             reshard()
+
     once = dict(model.named_parameters() if parameters is None else parameters)  # no further names of shared parameters
     stored = dict(model.named_parameters(remove_duplicate=False) if parameters is None else parameters)
     absent = [name for name, parameter in stored.items() if parameter.is_meta]
     if absent:
         raise ValueError(
-            f"{where}: parameters must hold weights, got {some(absent)} on the meta device. Load or initialise the "
+            f"{where}: parameters must hold weights, got {some(absent)} on the meta device. Load or initialize the "
             "model first."
         )
+
+    # Whether the head is the embedding, whatever the config says. A merged adapter makes it another tensor.
     layers = {path: layer for path, layer in named_layers(model) if layer.adapted}
     head, embedding = stored.get("lm_head.weight"), stored["embed_tokens.weight"]
     tied = head is None or head is embedding or _local(head).data_ptr() == _local(embedding).data_ptr() != 0

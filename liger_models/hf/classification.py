@@ -76,16 +76,17 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
     def _load(
         cls, config: PreTrainedConfig, folder: Path, dtype: torch.dtype | str | None, device: torch.device
     ) -> "LigerForSequenceClassification":
+        # The decoder is filled tensor by tensor: its layout is that of a model with a head.
         stored = read_headers(folder)
         stored_dtype = FLOATS.get(next(iter(stored.values())).dtype, torch.bfloat16)
         with device:
             model = cls(config, _decoder(config).to(dtype if isinstance(dtype, torch.dtype) else stored_dtype))
 
         def read() -> Iterator[tuple[str, Tensor]]:
-            for name, one in stored.items():
+            for name, tensor in stored.items():
                 if name != SCORE and not name.endswith("lm_head.weight"):
-                    with open_all([one]) as files:
-                        yield name, read_whole(files, name, one)
+                    with open_all([tensor]) as files:
+                        yield name, read_whole(files, name, tensor)
 
         load_hf_tensors(model.model.decoder, read())
         if SCORE in stored:
@@ -115,6 +116,8 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             )
         if self._without_tensors(save_directory, is_main_process, state_dict):
             return
+
+        # The body under the names of a checkpoint, and the scores.
         tensors = dict(self.named_parameters()) if state_dict is None else state_dict
         body = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         body.pop("lm_head.weight", None)
@@ -166,6 +169,8 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True,
             **inputs,
         )  # fmt: skip
+
+        # The last token of each text that is not padding: [B, C].
         hidden, pad = out.last_hidden_state, self.config.get_text_config().pad_token_id
         rows = torch.arange(len(hidden), device=hidden.device)
         if pad is None and len(rows) != 1:
@@ -176,7 +181,8 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         last: Any = -1
         if input_ids is not None and pad is not None:
             last = (torch.arange(input_ids.shape[1], device=input_ids.device) * (input_ids != pad)).argmax(1)
-        logits = self.score(hidden[rows, last])
+        logits = self.score(hidden[rows, last])  # [B, num_labels]
+
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=None, labels=labels, pooled_logits=logits, config=self.config)
