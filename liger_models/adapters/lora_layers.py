@@ -239,7 +239,7 @@ class LinearAdapters(nn.ModuleDict):
         return self.group if is_sharded(next(self.parameters())) else None
 
     def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Rows in the order of the weight; where its rows are sharded, those of this rank.
+        """Rows in the order of the weight; where its rows are sharded, the rows of this rank.
 
         Args:
             rows: name of each of the checkpoint's matrices -> all of its rows, or this rank's.

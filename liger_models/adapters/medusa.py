@@ -83,7 +83,7 @@ class ResidualBlock(nn.Module):
 class MedusaHead(nn.Sequential):
     """Residual blocks, followed by a projection to the vocabulary unless the heads share one.
 
-    A Sequential, because its parameter names are those of the file format. The projection runs inside this forward, in
+    A Sequential has the parameter names of the file format. The projection runs inside this forward, in
     which FSDP has gathered its weight.
 
     Args:

@@ -132,9 +132,9 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
 
 
 def _misread(model: CausalLM) -> set[str]:
-    """Last parts of names that PEFT takes for those of experts, wherever they are in a list or a pattern of modules.
+    """Last parts of names that PEFT takes for experts, wherever they are in a list or a pattern of modules.
 
-    These are the names of matrices that a checkpoint has for each expert by itself, while transformers has those of all
+    A checkpoint has these matrices for each expert by itself, while transformers has the matrices of all
     experts in one parameter. A shared expert or a dense layer may have the same names.
     """
     names = expert_names(model)

@@ -1,7 +1,7 @@
 """A model as a tree of modules with transformers' names, each projection a linear layer of its own: what PEFT adapts.
 
 PEFT finds modules by their names and replaces them. Packed projections have other names and hold several matrices, so
-they are taken apart first. The blocks, attention and the loss remain those of the model:
+they are taken apart first. The blocks, attention and the loss stay the model's:
 
     UnpackedModel                the tree: names of transformers, modules of the model as its leaves
       model.layers.0.self_attn     Node
@@ -124,7 +124,7 @@ class UnpackedLMHead(Layer):
     operands, product = LigerLMHead.operands, LigerLMHead.product
 
     def extra_repr(self) -> str:
-        """What to do instead of giving it an adapter, for PEFT's error."""
+        """Advice for PEFT's error: the head takes no adapter."""
         return "has the loss inside: train it with modules_to_save, or adapt it with liger_models.adapters.apply_lora"
 
 
@@ -195,7 +195,7 @@ class UnpackedModel(Node):
     is_gradient_checkpointing = False
     """Otherwise PEFT lets the embedding's output require a gradient, which no policy of this package needs."""
     fixed: list[str]
-    """The checkpoint's names of what cannot be adapted: experts, routers, patch embeddings, parameters of their own."""
+    """The checkpoint's names of parameters that cannot be adapted: experts, routers, patch embeddings and others."""
     skipped: set[str]
     """Ends of those names that are linear layers in transformers, or hold experts."""
     plain_names: set[str]
@@ -428,7 +428,7 @@ class UnpackedModel(Node):
         position_ids: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """The model's forward. Arguments that are None, of which PEFT passes many, are left out."""
+        """The model's forward, without the arguments that are None: PEFT passes many."""
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
         inputs |= {"labels": labels, "position_ids": position_ids}
         return self.inner(**{name: value for name, value in inputs.items() if value is not None})

@@ -343,7 +343,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(file: Path, name: str) -> torch.Tensor:
-    """A tensor of a file, in host memory, whose pages are not those of the file."""
+    """A tensor of a file, copied to host memory: it does not keep the file mapped."""
     with open_safetensors(file) as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
         return tensor.clone()

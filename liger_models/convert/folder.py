@@ -19,7 +19,7 @@ except ImportError:  # Windows: files are replaced one by one, and writers do no
     fcntl = None
 
 NEW = ".new"
-"""Folder in which the new files are whole while those of a folder that cannot be exchanged are replaced one by one."""
+"""Subfolder of a folder that cannot be exchanged. It holds all new files while they replace the old ones one by one."""
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stale: Iterable[str] = ()) -> None:

@@ -69,7 +69,7 @@ FORMATS: dict[type, CheckpointFormat] = {}
 
 
 def format_of(cls: type) -> CheckpointFormat:
-    """The checkpoint format of a model class or a config class: its own, or that of its nearest base class.
+    """The checkpoint format of a model class or a config class, or of its nearest base class that has one.
 
     Raises:
         ValueError: neither the class nor one of its bases is registered.

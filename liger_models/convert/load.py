@@ -75,10 +75,10 @@ def load_pretrained(
     Args:
         model_class: class from ``liger_models.arch``, or one of your own.
         folder: folder with config.json and model.safetensors or its shards.
-        dtype: dtype of the parameters, or its name, such as "bf16"; None or "auto" for that of each tensor in the
+        dtype: dtype of the parameters, or its name, such as "bf16"; None or "auto" for the dtype of each tensor in the
             checkpoint.
-        device: device of the parameters. For sharded parameters it is that of the mesh, or the CPU if FSDP offloads
-            them.
+        device: device of the parameters. Sharded parameters are on the device of the mesh, or on the CPU if FSDP
+            offloads them.
         strict: raise an error, not a warning, for unknown keys of config.json.
         progress: show a progress bar, on rank 0.
         kernels: which parts run on fused kernels.
@@ -307,7 +307,7 @@ def _fill_codes(
 
 
 def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
-    """Raise ValueError if the ``model_type`` in config.json is not that of the class."""
+    """Raise ValueError if config.json has another ``model_type`` than the class."""
     model_type = format_of(model_class).model_type
     if hf_config.get("model_type", model_type) != model_type:
         raise ValueError(

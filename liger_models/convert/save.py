@@ -66,13 +66,13 @@ def save_pretrained(
             ``trust_remote_code=True`` return this package's model; see `liger_models.hf`.
         mxfp4: folder of the checkpoint in MXFP4 that the model comes from. Its tensors in MXFP4, which must not have
             been changed, are written in MXFP4 again, bit for bit. Default: all tensors are written in ``dtype``.
-        hf_config: replaces the content of config.json, except that it names the class. Default: that of the model.
+        hf_config: replaces the content of config.json, except that it names the class. Default: the model's.
         tensors: name -> whole tensor, instead of the parameters of the model. Then the calling rank writes, and others
             need not call.
 
     Raises:
         ValueError: parameters are on the meta device or not in the weight map, there are adapters, the dtype could not
-            be loaded again, or values differ from those of the checkpoint in MXFP4.
+            be loaded again, or values differ from the checkpoint in MXFP4.
         OSError: the folder cannot be written.
     """
     dtype = None if dtype is None else as_dtype("save_pretrained: dtype", dtype)

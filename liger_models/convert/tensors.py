@@ -39,7 +39,7 @@ def hf_tensors(
 
     Args:
         model: plain, or sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
-        dtype: dtype of the tensors; None for that of each parameter.
+        dtype: dtype of the tensors; None for the dtype of each parameter.
         merge: add LoRA adapters to the weights that are yielded; the model does not change. False yields the weights
             under the adapters. A tied head with an adapter is yielded as a tensor of its own, with a warning.
 
@@ -66,8 +66,8 @@ def get_hf_state_dict(
     Args:
         model, dtype, merge: as in `hf_tensors`; all ranks of a sharded model must call this function, too, and each
             gets all tensors.
-        device: device of the copies; None for that of the parameters. On "meta" the tensors have names, shapes and
-            dtypes but no values, and nothing is gathered.
+        device: device of the copies; None for the device of the parameters. On "meta" the tensors have names, shapes
+            and dtypes but no values, and nothing is gathered.
 
     Raises:
         ValueError: as in `hf_tensors`.
@@ -96,7 +96,7 @@ def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iter
 
     Args:
         model: plain, or sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
-        dtype: dtype of the tensors; None for that of each gradient.
+        dtype: dtype of the tensors; None for the dtype of each gradient.
 
     Returns:
         An iterator over names and contiguous tensors. One that has the layout and the dtype of a gradient shares its
@@ -188,7 +188,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
 
 
 class Stored(NamedTuple):
-    """What a checkpoint of a model holds, and how its tensors are computed.
+    """The content of a checkpoint of a model, and how its tensors are computed.
 
     Attributes:
         config: the config of the model, with ``tie_word_embeddings`` as the weights are.
@@ -219,7 +219,7 @@ class Stored(NamedTuple):
         return [name for name, each in self.parameters.items() if has_blocks(each, self.quantised.get(name))]
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """The checkpoint's tensors on the meta device, in ``dtype`` or in that of each parameter."""
+        """The checkpoint's tensors on the meta device, in ``dtype`` or the dtype of each parameter."""
         found = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
         for name in self.kept if self.height is not None else ():
             codes, scales = (torch.empty_like(each, device="meta") for each in self.parts(name))
@@ -294,7 +294,7 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 
 def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None) -> Stored:
-    """What a checkpoint of the model holds. Parameters that FSDP has left gathered are sharded again.
+    """The content of a checkpoint of the model. Parameters that FSDP has left gathered are sharded again.
 
     Args:
         where: name of the function that was called, for errors.

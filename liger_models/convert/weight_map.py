@@ -376,7 +376,7 @@ def decoder_map(
     prefix: str = "model",
     head: str = "lm_head.weight",
 ) -> WeightMap:
-    """The weight map of a decoder whose checkpoints are laid out like those of Llama.
+    """The weight map of a decoder whose checkpoints have the layout of Llama.
 
     Args:
         config: config of the model.
@@ -388,7 +388,7 @@ def decoder_map(
         also: additional entries, with full names.
         over: the index sets of ``also``, besides ``i``.
         skip, kept: as in `WeightMap`.
-        prefix: prefix of the checkpoint's names, except that of the head.
+        prefix: prefix of the checkpoint's names, except the name of the head.
         head: name of the head's weight in the checkpoint.
     """
     # The entries of a layer.

@@ -73,8 +73,8 @@ class PackedDataset(IterableDataset[Batch]):
             later, the image becomes black and its document loses its labels. A warning has the first such image.
         shuffle: False keeps the documents in order, as far as packing allows.
         seed: seed of the shuffling.
-        rank, ranks: this process's rank, and the number of ranks that share the data; default: those of the process
-            group.
+        rank, ranks: this process's rank, and the number of ranks that share the data; default: rank and size of the
+            process group.
         cache_dir: folder for the tokens; default: ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
         progress: show a progress bar while tokenizing, on rank 0.
 

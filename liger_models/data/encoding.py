@@ -282,7 +282,7 @@ class Encoder:
     def _tokenize_long(self, text: str, spans: list[Span] | None) -> "array[int] | None":
         """The token ids of a long text in bounded memory; None if its windows cannot be joined exactly.
 
-        Tokens are the BPE of their text if each pair of neighbours is the BPE of its own text, and pre-tokenizers read
+        Tokens are the BPE of their text if each pair of neighbors is the BPE of its own text, and pre-tokenizers read
         from left to right. So two windows may be joined at a token of their overlap at which both have the tokens that
         the overlap has alone. Only the tokens at its ends may differ, because they depend on what is outside.
         """

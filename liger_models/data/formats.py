@@ -145,7 +145,7 @@ FORMATS = {
     "chat": Format(("messages",), _TEMPLATE),
     "sharegpt": Format(("conversations|conversation",), ("system", *_TEMPLATE), _from_sharegpt),
     "preference": Format(("chosen", "rejected"), ("prompt", *_TEMPLATE), todo=_PAIRS),
-    "kto": Format(("prompt", "completion", "label"), _TEMPLATE, todo="Labelled answers train with objective kto."),
+    "kto": Format(("prompt", "completion", "label"), _TEMPLATE, todo="Labeled answers train with objective kto."),
     "prompt-completion": Format(("prompt", "completion"), _TEMPLATE),
     "alpaca": Format(("instruction", "output|response"), ("input", "context", "system", "history"), _from_alpaca),
     "question-answer": Format(("question", "answer"), ("context",), _from_alpaca),
@@ -204,10 +204,8 @@ class Formats:
 
         # The first format that fits and is allowed.
         fitting = [name for name in FORMATS if isinstance(record, Mapping) and FORMATS[name].fits(record)]
-        is_labelled = "kto" in fitting and "kto" not in self.allowed  # bad answers must not be learnt
-        usable = [
-            name for name in fitting if name in self.allowed and not (is_labelled and name == "prompt-completion")
-        ]
+        is_labeled = "kto" in fitting and "kto" not in self.allowed  # bad answers must not be learnt
+        usable = [name for name in fitting if name in self.allowed and not (is_labeled and name == "prompt-completion")]
         if not usable and fitting:
             raise ValueError(
                 f"{where}: an example must be of format {', '.join(self.allowed)}, got format {fitting[0]}. "

@@ -68,7 +68,7 @@ class Medium:
         """Read the header of an image or a video.
 
         Args:
-            where: where its example is. Its ``folder``, if it has one, is that of relative paths.
+            where: where its example is. Relative paths start from its ``folder``, if it has one.
             source: any spelling that `locate_image` takes.
             settings: its own settings.
             sampled: chooses the frames of a video; None for an image.

@@ -53,7 +53,7 @@ class PromptDataset(PackedDataset):
         source: files or another source with a length, as for `PackedDataset`. An example has ``prompt``, a text or
             messages, and any other columns. Messages may have images, spelled as for `PackedDataset`.
         tokenizer: the tokenizer of the model, or its processor, which also takes images.
-        length: largest number of tokens of a prompt, with those of its images.
+        length: largest number of tokens of a prompt, including its images.
         options: as for `PackedDataset`.
 
     Raises:

@@ -27,7 +27,7 @@ AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names),
 
 
 def model_class(model_type: str) -> type[LigerForCausalLM]:
-    """The class of a model type. Its name is that of the class in transformers, because Trainer and others read names.
+    """The class of a model type. It has the name of the class in transformers, because Trainer and others read names.
 
     Raises:
         ValueError: there is no such architecture.
@@ -168,7 +168,7 @@ def registered() -> Iterator[None]:
 
 
 def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
-    """Auto class, class of configurations, our class, and that of transformers, for each model type."""
+    """Auto class, class of configurations, our class, and transformers' class, for each model type."""
     entries = []
     for model_type, ours in ((name, ours) for name in list_archs() for ours in _classes_of(name)):
         added = ours.config_class.__module__ == config_class.__module__  # transformers has no such model type

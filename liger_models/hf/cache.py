@@ -10,7 +10,7 @@ from liger_models.layers.kv_cache import DecodeCache
 
 
 class LigerCache(Cache):
-    """What a model returns as ``past_key_values``, and takes for the following tokens.
+    """The ``past_key_values`` that a model returns, and takes for the following tokens.
 
     Attributes:
         decode: the cache of the layers.

@@ -78,13 +78,13 @@ class Checkpoint:
 
         Args:
             pretrained_model_name_or_path: folder, or name on the hub.
-            config: its configuration, if it is to be another than that of the checkpoint.
-            dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for that of the checkpoint.
+            config: another configuration than the checkpoint's.
+            dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for the checkpoint's.
             torch_dtype: older name of ``dtype``.
             device_map: one device, "auto" (the accelerator, or the CPU), or a dict that names only one.
             cache_dir, force_download, local_files_only, token, revision: as in huggingface_hub.
             subfolder: subfolder of a folder on this machine.
-            generation_config: defaults of ``generate``, if they are to be others than those of the checkpoint.
+            generation_config: defaults of ``generate``, other than the checkpoint's.
             output_loading_info: also return a dict of lists, which are empty: a checkpoint that does not match is an
                 error.
             options: values of the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments of
@@ -171,7 +171,7 @@ class Checkpoint:
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
             state_dict: whole tensors to save instead of the parameters, under the names of `state_dict`. An empty one
                 leaves the tensors out: Trainer gives it where DeepSpeed writes them, in shards.
-            push_to_hub: upload the folder afterwards; ``options`` are those of ``push_to_hub``.
+            push_to_hub: upload the folder afterwards; ``options`` are arguments of ``push_to_hub``.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             auto_map: see `liger_models.convert.save.save_pretrained`.
             options: arguments of transformers that do not change the format are ignored.
@@ -234,7 +234,7 @@ class Checkpoint:
         return True
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters under the names of `state_dict`, or under those of a Hugging Face checkpoint.
+        """Load parameters under the names of `state_dict`, or under the names in a Hugging Face checkpoint.
 
         A part of a checkpoint, such as one of its files, may be loaded with ``strict=False``.
         """

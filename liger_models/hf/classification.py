@@ -76,7 +76,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
     def _load(
         cls, config: PreTrainedConfig, folder: Path, dtype: torch.dtype | str | None, device: torch.device
     ) -> "LigerForSequenceClassification":
-        # The decoder is filled tensor by tensor: its layout is that of a model with a head.
+        # The decoder is filled tensor by tensor: its tensors have the names of a model with a head.
         stored = read_headers(folder)
         stored_dtype = FLOATS.get(next(iter(stored.values())).dtype, torch.bfloat16)
         with device:

@@ -55,7 +55,7 @@ class PreferenceMetrics(NamedTuple):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """σ(x) with a gradient that stays accurate near 1, where that of `torch.sigmoid`, y · (1 − y), cancels."""
+    """σ(x) with a gradient that stays accurate near 1, where the gradient of `torch.sigmoid`, y · (1 − y), cancels."""
     return logsigmoid(x).exp()
 
 

@@ -1,4 +1,4 @@
-"""Direct preference optimisation and ten related losses over pairs, with or without a reference model."""
+"""Direct preference optimization and ten related losses over pairs, with or without a reference model."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ DPO_LOSSES = (
 
 
 class LigerFusedLinearDPOLoss(PairLoss):
-    """Direct preference optimisation: ``−log σ(β·(r(y_w) − r(y_l)))``, or a related loss chosen by ``loss_type``.
+    """Direct preference optimization: ``−log σ(β·(r(y_w) − r(y_l)))``, or a related loss chosen by ``loss_type``.
 
     r(y) is the log-probability of a sequence minus its log-probability under the reference model. With m the margin
     β·(r(y_w) − r(y_l)) of the chosen sequence y_w over the rejected y_l, w = β·r(y_w), l = β·r(y_l), ε

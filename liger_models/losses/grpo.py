@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation and seven related losses of sampled completions.
+"""Group-relative policy optimization and seven related losses of sampled completions.
 
 The reference model takes one pass of `fused_linear_logprobs` without gradients, the policy one pass of
 `loss_of_log_probs` over the completions, or one of `cross_entropy` over logits that are held in full. The loss itself
@@ -40,7 +40,7 @@ def _tokens_of_all_ranks(mask: Tensor) -> Tensor:
 
 
 class LigerFusedLinearGRPOLoss(FusedLinearLoss):
-    """Group-relative policy optimisation (GRPO) of sampled completions with given advantages, and related losses.
+    """Group-relative policy optimization (GRPO) of sampled completions with given advantages, and related losses.
 
     For each token, l is its log-probability, l_old and l_ref its log-probabilities under the policy that sampled it and
     under the reference model, A the advantage of its sequence, and w = exp(l − l_old). If
@@ -476,7 +476,7 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
         num_items_in_batch: Tensor | float | None = None,
         reduce: bool = True,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | tuple[Tensor, Tensor | None, Tensor]:
-        """Compute the loss; the order of the arguments is that of Liger-Kernel's ``triton_grpo_loss``.
+        """Compute the loss, with the order of arguments of Liger-Kernel's ``triton_grpo_loss``.
 
         Args:
             logits: [B, T, V] of the positions that predict the completions, or [B, T + 1, V] with the position after

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: a loss of unpaired sequences, each labelled desirable or undesirable."""
+"""Kahneman-Tversky optimization: a loss of unpaired sequences, each labeled desirable or undesirable."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Odds-ratio preference optimisation: a loss over pairs without a reference model, added to the NLL."""
+"""Odds-ratio preference optimization: a loss over pairs without a reference model, added to the NLL."""
 
 from typing import NamedTuple
 

@@ -172,7 +172,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox of jinja2, whose templates count against the limits of this module.
 
     Args:
-        filters: filters to add to those of jinja2.
+        filters: filters to add to jinja2's.
         options: as for `jinja2.Environment`.
     """
 

@@ -45,7 +45,7 @@ class ModelInputs(dict[str, Any]):
 
         Args:
             device: a device, or a dtype as in `torch.Tensor.to`.
-            dtype: of tensors of floats; those of integers keep theirs.
+            dtype: dtype of tensors of floats; tensors of integers keep theirs.
             options: of `torch.Tensor.to`.
         """
         if isinstance(device, torch.dtype):
@@ -170,7 +170,7 @@ class Tokenizer:
         Args:
             folder: the folder; or a text ``owner/name`` that is no folder here, for a repository of the hub.
             padding_side: "left" (for generation) or "right" (for training), where a call does not say.
-            pad_token: the token that pads a batch. Default: that of the checkpoint.
+            pad_token: the token that pads a batch. Default: the checkpoint's.
             revision, cache_dir, token, local_files_only: as in huggingface_hub; a folder has no use for them.
 
         Raises:
