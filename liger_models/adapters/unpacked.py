@@ -263,7 +263,7 @@ class UnpackedModel(Node):
                 # Transformers has the same module: norms, the embedding, output projections.
                 if isinstance(module, LigerLMHead):
                     setattr(owner, owner_name, with_class(module, UnpackedLMHead))
-                (theirs,) = {name.rpartition(".")[0] for each in expressions.values() for name in each.names()}
+                theirs, _, _ = next(iter(expressions.values())).names()[0].rpartition(".")
                 self._add_leaf_at(theirs, owner, owner_name)
             elif path in linears:
                 # Transformers has a linear layer for each matrix.
