@@ -71,6 +71,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
             f"apply_lora: {name} must have packed projections and its own head, got {type(model.lm_head).__name__}. "
             "Call pack() on what unpack_projections returned."
         )
+    # The matrices that the config means.
     linears, experts = adaptable_layers(model), adaptable_experts(model)
     chosen = _choose([name for _, expression in linears.values() for name in expression.names()], model, config)
     if config.use_dora and any(name in chosen for weights in experts.values() for name, _ in weights.values()):
@@ -79,6 +80,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
             "out."
         )
 
+    # Freeze, and then add trainable parameters.
     for parameter in model.parameters():
         parameter.requires_grad_(False)
 
@@ -110,7 +112,7 @@ def remove_adapters(model: CausalLM) -> None:
 
 
 def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear") -> list[str]:
-    """The layers that ``targets`` means, without those of the vision tower and its projection to image tokens.
+    """The layers that ``targets`` means, except the vision tower and its projection to image tokens.
 
     Args:
         model: with images; without adapters.
@@ -132,7 +134,7 @@ def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside it, a model computes as if it had no adapters: the reference of a preference loss needs no second model.
 
-    What is computed inside and needs a backward must run that backward inside too. Usually there is none
+    A backward of anything computed inside must run inside too. Usually there is none
     (``torch.no_grad()``).
 
     Raises:
@@ -171,6 +173,7 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
     config = model.config
     originals: dict[str, Original] = {}
 
+    # Experts: plain parameters, also where they were quantized.
     for path, moe in _experts(model).items():
         adapters, names = moe.lora, {*moe.adapted, *moe.quantized_weights}
         weights = {name: getattr(moe, name).detach() for name in names}
@@ -181,6 +184,7 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
         if reversible and names:
             originals[path] = Original(adapters, {name: weight.cpu() for name, weight in weights.items()})
 
+    # Linear layers. A tied head with an adapter is no longer the embedding.
     for path, layer in adapted_layers(model).items():
         assert isinstance(layer, LoRALinear)
         if path == "lm_head" and config.tie_word_embeddings:
@@ -285,7 +289,7 @@ def _entries(model: CausalLM) -> dict[str, Expression]:
 
 
 def expert_names(model: CausalLM) -> dict[str, str]:
-    """What people call the experts' matrices -> the name of the parameter in transformers that holds them.
+    """Common names of the experts' matrices -> the name of the parameter in transformers that holds them.
 
     These are the names in all layouts of a checkpoint, without the number of the expert: ``experts.gate_proj``,
     ``experts.up_proj`` and ``experts.gate_up_proj`` are the same parameter.
@@ -358,7 +362,7 @@ def _compiled(target: str) -> re.Pattern[str]:
 
 
 def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalLM, is_pattern: bool) -> str:
-    """What to do about a target that means nothing."""
+    """Advice about a target that means nothing."""
     endings = sorted(set(map(short_name, names)))
     others = {short_name(name) for expression in _entries(model).values() for name in expression.names()}
     last = target.rpartition(".")[2]
@@ -373,5 +377,5 @@ def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalL
 
 
 def _some_experts(experts: Mapping[str, str]) -> str:
-    """The names of the experts' parameters without those of their layers, for errors."""
+    """The names of the experts' parameters without their layers, for errors."""
     return ", ".join(sorted({".".join(name.split(".")[-2:]) for name in experts.values()})) or "none here"

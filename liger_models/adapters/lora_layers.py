@@ -239,7 +239,7 @@ class LinearAdapters(nn.ModuleDict):
         return self.group if is_sharded(next(self.parameters())) else None
 
     def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Rows in the order of the weight; where its rows are sharded, those of this rank.
+        """Rows in the order of the weight; where its rows are sharded, the rows of this rank.
 
         Args:
             rows: name of each of the checkpoint's matrices -> all of its rows, or this rank's.
@@ -381,6 +381,7 @@ class LoRALinear(nn.Linear, Layer):
             return self.base_product(x, bias)
 
         A, B, scale = self.derived(x.dtype)
+        # One kernel in decoding.
         if self._fuses(x):
             quantized = self.quantized_weight
             return low_rank_linear(x, self.weight if quantized is None else quantized.to(x.dtype), bias, (A, B))
@@ -390,7 +391,7 @@ class LoRALinear(nn.Linear, Layer):
             y = y + F.linear(low, B.to(y.dtype))
         else:
             y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), B.T.to(y.dtype)).view_as(y)
-        if scale is not None:
+        if scale is not None:  # DoRA scales the product before the bias is added
             y = y * scale.to(y.dtype)
             y = y if bias is None else y + bias.to(y.dtype)
         return y
@@ -433,6 +434,7 @@ class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
         """Shard B and m by rows, if a shard of the weight is made of successive rows of each of its matrices."""
         dims = self.lora.shard_rows(group)
         ranks = torch.arange(group.size, device="cpu")
+        # The rank that owns each row of the packed weight, and so each row of each matrix.
         rank_of_row = ranks.repeat_interleave(self.out_features // group.size)
         rank_of_rows = self.lora.expression.unpack(rank_of_row).values()
         successive = all(rows.equal(ranks.repeat_interleave(len(rows) // group.size)) for rows in rank_of_rows)
@@ -491,7 +493,7 @@ class LoRALMHead(LoRALinear, LigerLMHead):
             return super().operands(x)
 
         A, B, scale = self.derived(x.dtype)
-        weight = torch.cat([local(self.weight).to(x.dtype), B], 1)
+        weight = torch.cat([local(self.weight).to(x.dtype), B], 1)  # [V, C + r]
         if scale is not None:
             weight = weight * scale.to(x.dtype)[:, None]
         return torch.cat([x, F.linear(self.dropout(x), A).to(x.dtype)], -1), weight

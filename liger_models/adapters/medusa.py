@@ -83,7 +83,7 @@ class ResidualBlock(nn.Module):
 class MedusaHead(nn.Sequential):
     """Residual blocks, followed by a projection to the vocabulary unless the heads share one.
 
-    A Sequential, because its parameter names are those of the file format. The projection runs inside this forward, in
+    A Sequential has the parameter names of the file format. The projection runs inside this forward, in
     which FSDP has gathered its weight.
 
     Args:
@@ -205,6 +205,7 @@ class LigerMedusa(nn.Module):
 
         if labels is None:
             tokens = input_ids if input_ids is not None else inputs["inputs_embeds"]
+            # No targets: the loss function returns the hidden states, which the heads then read.
             nothing = torch.full(tokens.shape[:2], IGNORED, device=tokens.device)
             out = self.model(
                 input_ids, labels=nothing, loss_function=lambda hidden, *_: hidden, return_logits=True, **inputs
@@ -216,6 +217,7 @@ class LigerMedusa(nn.Module):
         ahead = self.targets(labels, inputs.get("attention_mask"), cu_seqlens)  # [K, B, T]
         check_num_items(num_items_in_batch, ahead)
 
+        # The loss runs inside the model's head, where its weight is gathered.
         def loss_of_heads(hidden: Tensor, weight: Tensor, target: Tensor) -> MedusaOutput:
             if return_log_probs:
                 return MedusaOutput(log_probs=self._log_probs(hidden, weight, torch.cat([target[None], ahead])))
@@ -262,6 +264,7 @@ class LigerMedusa(nn.Module):
         layout = BatchLayout.build(
             (B, T), labels.device, {}, windows={}, attention_mask=attention_mask, cu_seqlens=cu_seqlens
         )
+        # Each shift moves the labels one position closer, within a document.
         target, ahead = layout.shift(labels), []
         for _ in self.heads:
             target = layout.shift(target)
@@ -339,6 +342,8 @@ class LigerMedusa(nn.Module):
             reshard: Any = getattr(module, "reshard", None)
             if reshard is not None:  # FSDP: an evaluation leaves parameters gathered
                 reshard()
+
+        # A shared projection under the name that it has in each head.
         parameters: dict[str, Any] = dict(self.heads.named_parameters())
         if self.share_lm_head:
             names = [f"{k}.{self.num_layers}.weight" for k in range(len(self.heads))]

@@ -56,7 +56,7 @@ class LigerMTP(nn.Module):
     """A model with its block for multi-token prediction. Its forward trains both; ``model`` stays usable by itself.
 
     The block's weights are those of the checkpoint that the model was loaded from (``mtp.…``). If it has none, they are
-    initialized like a new model's. What the block saves for the backward follows the policy of the model's last one
+    initialized like a new model's. The block saves activations by the policy of the model's last one
     (`Decoder.set_checkpointing`).
 
     Args:
@@ -182,6 +182,7 @@ class LigerMTP(nn.Module):
             share = None if num_items_in_batch is None else model.groups.share_of_step(target, num_items_in_batch)
             return base, mtp, share
 
+        # Inside the model's head, for both losses read its weight.
         out: Any = model.run(embeds, layout, labels=labels, loss_function=losses)
         (base, mtp, share), aux = out.loss, out.aux_loss
         loss = base + self.loss_weight * mtp
@@ -198,7 +199,8 @@ class LigerMTP(nn.Module):
             embeds: e, [B, T, C].
             layout: layout of the batch.
         """
-        ahead = self.pre_fc_norm_embedding(embeds.roll(-1, 1))
+        # The embedding of the next token. At the end of a document it belongs to another one, but no target follows.
+        ahead = self.pre_fc_norm_embedding(embeds.roll(-1, 1))  # [B, T, C]
         u = self.fc(torch.cat([ahead, self.pre_fc_norm_hidden(hidden)], -1))
         (predictor,) = self._predictor
         policy = self.model.checkpointing
@@ -211,7 +213,7 @@ class LigerMTP(nn.Module):
         """The block's weights as a checkpoint holds them, by name, copied to host memory.
 
         Args:
-            dtype: dtype of the tensors; None for that of the weights.
+            dtype: dtype of the tensors; None for the dtype of the weights.
         """
         chosen = self.model.dtype if dtype is None else as_dtype("tensors: dtype", dtype)
         tensors = {}

@@ -132,9 +132,9 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
 
 
 def _misread(model: CausalLM) -> set[str]:
-    """Last parts of names that PEFT takes for those of experts, wherever they are in a list or a pattern of modules.
+    """Last parts of names that PEFT takes for experts, wherever they are in a list or a pattern of modules.
 
-    These are the names of matrices that a checkpoint has for each expert by itself, while transformers has those of all
+    A checkpoint has these matrices for each expert by itself, while transformers has the matrices of all
     experts in one parameter. A shared expert or a dense layer may have the same names.
     """
     names = expert_names(model)
@@ -162,6 +162,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     config = _read_config(folder / CONFIG, model, tensors)
 
+    # If the tensors do not fit, the model is left as it was.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     apply_lora(model, config)
     try:
@@ -280,6 +281,7 @@ def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> N
             f"{file}: the head's weight must equal the model's, got another. Load the model that was adapted."
         )
 
+    # The names must be the same on both sides, and then the shapes.
     targets: dict[str, PeftTensor] = {}
     for layer in adapted_layers(model).values():
         targets |= peft_tensors(layer)

@@ -1,7 +1,7 @@
 """A model as a tree of modules with transformers' names, each projection a linear layer of its own: what PEFT adapts.
 
 PEFT finds modules by their names and replaces them. Packed projections have other names and hold several matrices, so
-they are taken apart first. The blocks, attention and the loss remain those of the model:
+they are taken apart first. The blocks, attention and the loss stay the model's:
 
     UnpackedModel                the tree: names of transformers, modules of the model as its leaves
       model.layers.0.self_attn     Node
@@ -124,7 +124,7 @@ class UnpackedLMHead(Layer):
     operands, product = LigerLMHead.operands, LigerLMHead.product
 
     def extra_repr(self) -> str:
-        """What to do instead of giving it an adapter, for PEFT's error."""
+        """Advice for PEFT's error: the head takes no adapter."""
         return "has the loss inside: train it with modules_to_save, or adapt it with liger_models.adapters.apply_lora"
 
 
@@ -195,7 +195,7 @@ class UnpackedModel(Node):
     is_gradient_checkpointing = False
     """Otherwise PEFT lets the embedding's output require a gradient, which no policy of this package needs."""
     fixed: list[str]
-    """The checkpoint's names of what cannot be adapted: experts, routers, patch embeddings, parameters of their own."""
+    """The checkpoint's names of parameters that cannot be adapted: experts, routers, patch embeddings and others."""
     skipped: set[str]
     """Ends of those names that are linear layers in transformers, or hold experts."""
     plain_names: set[str]
@@ -210,6 +210,7 @@ class UnpackedModel(Node):
         self.fixed, self.skipped = [], set()
         self.adapter_configs, self.checked = None, set()
 
+        # The tree.
         self._add_causal_lm(causal_lm)
         self._add_modules_beside(inner, causal_lm)
         self.plain_names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
@@ -221,7 +222,9 @@ class UnpackedModel(Node):
         if embedding.scale is not None:
             setattr(embedding, "embed_scale", embedding.scale)  # noqa: B010  # PEFT's factor of an adapter's output
 
-        self.wrapped = WrappedModel(inner, causal_lm)  # last: now attributes that the tree lacks are the model's
+        # From here on, attributes that the tree lacks are the model's. Before each forward the model takes the tree's
+        # modules.
+        self.wrapped = WrappedModel(inner, causal_lm)
         self.hooks = [module.register_forward_pre_hook(self._before_forward) for module in {inner, causal_lm}]
 
     @property
@@ -260,9 +263,10 @@ class UnpackedModel(Node):
                 # Transformers has the same module: norms, the embedding, output projections.
                 if isinstance(module, LigerLMHead):
                     setattr(owner, owner_name, with_class(module, UnpackedLMHead))
-                (theirs,) = {name.rpartition(".")[0] for each in expressions.values() for name in each.names()}
+                theirs, _, _ = next(iter(expressions.values())).names()[0].rpartition(".")
                 self._add_leaf_at(theirs, owner, owner_name)
             elif path in linears:
+                # Transformers has a linear layer for each matrix.
                 unpacked = UnpackedLinear(linears[path][0], expressions["weight"], expressions.get("bias"))
                 setattr(owner, owner_name, unpacked.train(module.training))
                 for name in expressions:
@@ -270,6 +274,7 @@ class UnpackedModel(Node):
                 for name in expressions["weight"].names():
                     self._add_leaf_at(name.removesuffix(".weight"), unpacked, short_name(name))
             else:
+                # Transformers computes with these parameters otherwise.
                 for name, expression in expressions.items():
                     self._add_fixed(module, name, expression)
 
@@ -293,6 +298,7 @@ class UnpackedModel(Node):
 
     def _add_modules_beside(self, inner: nn.Module, causal_lm: CausalLM) -> None:
         """Add what a model has beside its `CausalLM`, such as a head for classes, to the tree by its own names."""
+        # The modules around the `CausalLM`, from the outermost one inwards.
         for path, holder in inner.named_modules():
             if holder is causal_lm or causal_lm not in holder.modules():
                 continue
@@ -422,7 +428,7 @@ class UnpackedModel(Node):
         position_ids: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """The model's forward. Arguments that are None, of which PEFT passes many, are left out."""
+        """The model's forward, without the arguments that are None: PEFT passes many."""
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
         inputs |= {"labels": labels, "position_ids": position_ids}
         return self.inner(**{name: value for name, value in inputs.items() if value is not None})

@@ -70,7 +70,7 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
     Raises:
         ValueError: a number is above `MOST` or `MOST_EXPERTS`, and above the number of tensors.
     """
-    found: dict[str, int] = {}
+    counts = dict.fromkeys(MOST, 0)
     nested = [hf]
     while nested:
         for key, value in nested.pop().items():
@@ -83,8 +83,9 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
                         f"config.json: {key} must be at most {most}, got {value}. A checkpoint with more tensors may "
                         "have more: load it from a folder."
                     )
-                found[key] = max(value, found.get(key, 0))
-    experts = max(found.get("num_experts", 0), found.get("num_local_experts", 0)) * found.get("num_hidden_layers", 0)
+                counts[key] = max(value, counts[key])
+
+    experts = max(counts["num_experts"], counts["num_local_experts"]) * counts["num_hidden_layers"]
     if not experts <= max(MOST_EXPERTS, tensors):
         raise ValueError(
             f"config.json: num_hidden_layers times the number of experts must be at most {max(MOST_EXPERTS, tensors)}, "
@@ -94,7 +95,7 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
 
 @contextlib.contextmanager
 def blaming(where: object) -> Iterator[None]:
-    """Context that turns errors which odd values cause (a division by zero, a missing key) into a ValueError.
+    """Context that turns the errors of odd values (a division by zero, a missing key) into a ValueError.
 
     Args:
         where: the file, for the error.
@@ -121,7 +122,7 @@ def read_config(
         tensors: number of tensors in the checkpoint, if it is known; see `check_counts`.
 
     Raises:
-        ValueError: the checkpoint is quantised, a rope type or a value is not supported, a required key is missing,
+        ValueError: the checkpoint is quantized, a rope type or a value is not supported, a required key is missing,
             a number is out of range, or with ``strict`` a key is unknown.
     """
     check_counts(hf, tensors)
@@ -130,12 +131,12 @@ def read_config(
 
 
 def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bool) -> "Config":
+    # Of quantized checkpoints only those that are read dequantized.
     checkpoint = format_of(config_class)
     quantization = hf.get("quantization_config") or hf.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
-        known = isinstance(method, str) and method in {*checkpoint.quantised_maps, "fp8"}
-        if not known:
+        if not (isinstance(method, str) and method in {*checkpoint.quantised_maps, "fp8"}):
             raise ValueError(
                 f"config.json: the checkpoint must not be quantised, got quantization_config ({method}). "
                 "Load the original checkpoint instead."
@@ -144,6 +145,7 @@ def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bo
             block_size(quantization)
         hf = {key: value for key, value in hf.items() if key != "quantization_config"}
 
+    # The fields of the class, by the names that the class has for them.
     hf = checkpoint.from_json(hf)
     ignored = IGNORED_KEYS | frozenset(checkpoint.ignored_keys)
     rope_keys = _ROPE_KEYS if "rope_scaling" in typing.get_type_hints(config_class) else ()
@@ -160,7 +162,7 @@ def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bo
             raise ValueError(f"{message}remove them, or load with strict=False.")
         warnings.warn(f"{message}ignore this warning; strict=True makes it an error.", stacklevel=4)
 
-    return _made(config_class, values)
+    return _build(config_class, values)
 
 
 def _read_fields(
@@ -175,17 +177,18 @@ def _read_fields(
     values: dict[str, Any] = {}
     for key, value in hf.items():
         if key in hints:
-            part = hints[key]
-            if dataclasses.is_dataclass(part) and isinstance(part, type) and isinstance(value, Mapping):
-                values[key] = _made(part, _read_fields(part, value, ignored, f"{where}{key}.", unknown))
-            elif value is not None or _takes_none(part):  # for other fields null means that the key is not set
-                values[key] = _typed(f"{where}{key}", value, part)
+            hint = hints[key]
+            if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
+                values[key] = _build(hint, _read_fields(hint, value, ignored, f"{where}{key}.", unknown))
+            elif value is not None or type(None) in _options(hint):  # otherwise null means that the key is not set
+                values[key] = _typed(f"{where}{key}", value, hint)
         elif key not in ignored and value is not None:
             unknown.append(f"{where}{key}")
     return values
 
 
-def _made(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
+def _build(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
+    """A config with these values; raises ValueError if one is missing or out of range."""
     fields = dataclasses.fields(config_class)
     required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
     missing = [name for name in required if name not in values]
@@ -198,41 +201,51 @@ def _made(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
 def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The fields ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor`` of a config, and unknown keys."""
     where = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    given = hf.get(where) or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"config.json: {where} must be an object of values, got {given!r}.")
-    rope = {key: value for key, value in given.items() if value is not None}
+    stored = hf.get(where) or {}
+    if not isinstance(stored, Mapping):
+        raise ValueError(f"config.json: {where} must be an object of values, got {stored!r}.")
+    rope = {key: value for key, value in stored.items() if value is not None}
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(
             f"config.json: {where} must be the same for all layers, got one object for each of {', '.join(rope)}."
         )
+
+    # Values that are fields of the config itself.
+    fields: dict[str, Any] = {}
     theta = rope.pop("rope_theta", hf.get("rope_theta"))
-    fields: dict[str, Any] = {} if theta is None else {"rope_theta": _typed("rope_theta", theta, float)}
+    if theta is not None:
+        fields["rope_theta"] = _typed("rope_theta", theta, float)
     if any(field.name == "partial_rotary_factor" for field in dataclasses.fields(config_class)):
         partial = rope.pop("partial_rotary_factor", None)
-        fields |= {} if partial is None else {"partial_rotary_factor": _typed("partial_rotary_factor", partial, float)}
+        if partial is not None:
+            fields["partial_rotary_factor"] = _typed("partial_rotary_factor", partial, float)
+
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
     rope_type = getattr(config_class, "rope_aliases", {}).get(rope_type, rope_type)
     original_length = getattr(config_class, "original_length", None)
     top_level = hf.get("original_max_position_embeddings") or original_length
-    if rope_type == "default":
+    if rope_type not in ("default", *ROPE_TYPES):
+        raise ValueError(
+            f"config.json: {where} must have one of the types default, {', '.join(ROPE_TYPES)}, got {rope_type!r}."
+        )
+
+    # The values of the scaling.
+    scaling = ROPE_TYPES.get(rope_type)
+    hints = {} if scaling is None else typing.get_type_hints(scaling)
+    if "truncate" in hints and stored.get("truncate", True) is None:  # transformers takes null as false
+        rope["truncate"] = False
+    if "original_max_position_embeddings" in hints:
+        rope["original_max_position_embeddings"] = (
+            top_level
+            or rope.get("original_max_position_embeddings")
+            or hf.get("max_position_embeddings")
+            or getattr(config_class, "max_position_embeddings", None)
+        )
+    values = {key: _typed(f"{where}.{key}", value, hints[key]) for key, value in rope.items() if key in hints}
+    if scaling is None:
         fields["rope_scaling"] = None
-        accepted: set[str] = set()
-    elif rope_type in ROPE_TYPES:
-        scaling = ROPE_TYPES[rope_type]
-        hints = typing.get_type_hints(scaling)
-        accepted = set(hints)
-        if "truncate" in accepted and given.get("truncate", True) is None:  # transformers takes null as false
-            rope["truncate"] = False
-        if "original_max_position_embeddings" in accepted:
-            rope["original_max_position_embeddings"] = (
-                top_level
-                or rope.get("original_max_position_embeddings")
-                or hf.get("max_position_embeddings")
-                or getattr(config_class, "max_position_embeddings", None)
-            )
-        values = {key: _typed(f"{where}.{key}", value, hints[key]) for key, value in rope.items() if key in accepted}
+    else:
         required = {field.name for field in dataclasses.fields(scaling) if field.default is dataclasses.MISSING}
         if required - values.keys():
             raise ValueError(
@@ -240,13 +253,9 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
                 f"got {', '.join(sorted(values)) or 'none of them'}."
             )
         fields["rope_scaling"] = scaling(**values)
-    else:
-        raise ValueError(
-            f"config.json: {where} must have one of the types default, {', '.join(ROPE_TYPES)}, got {rope_type!r}."
-        )
 
-    unknown = [f"{where}.{key}" for key in rope if key not in accepted]
-    if top_level is not None and original_length is None and "original_max_position_embeddings" not in accepted:
+    unknown = [f"{where}.{key}" for key in rope if key not in hints]
+    if top_level is not None and original_length is None and "original_max_position_embeddings" not in hints:
         unknown.append("original_max_position_embeddings")
     return fields, unknown
 
@@ -269,6 +278,7 @@ def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: rope_parameters must hold one object for each of {', '.join(LAYER_TYPES)}, "
             f"got {', '.join(nested)}."
         )
+    # The scaling of full attention, and the base of sliding attention.
     full, sliding = (dict(nested.get(layer_type) or {}) for layer_type in LAYER_TYPES)
     if full:
         flat["rope_scaling"] = full | (hf.get("rope_scaling") or {})  # with rope_theta in it
@@ -294,11 +304,11 @@ def of_text(
         text: the keys of its ``text_config``.
         top: fields that count at the top level only.
     """
-    either = ("bos_token_id", "eos_token_id", "initializer_range")  # these count wherever they are
-    fields = {field.name for field in dataclasses.fields(config_class)}.difference(either)
-    rest = {key: value for key, value in hf.items() if key not in ("text_config", *_ROPE_KEYS, *fields)}
-    own = {key: value for key, value in text.items() if key not in top or key in either}
-    return rest | own | {key: hf[key] for key in top if key in hf}
+    anywhere = ("bos_token_id", "eos_token_id", "initializer_range")  # these count wherever they are
+    fields = {field.name for field in dataclasses.fields(config_class)}.difference(anywhere)
+    others = {key: value for key, value in hf.items() if key not in ("text_config", *_ROPE_KEYS, *fields)}
+    nested = {key: value for key, value in text.items() if key not in top or key in anywhere}
+    return others | nested | {key: hf[key] for key in top if key in hf}
 
 
 def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -313,38 +323,43 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
         The content of config.json, from which ``read_config`` restores ``config``.
     """
     checkpoint = format_of(type(config))
+    # The other keys of the file stay, except for spellings of what is written below.
     out = dict(hf) | {
         "architectures": [checkpoint.hf_class],
         "model_type": checkpoint.model_type,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    for key in ("dtype", "rope_parameters", "text_config", "quantization_config"):  # the last was read dequantised
+    for key in ("dtype", "rope_parameters", "text_config", "quantization_config"):  # the last was read dequantized
         out.pop(key, None)
     original_length = getattr(config, "original_length", None)
     if original_length is None:
         out.pop("original_max_position_embeddings", None)
+
+    # The fields. None is written only where the file had the key, or where another default would be read.
     keys: dict[str, Any] = {}
-    known = out.keys() | (hf.get("text_config") or {}).keys()
+    present = out.keys() | (hf.get("text_config") or {}).keys()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name == "rope_scaling":
             keys |= _write_scaling(value, original_length)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             keys[field.name] = dataclasses.asdict(value)
-        elif value is not None or field.default is not None or field.name in known:
+        elif value is not None or field.default is not None or field.name in present:
             keys[field.name] = value
+
+    # Nested objects preserve unknown keys, too.
     written = checkpoint.to_json(keys)
-    for key in [key for key in written if key.endswith("_config")]:  # nested objects preserve unknown keys, too
-        stale = ("dtype", "torch_dtype", "rope_parameters")
-        part = {name: value for name, value in (hf.get(key) or {}).items() if name not in stale}
-        written[key] = part | written[key]
+    stale = ("dtype", "torch_dtype", "rope_parameters")
+    for key in [key for key in written if key.endswith("_config")]:
+        others = {name: value for name, value in (hf.get(key) or {}).items() if name not in stale}
+        written[key] = others | written[key]
     return out | written
 
 
 def _write_scaling(scaling: RopeScaling | None, original_length: int | None) -> dict[str, Any]:
     if scaling is None:
         return {"rope_scaling": None}
-    (rope_type,) = (name for name, kind in ROPE_TYPES.items() if kind is type(scaling))
+    (rope_type,) = (name for name, scaling_class in ROPE_TYPES.items() if scaling_class is type(scaling))
     values = {key: value for key, value in dataclasses.asdict(scaling).items() if value is not None}
     if not isinstance(scaling, LongRopeScaling):
         return {"rope_scaling": {"rope_type": rope_type, **values}}
@@ -360,10 +375,6 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _takes_none(hint: Any) -> bool:
-    return type(None) in _options(hint)
-
-
 def _typed(key: str, value: Any, hint: Any) -> Any:
     """``value`` with the type that its field declares; integers are accepted for floats."""
     options = _options(hint)
@@ -375,5 +386,5 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
         if typing.get_origin(option) is list and isinstance(value, list):
             (element,) = typing.get_args(option)
             return [_typed(f"{key}[{index}]", item, element) for index, item in enumerate(value)]
-    kinds = " or ".join(getattr(option, "__name__", str(option)) for option in options)
-    raise ValueError(f"config.json: {key} must be {kinds}, got {value!r}.")
+    names = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise ValueError(f"config.json: {key} must be {names}, got {value!r}.")

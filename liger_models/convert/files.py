@@ -60,7 +60,7 @@ class Stored(NamedTuple):
     Attributes:
         file: the file.
         shape, dtype: of the tensor.
-        scales: of a tensor in float8, that of its scales; see `convert.fp8`.
+        scales: the scales of a tensor in float8; see `convert.fp8`.
     """
 
     file: Path
@@ -73,7 +73,7 @@ class BlockScales(NamedTuple):
     """The scales of a tensor in float8, one for each block of its last two dimensions.
 
     Attributes:
-        file, name, dtype: where they are stored, and as what.
+        file, name, dtype: file, name and dtype of the tensor that holds them.
         block: rows and columns of a block.
     """
 
@@ -96,12 +96,12 @@ def as_dtype(
     Raises:
         ValueError: ``dtype`` is none of these.
     """
-    known = {str(each).removeprefix("torch."): each for each in allowed}
+    by_name = {str(option).removeprefix("torch."): option for option in allowed}
     name = str(dtype).lower().removeprefix("torch.")
     name = DTYPE_NAMES.get(name, name)
-    if name not in known:
-        raise ValueError(f"{argument} must be one of {', '.join(known)}, got {dtype!r}. Choose one of them.")
-    return known[name]
+    if name not in by_name:
+        raise ValueError(f"{argument} must be one of {', '.join(by_name)}, got {dtype!r}. Choose one of them.")
+    return by_name[name]
 
 
 def read_json_config(folder: Path) -> dict[str, Any]:
@@ -154,12 +154,13 @@ def read_headers(folder: Path) -> dict[str, Stored]:
         ValueError: a file is truncated or not a safetensors file, the index lacks a tensor or names a file outside the
             folder, or a tensor differs between shards.
     """
+    # The files: one, or several with an index.
+    index: dict[str, str] = {}  # name of a tensor -> its file
     if (folder / WEIGHTS).is_file():
-        place: dict[str, str] = {}
         files = [WEIGHTS]
     elif (folder / INDEX).is_file():
-        place = read_index(folder / INDEX)
-        files = sorted(set(place.values()))
+        index = read_index(folder / INDEX)
+        files = sorted(set(index.values()))
     else:
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pth", ".pt"))
         hint = (
@@ -178,32 +179,33 @@ def read_headers(folder: Path) -> dict[str, Stored]:
             f"{folder}: must hold the {len(files)} files that {INDEX} names, got {len(files) - len(absent)}: missing "
             f"{', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}. Download them again."
         )
+
+    # Their headers. A tensor in several files must be the same; the file that the index names counts.
     stored: dict[str, Stored] = {}
-    for name in files:
-        path = folder / name
+    for file_name in files:
+        path = folder / file_name
         with open_safetensors(path) as file:
-            for key in file.keys():  # noqa: SIM118  it is no dict
-                if place and key not in place:
+            for name in file.keys():  # noqa: SIM118  it is no dict
+                if index and name not in index:
                     raise ValueError(
-                        f"{folder / INDEX}: must name all tensors of its files, got none of the name {key}, which "
-                        f"{name} holds. Download the index and the files of one commit."
+                        f"{folder / INDEX}: must name all tensors of its files, got none of the name {name}, which "
+                        f"{file_name} holds. Download the index and the files of one commit."
                     )
-                header = file.get_slice(key)
-                found = Stored(path, tuple(header.get_shape()), header.get_dtype())
-                if key in stored and not _same(stored[key], found, key):
+                header = file.get_slice(name)
+                tensor = Stored(path, tuple(header.get_shape()), header.get_dtype())
+                if name in stored and not _same(stored[name], tensor, name):
                     raise ValueError(
-                        f"{folder}: {key} must be one tensor, got different ones in {stored[key].file.name} and "
-                        f"{name}. Download the index and the files of one commit."
+                        f"{folder}: {name} must be one tensor, got different ones in {stored[name].file.name} and "
+                        f"{file_name}. Download the index and the files of one commit."
                     )
-                if place.get(key, name) == name:
-                    stored[key] = found
-                else:
-                    stored.setdefault(key, found)
-    for key, name in place.items():
-        if key not in stored or stored[key].file != folder / name:
+                if name not in stored or index.get(name, file_name) == file_name:
+                    stored[name] = tensor
+
+    for name, file_name in index.items():
+        if name not in stored or stored[name].file != folder / file_name:
             raise ValueError(
-                f"{folder / INDEX}: must name the file of each tensor, got {name} for {key}, which it does not hold. "
-                "Download the index and the files of one commit."
+                f"{folder / INDEX}: must name the file of each tensor, got {file_name} for {name}, which it does not "
+                "hold. Download the index and the files of one commit."
             )
     return with_scales(stored, folder)
 
@@ -217,89 +219,92 @@ def with_scales(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
     names = [name for name in stored if name.endswith(SCALES)]
     if not names:
         return stored
+
+    # Each tensor of scales must have a number for each block of the tensor that it belongs to.
     quantization = read_json_config(folder).get("quantization_config")
     block = block_size(quantization if isinstance(quantization, Mapping) else {})
-    found = {name: one for name, one in stored.items() if not name.endswith(SCALES)}
+    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(SCALES)}
     for name in names:
         owner, scales = name.removesuffix(SCALES), stored[name]
-        weight = found.get(owner, scales)
+        weight = tensors.get(owner, scales)
         *before, rows, columns = weight.shape if len(weight.shape) > 1 else (0, 0)
-        wanted = (*before, -(-rows // block[0]), -(-columns // block[1]))
-        if weight.dtype != FLOAT8 or scales.dtype not in FLOATS or scales.shape != wanted:
+        shape = (*before, -(-rows // block[0]), -(-columns // block[1]))
+        if weight.dtype != FLOAT8 or scales.dtype not in FLOATS or scales.shape != shape:
             raise ValueError(
-                f"{scales.file}: {name} must be floating-point numbers {list(wanted)} for blocks of {list(block)} of "
+                f"{scales.file}: {name} must be floating-point numbers {list(shape)} for blocks of {list(block)} of "
                 f"{owner} in {FLOAT8}, got {list(scales.shape)} in {scales.dtype}, and {weight.dtype} for {owner}. "
                 "Download the files of one commit."
             )
-        found[owner] = weight._replace(scales=BlockScales(scales.file, name, scales.dtype, block))
-    return found
+        tensors[owner] = weight._replace(scales=BlockScales(scales.file, name, scales.dtype, block))
+    return tensors
 
 
 @contextlib.contextmanager
 def open_all(stored: Iterable[Stored]) -> Iterator[dict[Path, Any]]:
     """Open the files that hold these tensors and their scales: path -> file."""
     tensors = [*stored]
-    paths = {one.file for one in tensors} | {one.scales.file for one in tensors if one.scales is not None}
+    paths = {tensor.file for tensor in tensors}
+    paths |= {tensor.scales.file for tensor in tensors if tensor.scales is not None}
     with contextlib.ExitStack() as stack:
         yield {path: stack.enter_context(open_safetensors(path)) for path in paths}
 
 
-def read_rows(files: Mapping[Path, Any], name: str, one: Stored, first: int, last: int) -> torch.Tensor:
+def read_rows(files: Mapping[Path, Any], name: str, tensor: Stored, first: int, last: int) -> torch.Tensor:
     """Rows of a tensor; of one in float8 the numbers that it stands for, in bfloat16.
 
     Args:
         files: the open files.
         name: its name.
-        one: where it is.
+        tensor: its file, and its scales.
         first, last: first row, and last row + 1.
     """
-    rows: torch.Tensor = files[one.file].get_slice(name)[first:last]
-    if one.scales is None:
+    rows: torch.Tensor = files[tensor.file].get_slice(name)[first:last]
+    if tensor.scales is None:
         return rows
-    file, scales_name, _, block = one.scales
+    file, scales_name, _, block = tensor.scales
     scales = files[file].get_slice(scales_name)
-    if len(one.shape) > 2:  # whole matrices
+    if len(tensor.shape) > 2:  # whole matrices
         return dequantise(rows, scales[first:last], block)
-    begin = first // block[0]
+    begin = first // block[0]  # first row of blocks
     return dequantise(rows, scales[begin : -(-last // block[0])], block, first - begin * block[0])
 
 
-def read_codes(files: Mapping[Path, Any], name: str, one: Stored, first: int, last: int) -> torch.Tensor:
+def read_codes(files: Mapping[Path, Any], name: str, tensor: Stored, first: int, last: int) -> torch.Tensor:
     """Rows of a tensor [..., C] in float8 as its codes: bytes [n, ..., C]."""
-    codes: torch.Tensor = files[one.file].get_slice(name)[first:last]
+    codes: torch.Tensor = files[tensor.file].get_slice(name)[first:last]
     return codes.view(torch.uint8)
 
 
-def read_scales(files: Mapping[Path, Any], one: Stored, first: int, last: int) -> torch.Tensor:
-    """The scales of rows of a tensor [O, C] in float8, those of its block for every row: [n, C / width], rounded up.
+def read_scales(files: Mapping[Path, Any], tensor: Stored, first: int, last: int) -> torch.Tensor:
+    """For each row of a tensor [O, C] in float8, the scales of its blocks: [n, C / width], rounded up.
 
-    Of a tensor [X, O, C] those of matrices: [n, O, C / width].
+    Of a tensor [X, O, C], for each row of its matrices: [n, O, C / width].
     """
-    assert one.scales is not None
-    file, name, _, (height, _) = one.scales
-    if len(one.shape) > 2:
+    assert tensor.scales is not None
+    file, name, _, (height, _) = tensor.scales
+    if len(tensor.shape) > 2:
         whole: torch.Tensor = files[file].get_slice(name)[first:last]
-        return whole.repeat_interleave(height, 1)[:, : one.shape[1]]
+        return whole.repeat_interleave(height, 1)[:, : tensor.shape[1]]
     begin = first // height
     scales: torch.Tensor = files[file].get_slice(name)[begin : -(-last // height)]
     return scales.repeat_interleave(height, 0)[first - begin * height :][: last - first]
 
 
-def read_whole(files: Mapping[Path, Any], name: str, one: Stored) -> torch.Tensor:
+def read_whole(files: Mapping[Path, Any], name: str, tensor: Stored) -> torch.Tensor:
     """A tensor, as `read_rows` reads rows of it."""
-    if one.scales is not None:
-        return read_rows(files, name, one, 0, one.shape[0])
-    tensor: torch.Tensor = files[one.file].get_tensor(name)
-    return tensor
+    if tensor.scales is not None:
+        return read_rows(files, name, tensor, 0, tensor.shape[0])
+    whole: torch.Tensor = files[tensor.file].get_tensor(name)
+    return whole
 
 
-def _same(one: Stored, other: Stored, key: str) -> bool:
+def _same(one: Stored, other: Stored, name: str) -> bool:
     """Whether the tensors of one name in two files are equal, bit for bit."""
     if one[1:] != other[1:]:
         return False
     with open_safetensors(one.file) as first, open_safetensors(other.file) as second:
-        tensors = first.get_tensor(key), second.get_tensor(key)
-    return torch.equal(*(each.contiguous().flatten().view(torch.uint8) for each in tensors))
+        tensors = [file.get_tensor(name).contiguous().flatten().view(torch.uint8) for file in (first, second)]
+    return torch.equal(*tensors)
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -308,11 +313,11 @@ def read_index(path: Path) -> dict[str, str]:
     Raises:
         ValueError: the file has no valid ``weight_map``, or names a file outside of its folder.
     """
-    place = read_json(path).get("weight_map")
-    if not isinstance(place, dict) or not place or not all(isinstance(file, str) for file in place.values()):
-        raise ValueError(f"{path}: must have a weight_map, tensor name to file name, got {place!r}. Download it again.")
-    for name in set(place.values()):
-        # Both kinds of paths, because the checkpoint may come from another system.
+    index = read_json(path).get("weight_map")
+    if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+        raise ValueError(f"{path}: must have a weight_map, tensor name to file name, got {index!r}. Download it again.")
+    for name in set(index.values()):
+        # Paths of POSIX and of Windows, because the checkpoint may come from another system.
         parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
         outside = ".." in parts or PurePosixPath(name).is_absolute() or bool(PureWindowsPath(name).anchor)
         if outside or "\0" in name or not name.endswith(".safetensors"):
@@ -320,7 +325,7 @@ def read_index(path: Path) -> dict[str, str]:
                 f"{path}: must name safetensors files in its folder, got {name!r}. Do not load this checkpoint unless "
                 "you know who wrote it."
             )
-    return place
+    return index
 
 
 @contextlib.contextmanager
@@ -338,7 +343,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(file: Path, name: str) -> torch.Tensor:
-    """A tensor of a file, in host memory, whose pages are not those of the file."""
+    """A tensor of a file, copied to host memory: it does not keep the file mapped."""
     with open_safetensors(file) as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
         return tensor.clone()

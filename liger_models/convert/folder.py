@@ -19,15 +19,15 @@ except ImportError:  # Windows: files are replaced one by one, and writers do no
     fcntl = None
 
 NEW = ".new"
-"""Folder in which the new files are whole while those of a folder that cannot be exchanged are replaced one by one."""
+"""Subfolder of a folder that cannot be exchanged. It holds all new files while they replace the old ones one by one."""
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stale: Iterable[str] = ()) -> None:
     """Write files to a folder, all or none of them. Other files in the folder are kept.
 
-    The files are first written to ``.<name>.saving`` beside the folder. A lock makes a second writer wait. What a
-    killed writer has left there is not locked, and the next writer removes it. When all files are written, a new folder
-    appears by one rename, and an existing one is exchanged in one step.
+    The files are first written to ``.<name>.saving`` beside the folder. A lock makes a second writer wait. The next
+    writer removes the files that a killed writer has left. When all files are written, a new folder appears by one
+    rename, and an existing one is exchanged in one step.
 
     Some folders cannot be exchanged: the working directory, a mount point, one with subfolders or of another owner, and
     any on a file system without this operation. Their files are replaced one by one. ``last`` is removed first and
@@ -46,12 +46,13 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
     folder = Path(os.path.realpath(folder))
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder}: must be a folder, got a file. Choose another path, or remove the file.")
-    missing = [each for each in folder.parents if not each.exists()]
-    place = folder if _must_stay(folder) else folder.parent
+    missing = [parent for parent in folder.parents if not parent.exists()]
+    workplace = folder if _must_stay(folder) else folder.parent
     try:
         with _reporting(folder):
-            place.mkdir(parents=True, exist_ok=True)
-        with _reserved(place / f".{folder.name}.saving", folder) as new:
+            workplace.mkdir(parents=True, exist_ok=True)
+        # Write to a folder that no other writer has, on the same file system.
+        with _reserved(workplace / f".{folder.name}.saving", folder) as new:
             with _reporting(folder):
                 write(new)
             names = {path.name for path in new.iterdir()}
@@ -61,14 +62,15 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
                         f"{folder / name}: must be a file, got a folder. Choose another path or remove it."
                     )
             old = {path.name for pattern in stale for path in folder.glob(pattern)} - names
+            # In one step, where that is possible.
             if not folder.exists():
                 new.rename(folder)
-            elif place == folder or not _exchange(new, folder, names | old):
+            elif workplace == folder or not _exchange(new, folder, names | old):
                 _replace(new, folder, names, old, last)
     except BaseException:
-        for each in missing:
+        for parent in missing:
             with contextlib.suppress(OSError):
-                each.rmdir()
+                parent.rmdir()
         raise
 
 
@@ -110,6 +112,7 @@ def _must_stay(folder: Path) -> bool:
 def _reserved(staging: Path, folder: Path) -> Iterator[Path]:
     """Create a folder to write to, in ``staging``, which a lock keeps for this process; waits for other processes."""
     while True:
+        # The lock is a file in the folder, which its last owner removes: look whether it is still the one.
         with _reporting(folder):
             with contextlib.suppress(FileExistsError):
                 staging.mkdir()
@@ -124,8 +127,8 @@ def _reserved(staging: Path, folder: Path) -> Iterator[Path]:
         os.close(lock)  # of a file that the previous owner has removed
     new = staging / uuid.uuid4().hex
     try:
-        for left in staging.glob("*/"):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in staging.glob("*/"):
+            shutil.rmtree(leftover, ignore_errors=True)
         new.mkdir()
         yield new
     finally:
@@ -157,8 +160,8 @@ def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
         shutil.copystat(folder, new)
     except (AttributeError, OSError):  # no such function; a subfolder, or a file system without links
         return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if rename(here, os.fsencode(new), here, os.fsencode(folder), exchange) != 0:
+    working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if rename(working_directory, os.fsencode(new), working_directory, os.fsencode(folder), exchange) != 0:
         return False
     for path in new.iterdir():
         if path.name not in ours and not os.path.lexists(folder / path.name):  # created by others in the meantime
@@ -171,6 +174,7 @@ def _replace(new: Path, folder: Path, names: set[str], old: set[str], last: str)
     whole = folder / NEW
     shutil.rmtree(whole, ignore_errors=True)
     new.rename(whole)
+    # Without the file `last` nobody takes the folder for a whole one.
     for name in (last, *old):
         (folder / name).unlink(missing_ok=True)
     for name in sorted(names, key=lambda name: name == last):

@@ -1,6 +1,5 @@
 """The checkpoint format of a family: how its config.json and its tensors are laid out."""
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,11 +52,16 @@ class CheckpointFormat:
 
     def expert_map(self, config: Any) -> WeightMap:
         """As `module_map`, with the experts of a layer in as few tensors as possible, as transformers 5 holds them."""
-        return min(self._module_maps(config), key=lambda each: sum(len(x.names()) for x in each.entries.values()))
+        return min(self._module_maps(config), key=lambda weights: len(_names(weights)))
 
     def _module_maps(self, config: Any) -> list[WeightMap]:
-        maps, inside = self.weight_maps(config), f"{self.module}.weight"
-        return [each for each in maps if any(inside in x.names() for x in each.entries.values())] or maps
+        maps = self.weight_maps(config)
+        return [weights for weights in maps if f"{self.module}.weight" in _names(weights)] or maps
+
+
+def _names(weights: WeightMap) -> list[str]:
+    """The names of all tensors of a layout."""
+    return [name for expression in weights.entries.values() for name in expression.names()]
 
 
 FORMATS: dict[type, CheckpointFormat] = {}
@@ -65,24 +69,15 @@ FORMATS: dict[type, CheckpointFormat] = {}
 
 
 def format_of(cls: type) -> CheckpointFormat:
-    """The checkpoint format of a model class or a config class: its own, or that of its nearest base class.
+    """The checkpoint format of a model class or a config class, or of its nearest base class that has one.
 
     Raises:
         ValueError: neither the class nor one of its bases is registered.
     """
-    found = next((FORMATS[base] for base in cls.__mro__ if base in FORMATS), None)
-    if found is None:
+    registered = next((FORMATS[base] for base in cls.__mro__ if base in FORMATS), None)
+    if registered is None:
         raise ValueError(
             f"{cls.__name__}: must be registered, or derive from a registered class, so that the format of its "
             f"checkpoints is known, got module {cls.__module__!r}. Call liger_models.register with a name for it."
         )
-    return found
-
-
-def get_map(model_type: str) -> Callable[[Any], WeightMap]:
-    """Deprecated: ``format_of(model_class).weight_map``."""
-    warnings.warn("get_map is deprecated; use format_of(model_class).weight_map.", DeprecationWarning, stacklevel=2)
-    found = next((each for each in FORMATS.values() if each.model_type == model_type), None)
-    if found is None:
-        raise ValueError(f"get_map: model_type must be that of an imported model class, got {model_type!r}. Import it.")
-    return found.weight_map
+    return registered

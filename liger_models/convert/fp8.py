@@ -20,8 +20,8 @@ def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
         ValueError: it describes something else.
     """
     block, fmt = quantization.get("weight_block_size"), quantization.get("fmt", "e4m3")
-    known = isinstance(block, list) and len(block) == 2 and all(isinstance(each, int) and each > 0 for each in block)
-    if quantization.get("quant_method") != "fp8" or not known or fmt != "e4m3":
+    is_block = isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)
+    if quantization.get("quant_method") != "fp8" or not is_block or fmt != "e4m3":
         raise ValueError(
             "config.json: quantization_config of a checkpoint in float8 must have quant_method 'fp8', fmt 'e4m3' and "
             f"weight_block_size [rows, columns], got {quantization.get('quant_method')!r}, {fmt!r} and {block!r}. Load "

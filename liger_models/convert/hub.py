@@ -89,8 +89,8 @@ def download(
         repo_id: "owner/name".
         model_class: returns the model class for the content of config.json.
         revision: branch, tag or commit.
-        cache_dir: cache folder. Default: that of the client.
-        token: access token. Default: that of the client.
+        cache_dir: cache folder. Default: the client's.
+        token: access token. Default: the client's.
         local_files_only: do not use the network; all files must be in the cache.
         force_download: download files even if they are in the cache.
         strict: raise an error for unknown keys of config.json.
@@ -121,6 +121,7 @@ def download(
             )
         )
 
+    # config.json first: an unsupported model fails before its weights are downloaded.
     with naming(repo_id), _progress_bars(False):
         folder = fetch([CONFIG], revision)
         if not (folder / CONFIG).is_file():
@@ -162,9 +163,9 @@ def push(
         repo_id: "owner/name"; created if it does not exist.
         private: whether a new repository is private.
         commit_message: message of the commit.
-        token: access token. Default: that of the client.
+        token: access token. Default: the client's.
         revision: branch; created if it does not exist.
-        dtype: dtype of the saved tensors; None for that of each parameter.
+        dtype: dtype of the saved tensors; None for the dtype of each parameter.
         max_shard_size: maximum size of a file, in bytes or as "5GB".
 
     Returns:

@@ -75,10 +75,10 @@ def load_pretrained(
     Args:
         model_class: class from ``liger_models.arch``, or one of your own.
         folder: folder with config.json and model.safetensors or its shards.
-        dtype: dtype of the parameters, or its name, such as "bf16"; None or "auto" for that of each tensor in the
+        dtype: dtype of the parameters, or its name, such as "bf16"; None or "auto" for the dtype of each tensor in the
             checkpoint.
-        device: device of the parameters. For sharded parameters it is that of the mesh, or the CPU if FSDP offloads
-            them.
+        device: device of the parameters. Sharded parameters are on the device of the mesh, or on the CPU if FSDP
+            offloads them.
         strict: raise an error, not a warning, for unknown keys of config.json.
         progress: show a progress bar, on rank 0.
         kernels: which parts run on fused kernels.
@@ -101,10 +101,13 @@ def load_pretrained(
 
     folder = Path(folder)
     with contextlib.nullcontext() if shard is None else raise_on_all_ranks():
+        # What the folder holds.
         hf_config = read_json_config(folder) if hf_config is None else dict(hf_config)
-        written = (folder / CONFIG).stat().st_mtime_ns
+        time_written = (folder / CONFIG).stat().st_mtime_ns
         check_model_type(model_class, hf_config)
         stored = read_headers(folder)
+
+        # A model without memory, and the layout of the tensors that its parameters are made of.
         config = read_config(model_class.config_class, hf_config, strict=strict, tensors=len(stored))
         with blaming(folder / CONFIG), torch.device("meta"):
             model = model_class(config, kernels=kernels)
@@ -116,17 +119,19 @@ def load_pretrained(
             _check_head(weights, stored, hf_config)
         if keep_float8:
             _keep_float8(model, weights, stored, target)
+
     if shard is not None:
         _load_parts(model, shard, weights, stored, target, device, progress)
     else:
         _load_whole(model, weights, stored, target, device, progress)
     if rank() == 0:  # which saves
-        for name in (each for each in stored if each.startswith(weights.kept)):
+        for name in (name for name in stored if name.startswith(weights.kept)):
             with open_all([stored[name]]) as files:
                 model.kept_tensors[name] = read_whole(files, name, stored[name]).clone()
     model.hf_config = hf_config
     model.assets = read_assets(folder, hf_config)
-    if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != written:
+
+    if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != time_written:
         raise OSError(f"{folder}: must not be written to while it is loaded, got a new {CONFIG}. Load it again.")
     return model
 
@@ -140,8 +145,8 @@ def read_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, bytes]:
 def _read_asset(path: Path) -> bytes:
     """The content of a file that is saved with the model; raises ValueError if it is a link to a file of another kind.
 
-    What a stranger's link points to would be in the next checkpoint, perhaps on the hub. The hub client's cache
-    consists of links to ``blobs/<hash>``.
+    Otherwise a stranger's link could put any file of this machine into the next checkpoint, perhaps on the hub. The
+    hub client's cache consists of links to ``blobs/<hash>``.
     """
     target = path.resolve()
     if target.name != path.name and target.parent.name != "blobs" and not target.is_relative_to(path.parent.resolve()):
@@ -302,7 +307,7 @@ def _fill_codes(
 
 
 def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
-    """Raise ValueError if the ``model_type`` in config.json is not that of the class."""
+    """Raise ValueError if config.json has another ``model_type`` than the class."""
     model_type = format_of(model_class).model_type
     if hf_config.get("model_type", model_type) != model_type:
         raise ValueError(
@@ -325,16 +330,16 @@ def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: M
     """
     names = {weights: [expression.names() for expression in weights.entries.values()] for weights in maps}
 
-    def found(weights: WeightMap) -> float:
-        return sum(sum(name in stored for name in parts) / len(parts) for parts in names[weights])
+    def complete(weights: WeightMap) -> float:
+        return sum(sum(name in stored for name in tensors) / len(tensors) for tensors in names[weights])
 
     def fitting(weights: WeightMap) -> int:
         shapes = weights.shapes(parameters)
         return sum(name in stored and tuple(stored[name].shape) == tensor.shape for name, tensor in shapes.items())
 
-    best = max(maps, key=found)
-    alike = [weights for weights in maps if names[weights] == names[best]]
-    return best if len(alike) == 1 else max(alike, key=fitting)
+    best = max(maps, key=complete)
+    same_names = [weights for weights in maps if names[weights] == names[best]]
+    return best if len(same_names) == 1 else max(same_names, key=fitting)
 
 
 def check_tensors(
@@ -357,11 +362,10 @@ def check_tensors(
     if missing or unexpected:
         message = f"{where}: the checkpoint must hold exactly the tensors that its {CONFIG} describes."
         if missing:
-            near = [difflib.get_close_matches(name, unexpected, n=1) for name in missing[:5]]
-            names = [
-                name + (f" (the file has {match[0]})" if match else "")
-                for name, match in zip(missing, near, strict=False)
-            ]
+            names = []
+            for name in missing[:5]:
+                similar = difflib.get_close_matches(name, unexpected, n=1)
+                names.append(name + (f" (the file has {similar[0]})" if similar else ""))
             message += f" Missing: {some(names, len(missing))}."
         if unexpected:
             message += f" Unexpected: {some(unexpected, len(unexpected))}."
@@ -372,10 +376,10 @@ def check_tensors(
 
     for name, tensor in expected.items():
         file, shape, dtype, scales = stored[name]
-        encoded = tensor.dtype == torch.uint8
-        if scales is None and dtype not in (("U8",) if encoded else FLOATS):
+        allowed = ["U8"] if tensor.dtype == torch.uint8 else [*FLOATS]
+        if scales is None and dtype not in allowed:
             raise ValueError(
-                f"{file}: {name} must have one of the dtypes {'U8' if encoded else ', '.join(FLOATS)}, got "
+                f"{file}: {name} must have one of the dtypes {', '.join(allowed)}, got "
                 f"{dtype}. If the checkpoint is quantised, load the original instead."
             )
         if shape != tuple(tensor.shape):
@@ -392,9 +396,9 @@ def _check_head(weights: WeightMap, stored: Mapping[str, Stored], hf_config: Map
     for head in (name for name in weights.skip if name in stored and name.endswith("lm_head.weight")):
         with open_safetensors(stored[embedding].file) as one, open_safetensors(stored[head].file) as other:
             ours, theirs = one.get_slice(embedding), other.get_slice(head)
+            blocks = [slice(first, first + 4096) for first in range(0, stored[head].shape[0], 4096)]
             same = stored[embedding].shape == stored[head].shape and all(
-                torch.equal(ours[i : i + 4096].to(theirs[i : i + 4096].dtype), theirs[i : i + 4096])
-                for i in range(0, stored[head].shape[0], 4096)
+                torch.equal(ours[rows].to(theirs[rows].dtype), theirs[rows]) for rows in blocks
             )
         if not same:
             raise ValueError(

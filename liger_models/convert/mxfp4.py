@@ -34,7 +34,7 @@ def decode(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) 
     out = torch.empty(*scales.shape[:-1], scales.shape[-1] * BLOCK, dtype=dtype, device=blocks.device)
     if out.is_meta:
         return out
-    signed = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)], device=blocks.device)
+    signed = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)], device=blocks.device)
     # Both values of a byte at once: byte 16 · b + a holds a, then b.
     pairs = torch.stack([signed.repeat(16), signed.repeat_interleave(16)], 1)
     for values, block, scale in zip(out, blocks, scales, strict=True):  # a row at a time, for the memory
@@ -93,7 +93,6 @@ class Mxfp4(Expression):
             return {self.blocks: scales.new_empty(*scales.shape, BLOCK // 2), self.scales: scales}
         if self.read is None:
             raise ValueError(f"{self.blocks}: unpacking MXFP4 needs the scales of a checkpoint, got none.")
-        assert self.read is not None
         scales = self.read(self.scales).to(packed.device)
         blocks = encode(packed, scales) if scales.shape == (*shape, width // BLOCK) else None
         if blocks is None:

@@ -59,20 +59,20 @@ def save_pretrained(
     Args:
         model: the model; its ``hf_config`` and ``assets`` are saved, too.
         folder: created if it does not exist.
-        dtype: dtype of the saved tensors; None for that of each parameter. Weights that were kept in float8 are then
-            saved as they were, bit for bit, if all of the checkpoint were kept, and none was merged with adapters.
+        dtype: dtype of the saved tensors; None for the dtype of each parameter. Then weights that were kept in float8
+            are saved as they were, bit for bit, if all of the checkpoint were kept and none was merged with adapters.
         max_shard_size: maximum size of a file, in bytes or as "5GB".
         auto_map: add a small file of code, and name it in config.json, so that transformers' auto classes with
             ``trust_remote_code=True`` return this package's model; see `liger_models.hf`.
-        mxfp4: folder of the checkpoint in MXFP4 that the model comes from. What it holds in MXFP4 must not have been
-            changed, and is written in MXFP4 again, bit for bit. Default: everything is written in ``dtype``.
-        hf_config: replaces the content of config.json, except that it names the class. Default: that of the model.
+        mxfp4: folder of the checkpoint in MXFP4 that the model comes from. Its tensors in MXFP4, which must not have
+            been changed, are written in MXFP4 again, bit for bit. Default: all tensors are written in ``dtype``.
+        hf_config: replaces the content of config.json, except that it names the class. Default: the model's.
         tensors: name -> whole tensor, instead of the parameters of the model. Then the calling rank writes, and others
             need not call.
 
     Raises:
         ValueError: parameters are on the meta device or not in the weight map, there are adapters, the dtype could not
-            be loaded again, or values differ from those of the checkpoint in MXFP4.
+            be loaded again, or values differ from the checkpoint in MXFP4.
         OSError: the folder cannot be written.
     """
     dtype = None if dtype is None else as_dtype("save_pretrained: dtype", dtype)
@@ -87,56 +87,67 @@ def save_pretrained(
             f"save_pretrained: {type(model).__name__} must not have adapters, got some on {some(adapters)}. Save LoRA "
             "adapters with save_adapter, or merge them with merge_lora."
         )
+
+    # The tensors, and how they are quantized: as in a checkpoint in MXFP4, in float8 as they were read, or not at all.
     folder = Path(folder).absolute()
     stored = as_stored("save_pretrained", model, merge=False, parameters=tensors)
-    quantised: dict[str, Any] = {}
+    quantization: dict[str, Any] = {}
     if mxfp4 is not None:
-        weights, quantised = read_mxfp4(type(model), stored.config, Path(mxfp4))
+        weights, quantization = read_mxfp4(type(model), stored.config, Path(mxfp4))
         stored = stored._replace(weights=weights)
     kept = {theirs for name in stored.kept for theirs in stored.weights.entries[name].names()}
     if dtype is None and kept and kept == model.float8_tensors:
-        quantised = {"quantization_config": model.hf_config["quantization_config"]}
-        stored = stored._replace(height=block_size(quantised["quantization_config"])[0])
+        quantization = {"quantization_config": model.hf_config["quantization_config"]}
+        stored = stored._replace(height=block_size(quantization["quantization_config"])[0])
+
     plan = split_state_dict_into_shards_factory(
         stored.shapes(dtype) | model.kept_tensors,
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
+
+    # The other files.
     assets = model.current_assets()
     if hf_config is None:
         hf_config = write_config(
             stored.config, model.hf_config, dtype or stored.parameters["embed_tokens.weight"].dtype
         )
-    hf_config = {**hf_config, **quantised}
+    hf_config = {**hf_config, **quantization}
     if auto_map:
         hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
+
     gathered = stored.gather()
 
-    def write(place: Path) -> None:
-        write_json(place / CONFIG, hf_config)
+    def write(target: Path) -> None:
+        write_json(target / CONFIG, hf_config)
         for name, content in assets.items():
-            (place / name).write_bytes(content)
+            (target / name).write_bytes(content)
         if plan.is_sharded:
-            write_json(place / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
-        begun: dict[str, dict[str, Tensor]] = {}
+            write_json(target / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
+
+        # A file is written as soon as its last tensor is there.
+        pending: dict[str, dict[str, Tensor]] = {}
         for name, tensor in itertools.chain(stored.unpack(gathered, dtype), model.kept_tensors.items()):
             file = plan.tensor_to_filename[name]
-            begun.setdefault(file, {})[name] = tensor.cpu()
-            if len(begun[file]) == len(plan.filename_to_tensors[file]):
-                save_file(begun.pop(file), place / file, metadata={"format": "pt"})
+            pending.setdefault(file, {})[name] = tensor.cpu()
+            if len(pending[file]) == len(plan.filename_to_tensors[file]):
+                save_file(pending.pop(file), target / file, metadata={"format": "pt"})
                 # safetensors creates files that only their owner can read.
-                shutil.copymode(place / CONFIG, place / file)
+                shutil.copymode(target / CONFIG, target / file)
 
     def save() -> None:
         write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX))
 
+    # Whole tensors: the caller writes, or rank 0.
     if not stored.is_sharded and tensors is not None:
         save()
         return
     if not stored.is_sharded:
         run_on_rank_zero(f"save_pretrained {folder}", save)
         return
+
+    # Shards: rank 0 writes while all ranks gather.
     with raise_on_all_ranks():
         try:
             if rank() == 0:
@@ -203,12 +214,12 @@ def with_auto_map(
         name: name of the class in transformers and in `liger_models.hf`.
     """
     module = "modeling_liger"
-    auto_classes = next((found for end, found in AUTO_CLASSES.items() if name.endswith(end)), ())
+    auto_classes = next((classes for end, classes in AUTO_CLASSES.items() if name.endswith(end)), ())
     if auto_classes == ():
         raise ValueError(
             f"save_pretrained: auto_map needs a class whose name ends in {' or '.join(AUTO_CLASSES)}, got {name}. "
             "Register the architecture with such an hf_class."
         )
-    named = dict.fromkeys(auto_classes, f"{module}.{name}")
+    auto_map = {**(hf_config.get("auto_map") or {}), **dict.fromkeys(auto_classes, f"{module}.{name}")}
     code = {f"{module}.py": _CODE.format(name=name).encode()}
-    return {**hf_config, "auto_map": {**(hf_config.get("auto_map") or {}), **named}}, {**assets, **code}
+    return {**hf_config, "auto_map": auto_map}, {**assets, **code}

@@ -109,21 +109,25 @@ def read_part(
     first, last = part.offset[0], part.offset[0] + part.shape[0]
     rows = plan_rows(expression, len(part.shape), shapes, first, last)
     if rows is None and keeps_rows(expression):
-        taken = expression.pack({name: read(name, first, last) for name in expression.names()})
+        # Row i of the parameter is row i of the tensors.
+        shard = expression.pack({name: read(name, first, last) for name in expression.names()})
     elif rows is None:
-        taken = read_whole()[first:last]
+        shard = read_whole()[first:last]
     else:
+        # Read runs of rows, flatten them to slices that stay together, and put these in the parameter's order.
         pieces = [read(name, *run) for name, runs in rows.runs.items() for run in runs]
         if not pieces:
             pieces = [read(name, 0, 0) for name in expression.names()[:1]]
         pieces = [piece.reshape(-1, *piece.shape[piece.dim() - rows.units :]) for piece in pieces]
-        taken = torch.cat(_same_dtype(expression, pieces)) if len(pieces) > 1 else pieces[0]
+        shard = torch.cat(_same_dtype(expression, pieces)) if len(pieces) > 1 else pieces[0]
         if rows.order is not None:
-            taken = taken[rows.order.to(taken.device)]
-        taken = taken.reshape(last - first, *shape_of(expression, shapes)[1:])
+            shard = shard[rows.order.to(shard.device)]
+        shard = shard.reshape(last - first, *shape_of(expression, shapes)[1:])
+
+    # The other dimensions are read whole.
     for dim in range(1, len(part.shape)):
-        taken = taken.narrow(dim, part.offset[dim], part.shape[dim])
-    return taken
+        shard = shard.narrow(dim, part.offset[dim], part.shape[dim])
+    return shard
 
 
 def moves_rows(expression: Expression, weight: Tensor) -> bool:
@@ -171,6 +175,8 @@ def plan_rows(
     units = min(untouched(expression, ndim, shapes), ndim - 1, *(len(shapes[name]) - 1 for name in expression.names()))
     if units < 0 or (units == 0 and ndim > 1):
         return None
+
+    # Number the slices of all tensors, one after the other.
     numbers, starts, count = {}, {}, 0
     for name in expression.names():
         lead = list(shapes[name][: len(shapes[name]) - units])
@@ -179,6 +185,8 @@ def plan_rows(
         numbers[name] = torch.arange(count, end).view(*lead, *[1] * units)
         count = end
     wanted = expression.pack(numbers)[first:last].flatten()
+
+    # The runs of rows of each tensor that hold wanted slices, and the slices that are then read.
     runs: dict[str, list[tuple[int, int]]] = {}
     available = []
     for name, start in starts.items():
@@ -186,19 +194,19 @@ def plan_rows(
         inside = wanted[(wanted >= start) & (wanted < start + size)] - start
         if not len(inside):
             continue
-        each = size // shapes[name][0]  # slices per row
-        rows = (inside // each).unique()
+        row_slices = size // shapes[name][0]
+        rows = (inside // row_slices).unique()
         gaps = (rows.diff() > 1).nonzero().flatten()
         if len(gaps) >= MAX_RUNS:
             gaps = gaps[:0]
         lows = torch.cat([rows[:1], rows[gaps + 1]]).tolist()
         highs = (torch.cat([rows[gaps], rows[-1:]]) + 1).tolist()
         runs[name] = list(zip(lows, highs, strict=True))
-        available += [torch.arange(start + low * each, start + high * each) for low, high in runs[name]]
+        available += [torch.arange(start + low * row_slices, start + high * row_slices) for low, high in runs[name]]
     if not available:
         return Rows({}, units, None)
-    found = torch.cat(available)
-    return Rows(runs, units, None if torch.equal(found, wanted) else torch.searchsorted(found, wanted))
+    slices = torch.cat(available)
+    return Rows(runs, units, None if torch.equal(slices, wanted) else torch.searchsorted(slices, wanted))
 
 
 def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
@@ -216,17 +224,18 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
         is one matrix, or X.
     """
     numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
-    found: dict[int, list[Tensor]] = {}
     if len(shape) == 3:
         unpacked = expression.unpack(numbers).values()  # [X, n, 1], transposed, or [n, 1] of each expert
-        parts = [part.flatten() for each in unpacked for part in (each if each.dim() == 3 else [each])]
+        matrices = [rows.flatten() for tensor in unpacked for rows in (tensor if tensor.dim() == 3 else [tensor])]
     else:
-        parts = [each.flatten(1)[:, 0] for each in expression.unpack(numbers.expand(*shape)).values()]
-    if not torch.equal(torch.cat(parts).sort().values, numbers.flatten()):
+        matrices = [tensor.flatten(1)[:, 0] for tensor in expression.unpack(numbers.expand(*shape)).values()]
+    if not torch.equal(torch.cat(matrices).sort().values, numbers.flatten()):
         return [numbers.view(-1, shape[-2])]
-    for part in parts:
-        found.setdefault(len(part), []).append(part)
-    return [torch.stack(rows) for rows in found.values()]
+
+    by_size: dict[int, list[Tensor]] = {}
+    for rows in matrices:
+        by_size.setdefault(len(rows), []).append(rows)
+    return [torch.stack(rows) for rows in by_size.values()]
 
 
 def untouched(expression: Expression, ndim: int, shapes: Mapping[str, Sequence[int]]) -> int:
@@ -245,18 +254,19 @@ def untouched(expression: Expression, ndim: int, shapes: Mapping[str, Sequence[i
         case Rearrange():
             theirs_axes, ours_axes = (_axes(side) for side in expression.pattern.split("->"))
             dots = ndim - len(ours_axes) + 1  # dimensions that "..." stands for
-            kept = 0
-            for a, b in zip(reversed(theirs_axes), reversed(ours_axes), strict=False):
-                if a != b or "(" in a:
+            # Axes that are last on both sides, from the last one on.
+            unchanged = 0
+            for their_axis, our_axis in zip(reversed(theirs_axes), reversed(ours_axes), strict=False):
+                if their_axis != our_axis or "(" in their_axis:
                     break
-                kept += dots if a == "..." else 1
+                unchanged += dots if their_axis == "..." else 1
             theirs = len(theirs_axes) + (dots - 1 if "..." in theirs_axes else 0)
-            return min(kept, untouched(expression.child, theirs, shapes))
+            return min(unchanged, untouched(expression.child, theirs, shapes))
     return 0
 
 
 def _axes(side: str) -> list[str]:
-    """The axes of one side of an einops pattern; a parenthesised group is one axis."""
+    """The axes of one side of an einops pattern; a parenthesized group is one axis."""
     axes: list[str] = []
     depth = 0
     for token in side.replace("(", " ( ").replace(")", " ) ").split():

@@ -39,7 +39,7 @@ def hf_tensors(
 
     Args:
         model: plain, or sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
-        dtype: dtype of the tensors; None for that of each parameter.
+        dtype: dtype of the tensors; None for the dtype of each parameter.
         merge: add LoRA adapters to the weights that are yielded; the model does not change. False yields the weights
             under the adapters. A tied head with an adapter is yielded as a tensor of its own, with a warning.
 
@@ -66,8 +66,8 @@ def get_hf_state_dict(
     Args:
         model, dtype, merge: as in `hf_tensors`; all ranks of a sharded model must call this function, too, and each
             gets all tensors.
-        device: device of the copies; None for that of the parameters. On "meta" the tensors have names, shapes and
-            dtypes but no values, and nothing is gathered.
+        device: device of the copies; None for the device of the parameters. On "meta" the tensors have names, shapes
+            and dtypes but no values, and nothing is gathered.
 
     Raises:
         ValueError: as in `hf_tensors`.
@@ -76,12 +76,14 @@ def get_hf_state_dict(
     stored = as_stored("get_hf_state_dict", model, merge=merge)
     if device is not None and torch.device(device).type == "meta":
         return stored.shapes(dtype)
-    plain = (each for each in map(_local, model.parameters()) if type(each) in (nn.Parameter, Tensor))
-    own = {each.untyped_storage().data_ptr() for each in plain}
+
+    # Copy what gathering and moving have not copied.
+    plain = (tensor for tensor in map(_local, model.parameters()) if type(tensor) in (nn.Parameter, Tensor))
+    storages = {tensor.untyped_storage().data_ptr() for tensor in plain}
     state = {}
     for name, tensor in stored.unpack(stored.gather(), dtype):
         moved = tensor.to(device)
-        state[name] = moved.clone() if moved.untyped_storage().data_ptr() in own else moved
+        state[name] = moved.clone() if moved.untyped_storage().data_ptr() in storages else moved
     return state
 
 
@@ -94,7 +96,7 @@ def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iter
 
     Args:
         model: plain, or sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
-        dtype: dtype of the tensors; None for that of each gradient.
+        dtype: dtype of the tensors; None for the dtype of each gradient.
 
     Returns:
         An iterator over names and contiguous tensors. One that has the layout and the dtype of a gradient shares its
@@ -105,7 +107,8 @@ def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iter
     """
     dtype = None if dtype is None else as_dtype("hf_gradients: dtype", dtype)
     stored = as_stored("hf_gradients", model, merge=False)
-    gradients = {name: each.grad.detach() for name, each in stored.parameters.items() if each.grad is not None}
+    parameters = stored.parameters.items()
+    gradients = {name: parameter.grad.detach() for name, parameter in parameters if parameter.grad is not None}
     if len(gradients) == 0:
         raise ValueError(
             "hf_gradients: parameters of the model must have gradients, got none. Call it between backward and "
@@ -143,6 +146,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
             "load_hf_tensors: weights must not be kept in float8, got a model that was loaded with keep_float8. Load "
             "it without."
         )
+    # A mapping is checked as a whole before anything changes; an iterable can be read only once.
     names = _Names(format_of(type(model)).weight_maps(config), {n: stored.dense(n) for n in stored.parameters})
     agreed = raise_on_all_ranks if stored.is_sharded else contextlib.nullcontext
     if isinstance(tensors, Mapping):
@@ -152,8 +156,9 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
             names.check_complete()
         names.read.clear()
         tensors = tensors.items()
+
     with torch.no_grad(), agreed():
-        held: dict[str, dict[str, Tensor]] = {}
+        held: dict[str, dict[str, Tensor]] = {}  # our name -> the tensors of a parameter that have been read
         heads: dict[str, Tensor] = {}
         loaded: set[str] = set()
         try:
@@ -183,7 +188,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
 
 
 class Stored(NamedTuple):
-    """What a checkpoint of a model holds, and how its tensors are computed.
+    """The content of a checkpoint of a model, and how its tensors are computed.
 
     Attributes:
         config: the config of the model, with ``tie_word_embeddings`` as the weights are.
@@ -214,7 +219,7 @@ class Stored(NamedTuple):
         return [name for name, each in self.parameters.items() if has_blocks(each, self.quantised.get(name))]
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """The checkpoint's tensors on the meta device, in ``dtype`` or in that of each parameter."""
+        """The checkpoint's tensors on the meta device, in ``dtype`` or the dtype of each parameter."""
         found = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
         for name in self.kept if self.height is not None else ():
             codes, scales = (torch.empty_like(each, device="meta") for each in self.parts(name))
@@ -252,17 +257,18 @@ class Stored(NamedTuple):
             elif layer is None:
                 yield name, _full(parameter.detach())
             else:
-                own = name.rpartition(".")[2]
-                used = (
-                    (each, p)
-                    for each, p in layer.named_parameters()
-                    if each == own or each.startswith(("lora.", "stored."))
-                )
-                given = {f"layer.{each}": _full(p.detach()) for each, p in used if is_sharded(p)}
-                yield name, torch.func.functional_call(_AdaptedWeight(layer, own, self.merge), given, ())
+                # The layer computes the weight, from whole tensors in place of its shards.
+                weight_name = name.rpartition(".")[2]
+                whole = {
+                    f"layer.{member}": _full(tensor.detach())
+                    for member, tensor in layer.named_parameters()
+                    if is_sharded(tensor) and (member == weight_name or member.startswith(("lora.", "stored.")))
+                }
+                yield name, torch.func.functional_call(_AdaptedWeight(layer, weight_name, self.merge), whole, ())
 
     def unpack(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors, contiguous and in ``dtype``, from what `gather` yields."""
+        # No name keeps a tensor any longer than its reader needs it.
         for ours, whole in gathered:
             tensors = self.weights.entries[ours.removesuffix(SCALES)].unpack(whole)
             if ours.endswith(SCALES):
@@ -281,14 +287,14 @@ def _contiguous(tensor: Tensor) -> Tensor:
     PyTorch copies rows that do not follow each other in memory element by element.
     """
     wide = 16 // tensor.itemsize
-    numbers = (*tensor.shape[-1:], *tensor.stride()[:-1], tensor.storage_offset())
-    if tensor.is_contiguous() or tensor.stride(-1) != 1 or any(each % wide for each in numbers):
+    sizes = (*tensor.shape[-1:], *tensor.stride()[:-1], tensor.storage_offset())
+    if tensor.is_contiguous() or tensor.stride(-1) != 1 or any(size % wide for size in sizes):
         return tensor.contiguous()
     return tensor.view(torch.complex128).contiguous().view(tensor.dtype)
 
 
 def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None) -> Stored:
-    """What a checkpoint of the model holds. Parameters that FSDP has left gathered are sharded again.
+    """The content of a checkpoint of the model. Parameters that FSDP has left gathered are sharded again.
 
     Args:
         where: name of the function that was called, for errors.
@@ -308,14 +314,17 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
         reshard: Any = getattr(module, "reshard", None)
         if reshard is not None:  # FSDP leaves weights gathered after an evaluation
             reshard()
+
     once = dict(model.named_parameters() if parameters is None else parameters)  # no further names of shared parameters
     stored = dict(model.named_parameters(remove_duplicate=False) if parameters is None else parameters)
     absent = [name for name, parameter in stored.items() if parameter.is_meta]
     if absent:
         raise ValueError(
-            f"{where}: parameters must hold weights, got {some(absent)} on the meta device. Load or initialise the "
+            f"{where}: parameters must hold weights, got {some(absent)} on the meta device. Load or initialize the "
             "model first."
         )
+
+    # Whether the head is the embedding, whatever the config says. A merged adapter makes it another tensor.
     layers = {path: layer for path, layer in named_layers(model) if layer.adapted}
     head, embedding = stored.get("lm_head.weight"), stored["embed_tokens.weight"]
     tied = head is None or head is embedding or _local(head).data_ptr() == _local(embedding).data_ptr() != 0
@@ -364,7 +373,7 @@ class _Names:
     """The names and shapes that a model's checkpoints may have; each tensor that is read narrows down the layout."""
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
-        empty = {name: torch.empty(each.shape, device="meta") for name, each in parameters.items()}
+        empty = {name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()}
         self.layouts = [(weights, weights.shapes(empty), *_owners(weights)) for weights in maps]
         self.read: set[str] = set()
 
@@ -376,15 +385,15 @@ class _Names:
                 f"{where}: {name} must be a whole tensor of one of the dtypes {', '.join(map(str, FLOATS.values()))}, "
                 f"got {type(tensor).__name__} {getattr(tensor, 'dtype', '')}. Gather or dequantise it."
             )
-        known = [layout for layout in self.layouts if name in layout[1] or layout[0].passes_over(name)]
-        if not known:
-            near = difflib.get_close_matches(name, self.layouts[0][1], n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+        named = [layout for layout in self.layouts if name in layout[1] or layout[0].passes_over(name)]
+        if not named:
+            similar = difflib.get_close_matches(name, self.layouts[0][1], n=1)
+            hint = f" Did you mean {similar[0]}?" if similar else ""
             raise ValueError(f"{where}: tensors must have the names in a checkpoint of the model, got {name}.{hint}")
-        fitting = [layout for layout in known if name not in layout[1] or layout[1][name].shape == tensor.shape]
+        fitting = [layout for layout in named if name not in layout[1] or layout[1][name].shape == tensor.shape]
         if not fitting:
             raise ValueError(
-                f"{where}: {name} must have shape {tuple(known[0][1].get(name, tensor).shape)}, got "
+                f"{where}: {name} must have shape {tuple(named[0][1].get(name, tensor).shape)}, got "
                 f"{tuple(tensor.shape)}. Pass the weights of a model with the same config."
             )
         if name in self.read:
@@ -454,12 +463,12 @@ def _place(parameter: Any, weight: StoredWeight | None, expression: Expression, 
 
 def _check_head(name: str, head: Tensor, embedding: Any) -> None:
     """Raise ValueError if the head of a model with tied weights differs from the embedding."""
-    local, same = _local(embedding), head.shape == embedding.shape
-    if same and is_sharded(embedding):
+    local, same_shape = _local(embedding), head.shape == embedding.shape
+    if same_shape and is_sharded(embedding):
         offset, shape = Part.of(embedding)
         for dim in range(head.dim()):
             head = head.narrow(dim, offset[dim], shape[dim])
-    if not same or not torch.equal(head.to(local.device, local.dtype), local):
+    if not same_shape or not torch.equal(head.to(local.device, local.dtype), local):
         raise ValueError(
             f"load_hf_tensors: {name} must be equal to the embedding, which the model's head is tied to, got another "
             "tensor. Leave it out, or load into a model whose config has tie_word_embeddings=False."

@@ -182,7 +182,7 @@ class Split(Expression):
         return self.parts.pack(dict(zip(self.sizes, parts, strict=True)))
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        parts = self.parts.unpack(packed)
+        parts = self.parts.unpack(packed)  # in the order of ours, or another
         return self.child.unpack(torch.cat([parts[name] for name in self.sizes], self.dim))
 
     def __str__(self) -> str:
@@ -231,6 +231,7 @@ class WeightMap:
         skip: Iterable[str] = (),
         kept: Iterable[str] = (),
     ) -> None:
+        # An entry with an index in its name becomes one for each value.
         expanded = [
             (name.format(**indices), _expression(expression).expand(indices))
             for name, expression in entries.items()
@@ -239,6 +240,7 @@ class WeightMap:
         self.entries = dict(expanded)
         self.skip = frozenset(name.format(**indices) for name in skip for indices in _indices(name, over))
         self.kept = tuple(kept)
+
         names = [name for _, expression in expanded for name in expression.names()]
         if len(self.entries) < len(expanded) or len(set(names)) < len(names):
             raise ValueError(f"WeightMap: every name must be in one entry only. Look for duplicates in:\n{self}")
@@ -374,7 +376,7 @@ def decoder_map(
     prefix: str = "model",
     head: str = "lm_head.weight",
 ) -> WeightMap:
-    """The weight map of a decoder whose checkpoints are laid out like those of Llama.
+    """The weight map of a decoder whose checkpoints have the layout of Llama.
 
     Args:
         config: config of the model.
@@ -386,35 +388,39 @@ def decoder_map(
         also: additional entries, with full names.
         over: the index sets of ``also``, besides ``i``.
         skip, kept: as in `WeightMap`.
-        prefix: prefix of the checkpoint's names, except that of the head.
+        prefix: prefix of the checkpoint's names, except the name of the head.
         head: name of the head's weight in the checkpoint.
     """
+    # The entries of a layer.
     theirs = f"{prefix}.layers.{{i}}"
     layer: dict[str, Expression | str | None] = {
-        f"{norm}.{kind}": f"{theirs}.{norm}.{kind}" for norm in norms for kind in _kinds(norm_bias)
+        f"{norm}.{parameter}": f"{theirs}.{norm}.{parameter}" for norm in norms for parameter in _parameters(norm_bias)
     }
-    for kind in _kinds(qkv_bias):
-        layer[f"self_attn.qkv_proj.{kind}"] = qkv_rows(
-            *(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv"),
+    for parameter in _parameters(qkv_bias):
+        layer[f"self_attn.qkv_proj.{parameter}"] = qkv_rows(
+            *(f"{theirs}.self_attn.{part}_proj.{parameter}" for part in "qkv"),
             heads=config.num_attention_heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_size,
         )
-    for kind in _kinds(o_bias):
-        layer[f"self_attn.o_proj.{kind}"] = f"{theirs}.self_attn.o_proj.{kind}"
-    for kind in _kinds(mlp_bias):
+    for parameter in _parameters(o_bias):
+        layer[f"self_attn.o_proj.{parameter}"] = f"{theirs}.self_attn.o_proj.{parameter}"
+    for parameter in _parameters(mlp_bias):
         if plain_mlp is not None:
-            layer |= {f"mlp.fc{i}.{kind}": f"{theirs}.mlp.{name}.{kind}" for i, name in enumerate(plain_mlp, 1)}
+            layer |= {
+                f"mlp.fc{i}.{parameter}": f"{theirs}.mlp.{name}.{parameter}" for i, name in enumerate(plain_mlp, 1)
+            }
             continue
-        gate, up, down = (f"{theirs}.mlp.{part}_proj.{kind}" for part in ("gate", "up", "down"))
-        layer[f"mlp.gate_up_proj.{kind}"] = gate_up_rows(gate, up)
-        layer[f"mlp.down_proj.{kind}"] = down
+        gate, up, down = (f"{theirs}.mlp.{part}_proj.{parameter}" for part in ("gate", "up", "down"))
+        layer[f"mlp.gate_up_proj.{parameter}"] = gate_up_rows(gate, up)
+        layer[f"mlp.down_proj.{parameter}"] = down
     layer |= instead or {}
 
+    # All layers, and what is around them.
     entries: dict[str, Expression | str] = {
         "embed_tokens.weight": f"{prefix}.embed_tokens.weight",
         **{f"layers.{{i}}.{name}": expression for name, expression in layer.items() if expression is not None},
-        **{f"norm.{kind}": f"{prefix}.norm.{kind}" for kind in _kinds(norm_bias)},
+        **{f"norm.{parameter}": f"{prefix}.norm.{parameter}" for parameter in _parameters(norm_bias)},
         **(also or {}),
     }
     skip = [*skip]
@@ -425,5 +431,5 @@ def decoder_map(
     return WeightMap(entries, over={"i": range(config.num_hidden_layers), **(over or {})}, skip=skip, kept=kept)
 
 
-def _kinds(bias: bool) -> tuple[str, ...]:
+def _parameters(bias: bool) -> tuple[str, ...]:
     return ("weight", "bias") if bias else ("weight",)

@@ -113,13 +113,13 @@ class AnswerRows(PackedRows):
 class AnswerDataset(PackedDataset):
     """Batches of answers to learn from by comparison: this rank's share of the examples, epoch after epoch.
 
-    An example is a pair (``chosen``, ``rejected`` and ``prompt``, or both with the prompt) or a labelled answer
+    An example is a pair (``chosen``, ``rejected`` and ``prompt``, or both with the prompt) or a labeled answer
     (``prompt``, ``completion``, ``label``), each as texts or messages, as TRL's trainers take them. With the model's
     processor the messages of a prompt may have images, spelled as for `PackedDataset`. A batch is the arguments of a
     forward: all chosen sequences, then all rejected ones, a row each, padded on the right; only answers have labels,
-    and both have the pixels of their prompt. Of labelled answers it also has ``preference_labels`` [rows] bool, and
+    and both have the pixels of their prompt. Of labeled answers it also has ``preference_labels`` [rows] bool, and
     under names with ``kl_`` the same prompts, each with the answer to the next one, from which KTO estimates its
-    divergence; their pixels are those of the answers. Sequences are cut at ``length``, or before an image that does not
+    divergence; they have the pixels of the answers. Sequences are cut at ``length``, or before an image that does not
     fit.
 
     Order, ranks, position and cache are as in `PackedDataset`, with examples for rows. The last step of an epoch is
@@ -131,7 +131,7 @@ class AnswerDataset(PackedDataset):
         length: largest number of tokens of a sequence.
         formats: the formats that examples may have: ("preference",) or ("kto",).
         complete: False for an evaluation, which must see each example once: the last batches have fewer examples, and
-            that of a rank which gets none has one without labels.
+            a rank without examples gets one without labels.
         options: as for `PackedDataset`; ``batch_size`` is the number of examples in a batch.
 
     Raises:

@@ -73,8 +73,8 @@ class PackedDataset(IterableDataset[Batch]):
             later, the image becomes black and its document loses its labels. A warning has the first such image.
         shuffle: False keeps the documents in order, as far as packing allows.
         seed: seed of the shuffling.
-        rank, ranks: this process's rank, and the number of ranks that share the data; default: those of the process
-            group.
+        rank, ranks: this process's rank, and the number of ranks that share the data; default: rank and size of the
+            process group.
         cache_dir: folder for the tokens; default: ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
         progress: show a progress bar while tokenizing, on rank 0.
 
@@ -132,11 +132,13 @@ class PackedDataset(IterableDataset[Batch]):
 
         self.length, self.batch_size, self.overflow = length, batch_size, overflow
         self.shuffle, self.seed = shuffle, seed
+        # How records become documents, and documents rows.
         self.encoder = self._make_encoder(tokenizer, field, Formats(formats, format), max_samples, broken_media)
         self._filler = self.encoder.tokenizer.padding_id
         self._make_row = RowMaker(length, self._filler, self.encoder.processor, broken_media)
         self.source = find_files(source)
 
+        # A source with a length is tokenized now; a stream while it is read.
         self._rows: PackedRows | None = None  # None for a stream
         if isinstance(self.source, tuple) or (hasattr(source, "__len__") and not isinstance(source, DataLoader)):
             if shares is None:
@@ -149,6 +151,7 @@ class PackedDataset(IterableDataset[Batch]):
         if self._rows is None and (max_samples is not None or shares is not None):
             raise ValueError("PackedDataset: max_samples and shares must be None for a stream. Prepare the stream.")
 
+        # The position.
         self.epoch = self.passed = 0
         self._loaded = False  # whether the next iteration starts at a position that was loaded
         self._rewind()
@@ -360,6 +363,8 @@ class PackedDataset(IterableDataset[Batch]):
             pieces = [piece for document in documents for piece in self._split(document)]
             if not self._first > 0 and pieces and not any(has_target(ids) for ids, _ in pieces):
                 raise ValueError(f"PackedDataset: the first {len(window)} examples of {self._named()} {_NO_TARGETS}")
+
+            # Rows of the window, from the position on.
             rows = pack([len(ids) for ids, _ in pieces], self.length)
             for row in rows[begun:]:
                 yield [pieces[i] for i in row]
@@ -377,6 +382,7 @@ class PackedDataset(IterableDataset[Batch]):
         """The pieces of a document of a stream."""
         ids = torch.tensor(document.ids, dtype=torch.int32)
         if document.media and len(ids) > self.length:
+            # Truncated before an image that does not fit: a row has whole images.
             end = keep_whole([(medium.first, medium.end) for medium in document.media], self.length)
             self._warn(0, "", 1)
             media = [medium for medium in document.media if medium.end <= end]

@@ -120,6 +120,7 @@ class Encoder:
         group: list[Text | Document] = []
         characters = 0
         for where, record in self._limited(records):
+            # A record becomes a text, or a document if it holds token ids.
             try:
                 text = self._read(where, record)
             except BrokenMediaError as error:
@@ -131,6 +132,8 @@ class Encoder:
                 check_characters(where, text.text)
                 characters += len(text.text) + sum(medium.memory for medium in text.media)
             group.append(text)
+
+            # Full groups are tokenized, on all cores.
             if len(group) == GROUP or characters >= GROUP_CHARACTERS:
                 yield from self._tokenize(group)
                 group, characters = [], 0
@@ -153,6 +156,7 @@ class Encoder:
             raise ValueError(f"{where}: an example must have {field}, got {names}. Name another column by field=.")
         check_media_columns(where, example, self.media, "an example must be", f"a field {{}}. {self._advice}")
 
+        # The type of the value decides how it is read.
         columns = self.media.columns(example)
         value = example[field]
         prompt = example.get("prompt") if self.field is None else None
@@ -171,7 +175,7 @@ class Encoder:
             raise ValueError(
                 f"{where}: messages must be a list of messages, got the text {answer[:60]!r}. If it is JSON, parse it."
             )
-        text = (prompt or "") + answer
+        text = (prompt or "") + answer  # as one text, so that tokens may span both
         spans = None if prompt is None else [(len(prompt), len(text))]
         return self._write(where, text, spans, True, self.media.sources_in_text(where, text, columns))
 
@@ -182,6 +186,8 @@ class Encoder:
         if prompt is not None and not is_messages(prompt):
             raise ValueError(f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one.")
         prompt = prompt or ()
+
+        # The assistant's messages after the prompt are learnt, unless their weight is 0.
         messages, sources = self.media.place(where, [*prompt, *answer], columns)
         messages = read_messages(where, messages, self.media.kinds)
         answers = [number >= len(prompt) and message["role"] == "assistant" for number, message in enumerate(messages)]
@@ -209,6 +215,7 @@ class Encoder:
         if media:
             raise ValueError(f"{where}: token ids must be of text, got {', '.join(media)}. {_NO_MEDIA}")
 
+        # Labels are ids or -100, unshifted.
         labels = example.get("labels", ids)
         labels = labels if isinstance(labels, list) else to_plain(labels)
         if len(labels) != len(ids) or not all(label in (token, -100) for token, label in zip(ids, labels, strict=True)):
@@ -257,6 +264,7 @@ class Encoder:
             end = [token if token == eos else ~token for token in after]
             encoded[i] = array("i", [*(~token for token in before), *encoded[i], *end])
 
+        # The documents, in the order of the group.
         for i, item in enumerate(group):
             if isinstance(item, Document):
                 yield item
@@ -274,7 +282,7 @@ class Encoder:
     def _tokenize_long(self, text: str, spans: list[Span] | None) -> "array[int] | None":
         """The token ids of a long text in bounded memory; None if its windows cannot be joined exactly.
 
-        Tokens are the BPE of their text if each pair of neighbours is the BPE of its own text, and pre-tokenizers read
+        Tokens are the BPE of their text if each pair of neighbors is the BPE of its own text, and pre-tokenizers read
         from left to right. So two windows may be joined at a token of their overlap at which both have the tokens that
         the overlap has alone. Only the tokens at its ends may differ, because they depend on what is outside.
         """
@@ -397,10 +405,13 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
     """
     checked = []
     for number, message in enumerate(messages, 1):
+        # A table gives every message the keys of all messages.
         present = {key: value for key, value in message.items() if value is not None}
         role = present.get("role")
         if not isinstance(role, str):
             raise ValueError(f"{where}: message {number} must have a role, such as user, got {role!r}. Add it.")
+
+        # Content: a text or parts; an assistant's message may have calls instead.
         content = present.get("content")
         calls = present.get("tool_calls") if present.get("role") == "assistant" else None
         if content is None and not calls:
@@ -413,6 +424,8 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
                 f"{where}: message {number} must have content that is a text or a list of parts, got "
                 f"{str(content)[:60]!r}. Correct it."
             )
+
+        # Parts: texts, and the media that the model takes.
         for part in content if isinstance(content, list | tuple) else ():
             if not isinstance(part, Mapping) or (part.get("type") == "text" and not _is_text(part)):
                 raise ValueError(
@@ -427,6 +440,7 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
                 )
         if not kinds and isinstance(content, list | tuple) and all(map(_is_text, content)):
             content = "".join(part["text"] for part in content)  # templates of text models take no parts
+
         weight = present.get("weight", 1)
         if weight not in (0, 1):
             raise ValueError(

@@ -67,6 +67,7 @@ def _from_sharegpt(where: str, record: Columns, chat: bool) -> Columns:
         raise ValueError(
             f"{where}: conversations must be a list of turns with from and value, got {str(turns)[:60]!r}. Correct it."
         )
+
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, 1):
         speaker, content = (_first(turn, names) for names in ("from|role", "value|content"))
@@ -108,6 +109,7 @@ def _from_alpaca(where: str, record: Columns, chat: bool) -> Columns:
             f"{where}: history must be a list of pairs of question and answer, got {str(history)[:60]!r}. Correct it."
         )
 
+    # With a chat template: a conversation.
     if chat:
         prompt = []
         for question, answer in history:
@@ -143,7 +145,7 @@ FORMATS = {
     "chat": Format(("messages",), _TEMPLATE),
     "sharegpt": Format(("conversations|conversation",), ("system", *_TEMPLATE), _from_sharegpt),
     "preference": Format(("chosen", "rejected"), ("prompt", *_TEMPLATE), todo=_PAIRS),
-    "kto": Format(("prompt", "completion", "label"), _TEMPLATE, todo="Labelled answers train with objective kto."),
+    "kto": Format(("prompt", "completion", "label"), _TEMPLATE, todo="Labeled answers train with objective kto."),
     "prompt-completion": Format(("prompt", "completion"), _TEMPLATE),
     "alpaca": Format(("instruction", "output|response"), ("input", "context", "system", "history"), _from_alpaca),
     "question-answer": Format(("question", "answer"), ("context",), _from_alpaca),
@@ -200,11 +202,10 @@ class Formats:
                 )
             return self.format
 
+        # The first format that fits and is allowed.
         fitting = [name for name in FORMATS if isinstance(record, Mapping) and FORMATS[name].fits(record)]
-        is_labelled = "kto" in fitting and "kto" not in self.allowed  # bad answers must not be learnt
-        usable = [
-            name for name in fitting if name in self.allowed and not (is_labelled and name == "prompt-completion")
-        ]
+        is_labeled = "kto" in fitting and "kto" not in self.allowed  # bad answers must not be learnt
+        usable = [name for name in fitting if name in self.allowed and not (is_labeled and name == "prompt-completion")]
         if not usable and fitting:
             raise ValueError(
                 f"{where}: an example must be of format {', '.join(self.allowed)}, got format {fitting[0]}. "
@@ -217,6 +218,7 @@ class Formats:
                 "or name the column of a text by field=."
             )
 
+        # All records of a file have the format of its first one.
         file = re.match(r"(.*), (?:line|row) \d+$", where)  # data sets may hold records of several formats
         first = self._of_file.setdefault(file[1], usable[0]) if file else usable[0]
         if first != usable[0]:

@@ -68,7 +68,7 @@ class Medium:
         """Read the header of an image or a video.
 
         Args:
-            where: where its example is. Its ``folder``, if it has one, is that of relative paths.
+            where: where its example is. Relative paths start from its ``folder``, if it has one.
             source: any spelling that `locate_image` takes.
             settings: its own settings.
             sampled: chooses the frames of a video; None for an image.
@@ -84,6 +84,7 @@ class Medium:
         if isinstance(file, Path):
             file = Path(os.path.abspath(getattr(where, "folder", Path()) / file))
 
+        # The size, which decides the number of tokens; the pixels are decoded later.
         try:
             size = MediaSize(*image_size(file), **settings) if sampled is None else _video_size(file, settings, sampled)
             return cls(where, file if isinstance(file, Path | bytes) else read_image(file), size)
@@ -209,6 +210,8 @@ class MediaReader:
         """
         placed: list[dict[str, Any]] = []
         sources: list[MediaSource] = []
+
+        # Images that are parts of a message, or that a part or a mark stands for.
         for message in messages:
             content = message.get("content")
             if isinstance(content, str) and any(f"<{kind}>" in content for kind, column in columns.items() if column):
@@ -231,6 +234,7 @@ class MediaReader:
                 users[0]["content"] = [{"type": kind}] * len(column) + parts
                 sources = [MediaSource(kind)] * len(column) + sources
 
+        # Each place without an image of its own takes the next one of its column.
         images = iter(take(where, [source.kind for source in sources if source.source is None], columns))
         return placed, [source._replace(source=next(images)) if source.source is None else source for source in sources]
 
@@ -244,6 +248,7 @@ class MediaReader:
         if kind not in kinds:
             return MediaSource("")
 
+        # Its own settings; a size that the model does not take is an error.
         takes_bounds = self.processor is not None and self.processor.takes_bounds
         names = ("fps",) if kind == "video" else BOUNDS if takes_bounds else ()
         settings = {name: present[name] for name in names if name in present}
@@ -292,6 +297,7 @@ class MediaReader:
             written = [self.processor.written(medium.size) for medium in media]
         except ValueError as error:
             raise BrokenMediaError(f"{where}: {error}") from error
+        # Replace each placeholder by its tokens, and move the spans of the answers along.
         edits = [Edit(*place.span(), tokens) for place, (tokens, _) in zip(placeholders, written, strict=True)]
         text, moved = edited(text, edits, spans or ())
         return text, None if spans is None else moved, [count for _, count in written]
@@ -309,7 +315,7 @@ class MediaReader:
         """
         tokens = self.token_ids | {~token for token in self.token_ids}
         positions = [position for position, token in enumerate(ids) if token in tokens]
-        ends = [0, *accumulate(counts)]
+        ends = [0, *accumulate(counts)]  # of each image, among the positions
         if len(positions) != ends[-1]:
             raise ValueError(
                 f"{where}: a document must have {ends[-1]} image tokens, got {len(positions)}. Is it the model's "

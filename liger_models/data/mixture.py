@@ -11,7 +11,7 @@ from liger_models.data.tokens import TokenFile
 
 
 class MixedRows(PackedRows):
-    """Rows of several data sets, of which each has its share of an epoch.
+    """Rows of several data sets, each with its share of an epoch.
 
     An epoch ends when the first of the data sets, relative to its share, has been used up. The others go on in the next
     epoch with rows that were not used yet, and begin again, in another order, when all were.

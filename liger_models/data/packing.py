@@ -127,7 +127,7 @@ class PackedRows(Dataset[Batch]):
         return [self.tokens.documents, len(self.tokens.ids), self.tokens.checksum, *images]
 
     def _keep_whole(self, sizes: Tensor) -> Tensor:
-        """How many of its tokens are used of each document: of one with images only those of one row.
+        """Number of tokens that are used of each document: at most one row of a document with images.
 
         It ends before an image that does not fit, and is left out if no target remains.
         """

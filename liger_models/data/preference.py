@@ -84,6 +84,7 @@ def preference_batch(
             message of weight 0, images without a processor, an image that cannot be read, or more or fewer images than
             places for them.
     """
+    # Both sides as tokens, whatever the pairs hold.
     if tokenizer is not None and processor is not None:
         raise ValueError(
             "preference_batch: tokenizer or processor must be given, got both. The processor has a tokenizer."
@@ -106,6 +107,7 @@ def preference_batch(
         tensors = [torch.tensor(of_row(row.prompt, row.answer)) for row in rows]
         return pad_sequence(tensors, batch_first=True, padding_value=value)
 
+    # [2 · pairs, T]
     return {
         "input_ids": padded(filler, lambda prompt, answer: prompt + answer),
         "labels": padded(-100, lambda prompt, answer: [-100] * len(prompt) + answer),
@@ -135,12 +137,15 @@ def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[
             "preference_batch: columns must have equal lengths, with an entry for each pair, got "
             f"{sizes or sorted(pairs)}. A single pair goes into a list."
         )
+
+    # A tensor may be padded, which only its mask can tell.
     for name, column in columns.items():
         mask = name.replace("input_ids", "attention_mask")
         if mask not in columns and isinstance(column, Tensor):
             raise ValueError(
                 f"preference_batch: {name} is a tensor, which may be padded, and must come with {mask}. Add it."
             )
+
     columns = {name: column.tolist() if isinstance(column, Tensor) else column for name, column in columns.items()}
     return [{name: column[i] for name, column in columns.items()} for i in range(next(iter(sizes.values())))]
 
@@ -163,6 +168,7 @@ def encode_pair(
     )
     check_media_columns(where, pair, media, "must be", advice, (*MEDIA_COLUMNS, *sorted(IMAGE_INPUTS)))
 
+    # Token ids, texts or messages.
     encoded = _read_ids(pair)
     are_texts = [isinstance(pair[name], str) for name in (*answers, "prompt") if pair.get(name) is not None]
     if not encoded:
@@ -230,7 +236,7 @@ def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequen
     sequences = [ids if ids[-1:] == end else ids + end for ids in sequences]
     prompt = tokenizer.encode(pair["prompt"])
     prompt = prompt[:-1] if prompt[-1:] == end else prompt
-    first = min(_shared_prefix(prompt, ids) for ids in sequences)
+    first = min(_shared_prefix(prompt, ids) for ids in sequences)  # so that both have the same prompt
     return [Answer(ids[:first], ids[first:]) for ids in sequences]
 
 
@@ -269,6 +275,7 @@ def _encode_chats(
                 "that are not learnt into the prompt, or leave the weight out."
             )
 
+        # Render the conversation, and find the tokens of the answer in it.
         learnt = [False] * len(prompt) + [True] * len(answer)
         text, spans = render_answers(where, tokenizer, [*prompt, *answer], learnt, pair)
         check_characters(where, text)

@@ -53,7 +53,7 @@ class PromptDataset(PackedDataset):
         source: files or another source with a length, as for `PackedDataset`. An example has ``prompt``, a text or
             messages, and any other columns. Messages may have images, spelled as for `PackedDataset`.
         tokenizer: the tokenizer of the model, or its processor, which also takes images.
-        length: largest number of tokens of a prompt, with those of its images.
+        length: largest number of tokens of a prompt, including its images.
         options: as for `PackedDataset`.
 
     Raises:
@@ -66,6 +66,7 @@ class PromptDataset(PackedDataset):
             raise ValueError("PromptDataset: the source must have a length, got a stream. Save it as a file.")
 
     def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
+        # Prompts are tokenized in memory: few, and with their other columns.
         records, media = [], []
         tokens, ends, bounds = array("i"), array("q"), array("q")
         for where, record in itertools.islice(read_records(source, ()), self.encoder.max_samples):
@@ -110,7 +111,7 @@ class PromptDataset(PackedDataset):
                 )
             check_characters(where, prompt)
             ids = tokenizer.encode(prompt)
-            ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
+            ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # the answer goes on
         else:
             if not is_messages(prompt):
                 raise ValueError(f"{where}: prompt must be a text or messages, got {str(prompt)[:60]!r}. Correct it.")

@@ -50,6 +50,8 @@ def find_files(source: Any) -> Any:
         )
     if not isinstance(source, PathLike) and not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
         raise ValueError(f"PackedDataset: source must be files, a data set or other examples, got {source!r}.")
+
+    # Files and folders; anything else is read as it is.
     if isinstance(source, str | PathLike):
         source = [source]
     if not (isinstance(source, list | tuple) and source and all(isinstance(path, str | PathLike) for path in source)):
@@ -91,6 +93,7 @@ def read_records(source: Any, fields: Sequence[str], start: int = 0) -> Iterator
                 yield from _read_array(path) if path.suffix == ".json" and _is_array(path) else _read_lines(path)
         return
 
+    # Data sets and other iterables, of records or of collated batches.
     records: Iterable[Any] = source
     if isinstance(source, DataLoader) and source.batch_size is not None:
         records = itertools.chain.from_iterable(map(_unbatch, source))

@@ -157,6 +157,7 @@ class TokenFile:
             for document in documents:
                 if not document.ids:
                     continue
+                # Headers and contents of images, and where both end.
                 for medium in document.media:
                     content = medium.content
                     header: dict[str, Any] = {"where": medium.where, "path": None, "size": medium.size}
@@ -169,6 +170,7 @@ class TokenFile:
                     files[PLACES].write(array("q", (*bounds, files[HEADERS].size, files[CONTENTS].size)))
                     identity = json.dumps([bounds, medium.size, header["bytes"]]).encode()
                     media_checksum = zlib.crc32(content, zlib.crc32(identity, media_checksum))
+
                 total += len(document.ids)
                 files[IDS].write(document.ids)
                 files[ENDS].write(array("q", [total]))
@@ -212,6 +214,7 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
     cache = Path(cache_dir or default).absolute()
     with raise_on_all_ranks():
         folder = cache / _fingerprint(source, encoder)
+        # The first rank of each host verifies or writes; the others wait for it.
         writes = not is_distributed() or int(os.environ.get("LOCAL_RANK", rank())) == 0
         if writes and folder.is_dir():
             TokenFile(folder).verify()
@@ -277,9 +280,11 @@ def _fingerprint(source: Any, encoder: Encoder) -> str:
     if encoder.processor is not None:
         settings = {name: value for name, value in vars(encoder.processor).items() if value is not tokenizer}
         made_by += [type(encoder.processor).__name__, settings, encoder.broken_media, os.getcwd()]
+
     digest = hashlib.sha256(
         json.dumps(made_by, default=lambda value: getattr(value, "__dict__", None) or repr(value)).encode()
     )
+
     if isinstance(source, tuple):
         for path in source:
             status = path.stat()

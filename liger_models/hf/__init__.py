@@ -1,6 +1,6 @@
 """The models of this package as models of transformers, for everything that takes these: Trainer, TRL, PEFT, pipelines.
 
-Needs the extra ``hf``. Each model type has a class whose name is that of the class in transformers, such as
+Needs the extra ``hf``. Each model type has a class with the name of the class in transformers, such as
 ``liger_models.hf.LlamaForCausalLM``.
 """
 

@@ -27,7 +27,7 @@ AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names),
 
 
 def model_class(model_type: str) -> type[LigerForCausalLM]:
-    """The class of a model type. Its name is that of the class in transformers, because Trainer and others read names.
+    """The class of a model type. It has the name of the class in transformers, because Trainer and others read names.
 
     Raises:
         ValueError: there is no such architecture.
@@ -68,7 +68,8 @@ def _classifier_of(arch: type[CausalLM], model_type: str, name: str) -> type[Lig
 
 
 def _classes_of(model_type: str) -> list[Any]:
-    return [found for found in (model_class(model_type), classifier_class(model_type)) if found is not None]
+    classes = model_class(model_type), classifier_class(model_type)
+    return [hf_class for hf_class in classes if hf_class is not None]
 
 
 def _name_of(arch: type[CausalLM]) -> str:
@@ -84,9 +85,9 @@ def _forward_with(names: tuple[str, ...]) -> Any:
         return LigerForCausalLM.forward(self, *args, **inputs)
 
     signature = inspect.signature(LigerForCausalLM.forward)
-    *usual, rest = signature.parameters.values()
-    own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
-    forward.__signature__ = signature.replace(parameters=[*usual, *own, rest])  # type: ignore[attr-defined]
+    *usual, others = signature.parameters.values()
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+    forward.__signature__ = signature.replace(parameters=[*usual, *named, others])  # type: ignore[attr-defined]
     return forward
 
 
@@ -97,9 +98,9 @@ def find_class(name: str) -> Any:
         AttributeError: there is none.
     """
     for model_type in (*built_in(), *list_archs()):
-        for found in _classes_of(model_type):
-            if name == found.__name__:
-                return found
+        for hf_class in _classes_of(model_type):
+            if name == hf_class.__name__:
+                return hf_class
     raise AttributeError(
         f"module 'liger_models.hf' has no attribute {name!r}. It has a class for each of list_archs()."
     )
@@ -108,10 +109,10 @@ def find_class(name: str) -> Any:
 def wrap(model: CausalLM) -> LigerForCausalLM:
     """A model of this package as a model of transformers. Both share all weights."""
     checkpoint = format_of(type(model))
-    made = model_class(checkpoint.model_type)
+    hf_class = model_class(checkpoint.model_type)
     content = write_config(model.config, model.hf_config, model.dtype)
-    config: PreTrainedConfig = made.config_class.from_dict(content)
-    wrapped = made(config, model)
+    config: PreTrainedConfig = hf_class.config_class.from_dict(content)
+    wrapped = hf_class(config, model)
     if GENERATION_CONFIG in model.assets:
         defaults = json.loads(model.assets[GENERATION_CONFIG])
         wrapped.generation_config = transformers.GenerationConfig.from_dict(defaults)
@@ -131,8 +132,8 @@ def register() -> None:
     """
     for auto_class, config, ours, _ in _entries():
         other = auto_class._model_mapping.get(config, None)
-        known = other is None or other.__module__ == ours.__module__ or other.__module__.startswith("transformers.")
-        if not known:
+        allowed = other is None or other.__module__ == ours.__module__ or other.__module__.startswith("transformers.")
+        if not allowed:
             raise ValueError(
                 f"register: {auto_class.__name__} must have transformers' own class for {config.__name__}, got "
                 f"{other and other.__module__}.{other and other.__qualname__}. Do not register both, or use "
@@ -167,18 +168,18 @@ def registered() -> Iterator[None]:
 
 
 def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
-    """Auto class, class of configurations, our class, and that of transformers, for each model type."""
-    found = []
-    for model_type, ours in ((each, ours) for each in list_archs() for ours in _classes_of(each)):
+    """Auto class, class of configurations, our class, and transformers' class, for each model type."""
+    entries = []
+    for model_type, ours in ((name, ours) for name in list_archs() for ours in _classes_of(name)):
         added = ours.config_class.__module__ == config_class.__module__  # transformers has no such model type
         theirs = None if added else getattr(transformers, ours.__name__, None)
-        for name in AUTO_CLASSES:
-            auto_class: Any = getattr(transformers, name, None)
+        for auto_name in AUTO_CLASSES:
+            auto_class: Any = getattr(transformers, auto_name, None)
             if auto_class is None:
                 continue
-            if (added and name == AUTO_CLASSES[0]) or _named(auto_class, model_type) == ours.__name__:
-                found.append((auto_class, ours.config_class, ours, theirs))
-    return found
+            if (added and auto_name == AUTO_CLASSES[0]) or _named(auto_class, model_type) == ours.__name__:
+                entries.append((auto_class, ours.config_class, ours, theirs))
+    return entries
 
 
 def _named(auto_class: Any, model_type: str) -> str | None:

@@ -10,7 +10,7 @@ from liger_models.layers.kv_cache import DecodeCache
 
 
 class LigerCache(Cache):
-    """What a model returns as ``past_key_values``, and takes for the following tokens.
+    """The ``past_key_values`` that a model returns, and takes for the following tokens.
 
     Attributes:
         decode: the cache of the layers.
@@ -81,8 +81,8 @@ class LigerCache(Cache):
     @property
     def batch_size(self) -> int:
         """Number of rows; −1 before the first token."""
-        kept = itertools.chain(self.decode._layers.values(), self.decode._states.values())
-        return next((len(each[0]) for each in kept), -1)
+        layers = itertools.chain(self.decode._layers.values(), self.decode._states.values())
+        return next((len(tensors[0]) for tensors in layers), -1)
 
     @property
     def is_initialized(self) -> bool:

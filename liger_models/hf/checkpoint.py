@@ -20,8 +20,8 @@ from liger_models.distributed.ranks import rank, wait_for_ranks
 from liger_models.hf.config import to_json
 from liger_models.layers.linear import is_sharded
 
-OWN = "model.decoder."
-"""What the names of the decoder's parameters begin with."""
+PREFIX = "model.decoder."
+"""Prefix of the names of the decoder's parameters."""
 GENERATION_CONFIG = "generation_config.json"
 
 _IGNORED = [
@@ -78,13 +78,13 @@ class Checkpoint:
 
         Args:
             pretrained_model_name_or_path: folder, or name on the hub.
-            config: its configuration, if it is to be another than that of the checkpoint.
-            dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for that of the checkpoint.
+            config: another configuration than the checkpoint's.
+            dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for the checkpoint's.
             torch_dtype: older name of ``dtype``.
             device_map: one device, "auto" (the accelerator, or the CPU), or a dict that names only one.
             cache_dir, force_download, local_files_only, token, revision: as in huggingface_hub.
             subfolder: subfolder of a folder on this machine.
-            generation_config: defaults of ``generate``, if they are to be others than those of the checkpoint.
+            generation_config: defaults of ``generate``, other than the checkpoint's.
             output_loading_info: also return a dict of lists, which are empty: a checkpoint that does not match is an
                 error.
             options: values of the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments of
@@ -94,6 +94,7 @@ class Checkpoint:
             FileNotFoundError: the folder or a file in it is missing.
             ValueError: the content of a file does not match the model, or an argument is not supported.
         """
+        # The folder: on this machine, or downloaded.
         dtype = torch_dtype if dtype is None else dtype
         folder = Path(pretrained_model_name_or_path) / subfolder
         if not folder.is_dir():
@@ -106,40 +107,26 @@ class Checkpoint:
                 str(pretrained_model_name_or_path), lambda hf: get_arch(hf["model_type"]), revision=revision,
                 cache_dir=cache_dir, token=token, local_files_only=local_files_only, force_download=force_download,
             )  # fmt: skip
-        chosen: Any = config
+
+        # The configuration; options that are no fields of it must be arguments without effect.
+        config_: Any = config
         if not isinstance(config, PreTrainedConfig):
-            chosen, options = cls.config_class.from_pretrained(config or folder, return_unused_kwargs=True, **options)
-        chosen = copy.deepcopy(chosen)
+            config_, options = cls.config_class.from_pretrained(config or folder, return_unused_kwargs=True, **options)
+        config_ = copy.deepcopy(config_)
         if "attn_implementation" in options:
-            chosen._attn_implementation = options.pop("attn_implementation")
-        adapter = (options.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
-        if (folder / "adapter_config.json").is_file():
-            adapter = folder
-        if adapter is not None:
-            raise ValueError(
-                f"from_pretrained: {adapter} must hold a model, got an adapter. Load the model that it belongs to and "
-                "call peft.PeftModel.from_pretrained(model, folder)."
-            )
-        quantization = options.pop("quantization_config", None)
-        if quantization is not None:
-            raise ValueError(
-                f"from_pretrained: quantization_config must not be given, got {type(quantization).__name__}. For 4-bit "
-                "weights call liger_models.adapters.apply_lora on model.model.decoder, or load with the class of "
-                "transformers."
-            )
-        unknown = sorted(name for name in options.keys() - set(_IGNORED) if options[name] not in (None, False))
-        if unknown:
-            raise ValueError(
-                f"from_pretrained: arguments must be those of this method or fields of {type(chosen).__name__}, got "
-                f"{', '.join(unknown)}. Leave them out, or load with the class of transformers."
-            )
+            config_._attn_implementation = options.pop("attn_implementation")
+        _check_options(options, config_, folder)
+
+        # The model, with its weights.
         device = torch.device("meta") if _without_values() else _device(device_map)
-        model: Any = cls._load(chosen, folder, dtype, device)
+        model: Any = cls._load(config_, folder, dtype, device)
         decoder = model.model.decoder
-        if hasattr(chosen, "quantization_config"):  # MXFP4, which was read dequantised
-            del chosen.quantization_config
-        chosen.dtype = decoder.dtype
-        chosen.name_or_path = model.name_or_path = str(pretrained_model_name_or_path)
+        if hasattr(config_, "quantization_config"):  # MXFP4, which was read dequantized
+            del config_.quantization_config
+        config_.dtype = decoder.dtype
+        config_.name_or_path = model.name_or_path = str(pretrained_model_name_or_path)
+
+        # The defaults of generate.
         if generation_config is not None:
             model.generation_config = copy.deepcopy(generation_config)
         elif GENERATION_CONFIG in decoder.assets:
@@ -184,7 +171,7 @@ class Checkpoint:
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
             state_dict: whole tensors to save instead of the parameters, under the names of `state_dict`. An empty one
                 leaves the tensors out: Trainer gives it where DeepSpeed writes them, in shards.
-            push_to_hub: upload the folder afterwards; ``options`` are those of ``push_to_hub``.
+            push_to_hub: upload the folder afterwards; ``options`` are arguments of ``push_to_hub``.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             auto_map: see `liger_models.convert.save.save_pretrained`.
             options: arguments of transformers that do not change the format are ignored.
@@ -192,12 +179,13 @@ class Checkpoint:
         Raises:
             ValueError: parameters have no name in a checkpoint, or an option is not supported.
         """
-        self_: Any = self
+        hf_model: Any = self
         if getattr(self, "_hf_peft_config_loaded", False):  # only the adapter is saved
             super().save_pretrained(  # type: ignore[misc]
                 save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, **options
             )
             return
+
         repo_id = options.pop("repo_id", None)
         upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
         usual = {"safe_serialization", "save_peft_format", "save_original_format", "save_function"}
@@ -206,17 +194,20 @@ class Checkpoint:
             raise ValueError(f"save_pretrained: options must be known ones, got {', '.join(unknown)}. Leave them out.")
         if self._without_tensors(save_directory, is_main_process, state_dict):
             return
-        decoder = self.model.decoder
-        parameters = dict(self_.named_parameters(remove_duplicate=False))
-        sharded = any(map(is_sharded, parameters.values()))
-        tensors = parameters if state_dict is None else state_dict
-        if state_dict is None and sharded:
+
+        # The tensors, under the names of the decoder's parameters.
+        parameters = dict(hf_model.named_parameters(remove_duplicate=False))
+        if state_dict is None and any(map(is_sharded, parameters.values())):
             wait_for_ranks(f"save_pretrained {save_directory}")
         elif not is_main_process:
             return
-        tensors = {name.removeprefix(OWN): tensor for name, tensor in tensors.items()}
+        tensors = parameters if state_dict is None else state_dict
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        decoder = self.model.decoder
         if decoder.config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)
+
+        # The other files.
         config = copy.deepcopy(self.config)
         config.architectures, config.dtype = [type(self).__name__], tensors["embed_tokens.weight"].dtype
         assets = {GENERATION_CONFIG: self.generation_config.to_json_string().encode()}
@@ -226,7 +217,7 @@ class Checkpoint:
             tensors=tensors,
         )  # fmt: skip
         if push_to_hub:
-            self_.push_to_hub(repo_id or Path(save_directory).name, **upload)
+            hf_model.push_to_hub(repo_id or Path(save_directory).name, **upload)
 
     def _without_tensors(
         self, folder: str | os.PathLike[str], is_main_process: bool, state_dict: Mapping[str, Tensor] | None
@@ -243,37 +234,67 @@ class Checkpoint:
         return True
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters under the names of `state_dict`, or under those of a Hugging Face checkpoint.
+        """Load parameters under the names of `state_dict`, or under the names in a Hugging Face checkpoint.
 
         A part of a checkpoint, such as one of its files, may be loaded with ``strict=False``.
         """
-        if any(name.startswith(OWN) for name in state_dict):
+        if any(name.startswith(PREFIX) for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+
+        # The layout whose names are closest to those given.
         decoder = self.model.decoder
         parameters = dict(decoder.named_parameters())
         weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), state_dict, parameters)
-        missing = [name for entry in weights.entries.values() for name in entry.names() if name not in state_dict]
-        known = {name for entry in weights.entries.values() for name in entry.names()}
-        unexpected = [name for name in state_dict if not (name in known or weights.passes_over(name))]
+        names = [name for expression in weights.entries.values() for name in expression.names()]
+        missing = [name for name in names if name not in state_dict]
+        known = set(names)
+        unexpected = [name for name in state_dict if name not in known and not weights.passes_over(name)]
         if strict and (missing or unexpected):
             raise ValueError(
                 "load_state_dict: the names must be those of the model, or of its checkpoint. Missing: "
                 f"{some(missing) or 'none'}. Unexpected: {some(unexpected) or 'none'}. strict=False loads the others."
             )
+
         with torch.no_grad():
-            for name, entry in weights.entries.items():
-                found = {part: state_dict[part] for part in entry.names() if part in state_dict}
-                if not found:
+            for ours, expression in weights.entries.items():
+                parameter = parameters[ours]
+                tensors = {name: state_dict[name] for name in expression.names() if name in state_dict}
+                tensors = {name: tensor.to(parameter.device, parameter.dtype) for name, tensor in tensors.items()}
+                if not tensors:
                     continue
-                parameter = parameters[name]
-                kept = entry.unpack(parameter.detach()) if len(found) < len(entry.names()) else {}
-                found = {part: tensor.to(parameter.device, parameter.dtype) for part, tensor in found.items()}
-                packed = entry.pack(kept | found)
+                if len(tensors) < len(expression.names()):  # the others stay
+                    tensors = expression.unpack(parameter.detach()) | tensors
+                packed = expression.pack(tensors)
                 if assign:
                     parameter.data = packed.contiguous()
                 else:
                     parameter.copy_(packed)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Path) -> None:
+    """Raise ValueError for an adapter in place of a model, and for arguments of ``from_pretrained`` without effect."""
+    adapter = (options.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
+    if (folder / "adapter_config.json").is_file():
+        adapter = folder
+    if adapter is not None:
+        raise ValueError(
+            f"from_pretrained: {adapter} must hold a model, got an adapter. Load the model that it belongs to and call "
+            "peft.PeftModel.from_pretrained(model, folder)."
+        )
+    quantization = options.pop("quantization_config", None)
+    if quantization is not None:
+        raise ValueError(
+            f"from_pretrained: quantization_config must not be given, got {type(quantization).__name__}. For 4-bit "
+            "weights call liger_models.adapters.apply_lora on model.model.decoder, or load with the class of "
+            "transformers."
+        )
+    unknown = sorted(name for name in options.keys() - set(_IGNORED) if options[name] not in (None, False))
+    if unknown:
+        raise ValueError(
+            f"from_pretrained: arguments must be those of this method or fields of {type(config).__name__}, got "
+            f"{', '.join(unknown)}. Leave them out, or load with the class of transformers."
+        )
 
 
 def _without_values() -> bool:
@@ -285,21 +306,21 @@ def _without_values() -> bool:
 
 def _device(device_map: Any) -> torch.device:
     """The device that a ``device_map`` names."""
-    places = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
-    if len(places) != 1 or places & {"disk", "balanced", "balanced_low_0", "sequential"}:
+    devices = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
+    if len(devices) != 1 or devices & {"disk", "balanced", "balanced_low_0", "sequential"}:
         raise ValueError(
             f"from_pretrained: device_map must name one device, or be 'auto', got {device_map!r}. To spread a model "
             "over devices use parallel.apply_fsdp or apply_tp."
         )
-    (place,) = places
-    if place is None:
+    (device,) = devices
+    if device is None:
         return torch.device("cpu")
-    if place == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return (
-            torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
-        )
-    if isinstance(place, int):
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return torch.device("cuda" if found is None else found.type, place)
-    return torch.device(place)
+    if device != "auto" and not isinstance(device, int):
+        return torch.device(device)
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if isinstance(device, int):
+        return torch.device("cuda" if accelerator is None else accelerator.type, device)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

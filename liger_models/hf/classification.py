@@ -16,7 +16,7 @@ from liger_models.convert.config_map import read_config
 from liger_models.convert.files import FLOATS, open_all, open_safetensors, read_headers, read_whole
 from liger_models.convert.tensors import as_stored, load_hf_tensors
 from liger_models.hf.cache import LigerCache
-from liger_models.hf.checkpoint import OWN, Checkpoint
+from liger_models.hf.checkpoint import PREFIX, Checkpoint
 from liger_models.hf.config import to_json
 from liger_models.hf.model import LigerModel, LigerPreTrainedModel
 from liger_models.layers.linear import is_sharded
@@ -37,7 +37,7 @@ class UnusedHead(LigerLMHead):
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
-        """That of the embedding, whatever has replaced it."""
+        """The weight of the embedding, whatever has replaced it."""
         return self.holder[0].embed_tokens.weight
 
 
@@ -58,9 +58,10 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
     def __init__(self, config: PreTrainedConfig, decoder: CausalLM | None = None) -> None:
         super().__init__(config)
         decoder = _decoder(config) if decoder is None else decoder
-        decoder.lm_head.__class__ = UnusedHead
-        decoder.lm_head._parameters.clear()
-        vars(decoder.lm_head)["holder"] = (decoder,)
+        head: Any = decoder.lm_head
+        head.__class__ = UnusedHead
+        head._parameters.clear()
+        head.holder = (decoder,)
         self.model = LigerModel(config, decoder)
         self.num_labels = config.num_labels
         text = config.get_text_config()
@@ -75,16 +76,17 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
     def _load(
         cls, config: PreTrainedConfig, folder: Path, dtype: torch.dtype | str | None, device: torch.device
     ) -> "LigerForSequenceClassification":
+        # The decoder is filled tensor by tensor: its tensors have the names of a model with a head.
         stored = read_headers(folder)
-        own = FLOATS.get(next(iter(stored.values())).dtype, torch.bfloat16)
+        stored_dtype = FLOATS.get(next(iter(stored.values())).dtype, torch.bfloat16)
         with device:
-            model = cls(config, _decoder(config).to(dtype if isinstance(dtype, torch.dtype) else own))
+            model = cls(config, _decoder(config).to(dtype if isinstance(dtype, torch.dtype) else stored_dtype))
 
         def read() -> Iterator[tuple[str, Tensor]]:
-            for name, one in stored.items():
+            for name, tensor in stored.items():
                 if name != SCORE and not name.endswith("lm_head.weight"):
-                    with open_all([one]) as files:
-                        yield name, read_whole(files, name, one)
+                    with open_all([tensor]) as files:
+                        yield name, read_whole(files, name, tensor)
 
         load_hf_tensors(model.model.decoder, read())
         if SCORE in stored:
@@ -114,11 +116,13 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             )
         if self._without_tensors(save_directory, is_main_process, state_dict):
             return
-        given = dict(self.named_parameters()) if state_dict is None else state_dict
-        body = {name.removeprefix(OWN): each for name, each in given.items() if name.startswith(OWN)}
+
+        # The body under the names of a checkpoint, and the scores.
+        tensors = dict(self.named_parameters()) if state_dict is None else state_dict
+        body = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         body.pop("lm_head.weight", None)
         stored = as_stored("save_pretrained", self.model.decoder, merge=False, parameters=body)
-        score: Any = given[SCORE].detach()
+        score: Any = tensors[SCORE].detach()
         tensors = dict(stored.unpack(stored.gather(), None))
         tensors[SCORE] = score.full_tensor() if is_sharded(score) else score
         PreTrainedModel.save_pretrained(
@@ -127,7 +131,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As `LigerForCausalLM.load_state_dict`."""
-        if SCORE in state_dict and not any(name.startswith(OWN) for name in state_dict):
+        if SCORE in state_dict and not any(name.startswith(PREFIX) for name in state_dict):
             self.score.load_state_dict({"weight": state_dict[SCORE]}, assign=assign)
             state_dict = {name: tensor for name, tensor in state_dict.items() if name != SCORE}
         return super().load_state_dict(state_dict, strict, assign)
@@ -165,6 +169,8 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True,
             **inputs,
         )  # fmt: skip
+
+        # The last token of each text that is not padding: [B, C].
         hidden, pad = out.last_hidden_state, self.config.get_text_config().pad_token_id
         rows = torch.arange(len(hidden), device=hidden.device)
         if pad is None and len(rows) != 1:
@@ -175,7 +181,8 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         last: Any = -1
         if input_ids is not None and pad is not None:
             last = (torch.arange(input_ids.shape[1], device=input_ids.device) * (input_ids != pad)).argmax(1)
-        logits = self.score(hidden[rows, last])
+        logits = self.score(hidden[rows, last])  # [B, num_labels]
+
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=None, labels=labels, pooled_logits=logits, config=self.config)
@@ -184,12 +191,12 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         outputs = SequenceClassifierOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
         )
-        given = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
-        return outputs if given else outputs.to_tuple()
+        as_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
+        return outputs if as_dict else outputs.to_tuple()
 
 
 def _decoder(config: PreTrainedConfig) -> CausalLM:
     """A new decoder whose head has no weight of its own."""
     arch = get_arch(config.model_type)
-    made: CausalLM = arch(read_config(arch.config_class, to_json(config) | {"tie_word_embeddings": True}))
-    return made
+    decoder: CausalLM = arch(read_config(arch.config_class, to_json(config) | {"tie_word_embeddings": True}))
+    return decoder

@@ -13,7 +13,7 @@ from liger_models.convert.format import format_of
 
 @functools.cache
 def config_class(model_type: str) -> type[PreTrainedConfig]:
-    """The configuration class of a model type: that of transformers, or a new one for an architecture of a user's."""
+    """The configuration class of a model type: transformers' class, or a new one for an architecture of a user's."""
     try:
         return type(AutoConfig.for_model(model_type))
     except ValueError:

@@ -15,7 +15,7 @@ from liger_models.hf.auto import model_class
 
 @register_model("liger_models")
 class LigerLM(HFLM):
-    """lm-eval's model ``hf`` with a model of this package: the arguments are those of ``hf``."""
+    """lm-eval's model ``hf`` with a model of this package: it takes the arguments of ``hf``."""
 
     _model: Any
 

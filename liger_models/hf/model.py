@@ -39,13 +39,13 @@ def find_documents(position_ids: Tensor) -> Tensor | None:
         "forward: position_ids of packed documents must start at 0 and rise in each document, got others, which do not "
         "say where a document ends. Pass the documents' bounds as cu_seqlens.",
     )
-    starts[:, 0] = True
+    starts[:, 0] = True  # rows of a batch are documents of their own, too
     bounds = starts.flatten().nonzero()[:, 0]
     return None if len(bounds) == len(starts) else nn.functional.pad(bounds, (0, 1), value=starts.numel())
 
 
 class LigerPreTrainedModel(PreTrainedModel):
-    """What the body and the model with a head share."""
+    """Base of the body and of the model with a head."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -154,12 +154,12 @@ class LigerModel(LigerPreTrainedModel):
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
             inputs,
         )  # fmt: skip
-        every = _resolve(output_hidden_states, self.config, "output_hidden_states")
-        out = self.decoder(**prepared, return_logits=False, output_hidden_states=every)
+        all_hidden = _resolve(output_hidden_states, self.config, "output_hidden_states")
+        out = self.decoder(**prepared, return_logits=False, output_hidden_states=all_hidden)
         outputs = MoeModelOutputWithPast(
             last_hidden_state=out.hidden_states[-1],
             past_key_values=cache,
-            hidden_states=out.hidden_states if every else None,
+            hidden_states=out.hidden_states if all_hidden else None,
             router_logits=out.router_logits or None,
         )
         return outputs if _resolve(return_dict, self.config, "return_dict") else outputs.to_tuple()
@@ -184,52 +184,41 @@ class LigerModel(LigerPreTrainedModel):
                 "class of transformers."
             )
         unused = {"cache_position", "token_type_ids"} - {*self.decoder.prompt_inputs}  # transformers ignores them, too
-        given = {name: value for name, value in inputs.items() if value is not None and name not in unused}
+        inputs = {name: value for name, value in inputs.items() if value is not None and name not in unused}
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None:
             raise ValueError("forward: input_ids or inputs_embeds must be given, got neither.")
-        text = position_ids
+        attention_mask = _check_mask(attention_mask)
+
+        text_positions = position_ids
         if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
-            text, position_ids = position_ids[0], position_ids[1:]  # those of the text, and time, height and width
-        if attention_mask is not None and attention_mask.is_floating_point():  # as PEFT's prompts make it
-            check_values(
-                (attention_mask >= 0).all(),
-                "forward: attention_mask must be 1 for tokens and 0 for padding, got values below 0, as in a mask that "
-                "is added to scores. Pass mask == 0.",
-            )
-            check_values(
-                (attention_mask == attention_mask.trunc()).all(),
-                "forward: attention_mask must be 1 for tokens and 0 for padding, got fractions. A mask cannot weight "
-                "tokens: pass mask > 0.",
-            )
-            attention_mask = attention_mask.long()
-        if attention_mask is not None:
-            check_values(
-                (attention_mask <= 1).all(),
-                "forward: attention_mask must be 1 for tokens and 0 for padding, got greater values, which collators "
-                "write for packed documents. Pass these documents' bounds as cu_seqlens, or position_ids and no mask.",
-            )
-        packed = "cu_seqlens" in given or "cu_seq_lens_q" in given
-        numbers = given.pop("seq_idx", None)  # which collators return besides
-        if numbers is not None and not packed and text is None:
+            text_positions, position_ids = position_ids[0], position_ids[1:]  # in the text; in time, height and width
+
+        # Packed documents: their bounds are given, or each position 0 starts one.
+        is_packed = "cu_seqlens" in inputs or "cu_seq_lens_q" in inputs
+        documents = inputs.pop("seq_idx", None)  # which collators return besides
+        if documents is not None and not is_packed and text_positions is None:
             raise ValueError(
                 "forward: seq_idx needs position_ids or cu_seq_lens_q, got it alone. Let the collator return them."
             )
-        alone = attention_mask is None and past_key_values is None and not packed
-        if alone and text is not None and text.dim() <= 2 and tokens.shape[1] > 1:
-            bounds = find_documents(text.expand(tokens.shape[:2]))
-            if bounds is not None:
-                given["cu_seqlens"], packed = bounds, True
-        if alone and position_ids is not None and position_ids is text and position_ids.dim() == 3:
-            check_values(
-                ~(position_ids == 0).all(0)[:, 1:].any(),
-                "forward: position_ids in time, height and width must be 0 in all three at the first token alone, got "
-                "another one. Pass the bounds of packed documents as cu_seqlens, or [4, B, T] with those of the text.",
-            )
+        if attention_mask is None and past_key_values is None and not is_packed:
+            if text_positions is not None and text_positions.dim() <= 2 and tokens.shape[1] > 1:
+                bounds = find_documents(text_positions.expand(tokens.shape[:2]))
+                if bounds is not None:
+                    inputs["cu_seqlens"], is_packed = bounds, True
+            if position_ids is not None and position_ids is text_positions and position_ids.dim() == 3:
+                check_values(
+                    ~(position_ids == 0).all(0)[:, 1:].any(),
+                    "forward: position_ids in time, height and width must be 0 in all three at the first token alone, "
+                    "got another one. Pass the bounds of packed documents as cu_seqlens, or [4, B, T] with those of "
+                    "the text.",
+                )
+
+        # A new cache, unless documents are packed or a loss is computed.
         cache = None if past_key_values is None else LigerCache.of(past_key_values)
         if use_cache is None:
             use_cache = not self.training and bool(getattr(self.config.get_text_config(), "use_cache", False))
-        if cache is None and use_cache and not packed and not has_labels:
+        if cache is None and use_cache and not is_packed and not has_labels:
             cache = LigerCache()
         arguments = {
             "input_ids": input_ids,
@@ -238,7 +227,30 @@ class LigerModel(LigerPreTrainedModel):
             "position_ids": position_ids,
             "cache": None if cache is None else cache.decode,
         }
-        return arguments | given, cache
+        return arguments | inputs, cache
+
+
+def _check_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """A mask of integers; raises ValueError for values other than 0 and 1."""
+    if attention_mask is not None and attention_mask.is_floating_point():  # as PEFT's prompts make it
+        check_values(
+            (attention_mask >= 0).all(),
+            "forward: attention_mask must be 1 for tokens and 0 for padding, got values below 0, as in a mask that is "
+            "added to scores. Pass mask == 0.",
+        )
+        check_values(
+            (attention_mask == attention_mask.trunc()).all(),
+            "forward: attention_mask must be 1 for tokens and 0 for padding, got fractions. A mask cannot weight "
+            "tokens: pass mask > 0.",
+        )
+        attention_mask = attention_mask.long()
+    if attention_mask is not None:
+        check_values(
+            (attention_mask <= 1).all(),
+            "forward: attention_mask must be 1 for tokens and 0 for padding, got greater values, which collators write "
+            "for packed documents. Pass these documents' bounds as cu_seqlens, or position_ids and no mask.",
+        )
+    return attention_mask
 
 
 class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
@@ -271,7 +283,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         return self.model.decoder.lm_head
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "lm_head":
+        if name == "lm_head":  # a module, which nn.Module would keep here, where the property hides it
             self.model.decoder.lm_head = value
         else:
             super().__setattr__(name, value)
@@ -303,11 +315,11 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             past_key_values: what an earlier forward returned.
             inputs_embeds: [B, T, C] instead of ``input_ids``.
             labels: [B, T] int64, unshifted; −100 is ignored.
-            use_cache: return a cache. Default: that of the configuration, but not in training or with labels.
+            use_cache: return a cache. Default: as the configuration says, but not in training or with labels.
             output_attentions: must be False.
             output_hidden_states: return the hidden states before each block and after the last norm.
-            output_router_logits: return those of routed experts, and add their auxiliary loss. Default: that of the
-                configuration.
+            output_router_logits: return the logits of routers, and add their auxiliary loss. Default: as the
+                configuration says.
             return_dict: False for a tuple.
             logits_to_keep: logits of the last so many tokens, or of the tokens with these indices; 0 for all.
             num_items_in_batch: divisor of the summed loss.
@@ -316,7 +328,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
                 there are labels. Default: in training with gradients.
 
         Returns:
-            ``MoeCausalLMOutputWithPast``, which holds what there is; without ``return_dict`` a tuple.
+            ``MoeCausalLMOutputWithPast``; without ``return_dict`` a tuple.
 
         Raises:
             ValueError: as in `Decoder.forward`; attention weights or a cache of another kind are asked for.
@@ -327,14 +339,16 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
             inputs, has_labels=labels is not None or shifted is not None,
         )  # fmt: skip
-        routed = _resolve(output_router_logits, text, "output_router_logits")
-        if getattr(decoder.config, "output_router_logits", routed) != routed:
-            decoder.config = dataclasses.replace(decoder.config, output_router_logits=routed)
-        every = _resolve(output_hidden_states, self.config, "output_hidden_states")
+        with_routers = _resolve(output_router_logits, text, "output_router_logits")
+        if getattr(decoder.config, "output_router_logits", with_routers) != with_routers:
+            decoder.config = dataclasses.replace(decoder.config, output_router_logits=with_routers)
+        all_hidden = _resolve(output_hidden_states, self.config, "output_hidden_states")
+
         if isinstance(logits_to_keep, Tensor) or shifted is not None:
+            # The decoder knows neither, so it returns hidden states, and the head is called here.
             if labels is not None:
                 raise ValueError("forward: labels exclude shift_labels and a tensor as logits_to_keep. Omit one.")
-            out = decoder(**prepared, return_logits=False, output_hidden_states=every)
+            out = decoder(**prepared, return_logits=False, output_hidden_states=all_hidden)
             hidden = out.hidden_states[-1]
             if shifted is not None:
                 loss, logits = self.lm_head(hidden, shifted, num_items=num_items_in_batch, return_logits=not skip)
@@ -342,21 +356,25 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
                 loss, logits = None, self.lm_head(hidden[:, logits_to_keep])
             out = out._replace(loss=loss, logits=logits)
         elif labels is None:
-            out = decoder(**prepared, logits_to_keep=logits_to_keep, output_hidden_states=every)
+            # Logits alone.
+            out = decoder(**prepared, logits_to_keep=logits_to_keep, output_hidden_states=all_hidden)
         else:
+            # The loss, and in evaluation the logits, which cost memory.
             skip = self.training and torch.is_grad_enabled() if skip is None else skip
             out = decoder(
                 **prepared, labels=labels, num_items_in_batch=num_items_in_batch, return_logits=not skip,
-                logits_to_keep=logits_to_keep, output_hidden_states=every,
+                logits_to_keep=logits_to_keep, output_hidden_states=all_hidden,
             )  # fmt: skip
+
+        # The loss has the weighted auxiliary loss in it; transformers returns it without the weight.
         weight = getattr(decoder.config, "router_aux_loss_coef", 1.0)
         outputs = MoeCausalLMOutputWithPast(
             loss=out.loss,
             aux_loss=None if out.aux_loss is None else out.aux_loss / (weight or 1.0),
             logits=out.logits,
             past_key_values=cache,
-            hidden_states=out.hidden_states if every else None,
-            router_logits=out.router_logits if routed and out.router_logits else None,
+            hidden_states=out.hidden_states if all_hidden else None,
+            router_logits=out.router_logits if with_routers and out.router_logits else None,
         )
         return outputs if _resolve(return_dict, self.config, "return_dict") else outputs.to_tuple()
 
@@ -379,6 +397,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             )
         if new_num_tokens is None and pad_to_multiple_of is None:
             return self.get_input_embeddings()
+
         decoder, text = self.model.decoder, self.config.get_text_config()
         decoder.resize_token_embeddings(new_num_tokens or decoder.config.vocab_size, pad_to_multiple_of)
         text.vocab_size = decoder.config.vocab_size
@@ -420,6 +439,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         decoder = self.model.decoder
         for name in ("tokenizer", "assistant_tokenizer"):  # generate leaves them there, with stop_strings
             kwargs.pop(name, None)
+        # Beyond the original length longrope rotates all keys differently: the cached ones are of no use.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         switches = [layer.switch_length for layer in layers_of(decoder.rotary)]
         if any(length is not None and past <= length < input_ids.shape[1] for length in switches) and past:
@@ -447,6 +467,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         decoder: Any = self.model.decoder
         pixels = {name: value for name, value in model_kwargs.items() if name in decoder.prompt_inputs}
         others = {name: value for name, value in model_kwargs.items() if name not in pixels}
+        # Pixels have no row for each prompt, so they are repeated by the images of the prompts.
         repeated = pixels
         if expand_size > 1 and any(value is not None for value in pixels.values()):
             if input_ids is None:
@@ -460,12 +481,13 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         pixels = {name: model_kwargs.get(name) for name in decoder.prompt_inputs}
         ids = model_kwargs.get("input_ids", inputs_tensor)
         if all(value is None for value in pixels.values()) or ids.dim() != 2:
+            # Texts alone: positions count the tokens.
             positions: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
             return positions
         positions = decoder.prompt_positions(ids, model_kwargs.get("attention_mask"), 0, pixels)
         return positions.expand(*positions.shape[:-2], len(ids), -1)
 
 
-def _resolve(given: bool | None, config: PreTrainedConfig, name: str) -> bool:
+def _resolve(argument: bool | None, config: PreTrainedConfig, name: str) -> bool:
     """An argument, or by default the value in the configuration."""
-    return bool(getattr(config, name, False)) if given is None else bool(given)
+    return bool(getattr(config, name, False)) if argument is None else bool(argument)

@@ -146,7 +146,4 @@ def check_distributions(name: str, first: Tensor, second: Tensor, labels: Tensor
             f"{list(second.shape)}."
         )
     if labels is not None and labels.shape != first.shape[:-1]:
-        raise ValueError(
-            f"{name}: shift_labels must be {list(first.shape[:-1])}, got "
-            f"{None if labels is None else list(labels.shape)}."
-        )
+        raise ValueError(f"{name}: shift_labels must be {list(first.shape[:-1])}, got {list(labels.shape)}.")

@@ -55,25 +55,26 @@ class PreferenceMetrics(NamedTuple):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """σ(x) with a gradient that stays accurate near 1, where that of `torch.sigmoid`, y · (1 − y), cancels."""
+    """σ(x) with a gradient that stays accurate near 1, where the gradient of `torch.sigmoid`, y · (1 − y), cancels."""
     return logsigmoid(x).exp()
 
 
 def margin_losses(loss_type: str, margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """Losses [pairs] of the margins β·(r(y_w) − r(y_l)) [pairs] for sigmoid, hinge, ipo, robust and exo_pair."""
     e = label_smoothing
-    kept, flipped = -logsigmoid(margin), -logsigmoid(-margin)
+    chosen, flipped = -logsigmoid(margin), -logsigmoid(-margin)  # with the label as it is, and exchanged
     if loss_type == "sigmoid":
-        return kept * (1 - e) + flipped * e if e else kept
+        return chosen * (1 - e) + flipped * e if e else chosen
     if loss_type == "hinge":
         return torch.relu(1 - margin)
     if loss_type == "ipo":
         return (margin / beta - 1 / (2 * beta)).square()
     if loss_type == "robust":
-        return (kept * (1 - e) - flipped * e) / (1 - 2 * e)
+        return (chosen * (1 - e) - flipped * e) / (1 - 2 * e)
     assert loss_type == "exo_pair"
-    wanted = margin.new_tensor([1 - e, e]).log()
-    return torch.sigmoid(margin) * (-kept - wanted[0]) + torch.sigmoid(-margin) * (-flipped - wanted[1])
+    # KL of the model's distribution over the pair from the smoothed labels.
+    labels = margin.new_tensor([1 - e, e]).log()
+    return torch.sigmoid(margin) * (-chosen - labels[0]) + torch.sigmoid(-margin) * (-flipped - labels[1])
 
 
 class PreferenceLoss(FusedLinearLoss):
@@ -104,13 +105,13 @@ class PreferenceLoss(FusedLinearLoss):
             )
 
     def _sequence_log_probs(self, log_probs: Tensor, target: Tensor) -> Tensor:
-        """l(y) [B] of the tokens' log-probabilities [B, T]."""
-        valid = target != self.ignore_index
+        """l(y) [B] from the log-probabilities of tokens [B, T]."""
+        valid = target != self.ignore_index  # [B, T]
         total = log_probs.where(valid, 0).sum(-1)
         return total / valid.sum(-1).clamp_min(1) if self.average_log_prob else total
 
     def _ratios(self, log_probs: Tensor, target: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        """l(y) without gradient and r(y), [B] each, of the policy's [B, T] and the reference model's l(y) [B]."""
+        """l(y) without gradient and r(y), [B] each, from the policy's [B, T] and the reference model's l(y) [B]."""
         logps = self._sequence_log_probs(log_probs, target)
         return logps.detach(), logps if reference is None else logps - reference
 
@@ -123,15 +124,16 @@ class PreferenceLoss(FusedLinearLoss):
         ref_bias: Tensor | None = None,
     ) -> Tensor | None:
         """l_ref(y) [B] without gradient; None without a reference model."""
-        given = [tensor is not None for tensor in (ref_input, ref_weight, ref_log_probs)]
+        references = [tensor is not None for tensor in (ref_input, ref_weight, ref_log_probs)]
         allowed = ([True, True, False], [False, False, True]) if self.use_ref_model else ([False] * 3,)
-        if given not in allowed or (ref_bias is not None and not given[1]):
+        if references not in allowed or (ref_bias is not None and ref_weight is None):
             raise ValueError(
                 f"{self._name}: use_ref_model=True needs either ref_input and ref_weight or ref_log_probs, False needs "
-                f"none of them; got use_ref_model={self.use_ref_model} and, of these three, {given}."
+                f"none of them; got use_ref_model={self.use_ref_model} and, of these three, {references}."
             )
         if not self.use_ref_model:
             return None
+
         with torch.no_grad():
             if ref_input is not None and ref_weight is not None:
                 self._check_rows(ref_input, target, paired=False)
@@ -139,6 +141,7 @@ class PreferenceLoss(FusedLinearLoss):
                     ref_input, ref_weight, target, bias=ref_bias, **self._head_options
                 )
             assert ref_log_probs is not None
+            # Of sequences, or of tokens.
             if ref_log_probs.dim() == 1:
                 if len(ref_log_probs) != len(target):
                     raise ValueError(
@@ -150,6 +153,7 @@ class PreferenceLoss(FusedLinearLoss):
 
     def _mean_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Mean of the logits of each sequence [B]; reads x and the weight once and builds no logits."""
+        # The mean over tokens and vocabulary of x · Wᵀ is the product of the means.
         with torch.no_grad():
             wide = torch.promote_types(x.dtype, torch.float32)
             mean = (x.sum(1, dtype=wide) / max(x.shape[1], 1)) @ weight.mean(0, dtype=wide)
@@ -196,9 +200,13 @@ class PairLoss(PreferenceLoss, ABC):
             )
         if label_smoothing != 0.0 and loss_type not in SMOOTHED:
             raise ValueError(f"{name}: label_smoothing must be 0 with loss_type {loss_type!r}, got {label_smoothing}.")
-        low_enough = label_smoothing < 0.5 if loss_type == "robust" else label_smoothing <= 1.0
-        high_enough = label_smoothing > 0.0 if loss_type == "exo_pair" else label_smoothing >= 0.0
-        if not low_enough or not high_enough or (loss_type == "exo_pair" and label_smoothing == 1.0):
+        if loss_type == "robust":
+            in_range = 0.0 <= label_smoothing < 0.5
+        elif loss_type == "exo_pair":
+            in_range = 0.0 < label_smoothing < 1.0
+        else:
+            in_range = 0.0 <= label_smoothing <= 1.0
+        if not in_range:
             raise ValueError(
                 f"{name}: label_smoothing must lie in [0, 1], with loss_type 'robust' in [0, 0.5), with 'exo_pair' in "
                 f"(0, 1), got {label_smoothing} with {loss_type!r}."
@@ -209,13 +217,16 @@ class PairLoss(PreferenceLoss, ABC):
     ) -> tuple[Tensor, PreferenceMetrics]:
         self._check_rows(log_probs, target, paired=True)
         pairs = len(target) // 2
-        logps, ratios = self._ratios(log_probs, target, reference)
+        logps, ratios = self._ratios(log_probs, target, reference)  # [2·pairs]
         loss = self.pair_losses(ratios[:pairs], ratios[pairs:]).sum() / max(pairs, 1)
+
+        # Mean over the tokens of all chosen sequences.
         nll_loss = log_probs.new_zeros(())
         if self.compute_nll_loss and add_nll:
             valid = target[:pairs] != self.ignore_index
             nll_loss = -log_probs[:pairs].where(valid, 0).sum() / valid.sum().clamp_min(1)
             loss = loss + self.alpha * nll_loss
+
         rewards = self.beta * ratios.detach()
         return loss, PreferenceMetrics(
             logps[:pairs], logps[pairs:], None, None, nll_loss.detach(), rewards[:pairs], rewards[pairs:]
@@ -235,7 +246,7 @@ class PairLoss(PreferenceLoss, ABC):
             lambda log_probs: self._from_log_probs(log_probs, target, reference, add_nll),
             x, weight, target, together=2, uniform=True, bias=bias, **self._head_options,
         )  # fmt: skip
-        means = self._mean_logits(x, weight, bias)
+        means = self._mean_logits(x, weight, bias)  # [2·pairs]
         chosen, rejected = means.view(2, len(means) // 2).sum(1) / max(len(target) // 2, 1)
         return loss, metrics._replace(chosen_logits_mean=chosen, rejected_logits_mean=rejected)
 

@@ -1,4 +1,4 @@
-"""Contrastive preference optimisation: a loss over pairs without a reference model."""
+"""Contrastive preference optimization: a loss over pairs without a reference model."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from liger_models.losses.base_preference import MARGIN_LOSSES, ReferenceFreePair
 
 
 class LigerFusedLinearCPOLoss(ReferenceFreePairLoss):
-    """Contrastive preference optimisation: ``−(1 − ε)·log σ(m) − ε·log σ(−m) + alpha · NLL``, m = β·(l(y_w) − l(y_l)).
+    """Contrastive preference optimization: ``−(1 − ε)·log σ(m) − ε·log σ(−m) + alpha · NLL``, m = β·(l(y_w) − l(y_l)).
 
     l is the log-probability of a sequence.
 

@@ -1,4 +1,4 @@
-"""Direct preference optimisation and ten related losses over pairs, with or without a reference model."""
+"""Direct preference optimization and ten related losses over pairs, with or without a reference model."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ DPO_LOSSES = (
 
 
 class LigerFusedLinearDPOLoss(PairLoss):
-    """Direct preference optimisation: ``−log σ(β·(r(y_w) − r(y_l)))``, or a related loss chosen by ``loss_type``.
+    """Direct preference optimization: ``−log σ(β·(r(y_w) − r(y_l)))``, or a related loss chosen by ``loss_type``.
 
     r(y) is the log-probability of a sequence minus its log-probability under the reference model. With m the margin
     β·(r(y_w) − r(y_l)) of the chosen sequence y_w over the rejected y_l, w = β·r(y_w), l = β·r(y_l), ε
@@ -88,23 +88,24 @@ class LigerFusedLinearDPOLoss(PairLoss):
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Losses [pairs] of r(y_w) and r(y_l) [pairs]."""
-        kind, w, l = self.loss_type, self.beta * chosen, self.beta * rejected  # noqa: E741
+        loss_type = self.loss_type
+        w, l = self.beta * chosen, self.beta * rejected  # noqa: E741
         margin = self.beta * (chosen - rejected)
-        if kind == "nca_pair":
+        if loss_type == "nca_pair":
             return -logsigmoid(w) - 0.5 * logsigmoid(-w) - 0.5 * logsigmoid(-l)
-        if kind == "bco_pair":
+        if loss_type == "bco_pair":
             return -logsigmoid(w) - logsigmoid(-l)
-        if kind == "sppo_hard":
+        if loss_type == "sppo_hard":
             return (chosen - 0.5 / self.beta).square() + (rejected + 0.5 / self.beta).square()
-        if kind == "apo_zero":
+        if loss_type == "apo_zero":
             return sigmoid(-w) + sigmoid(l)
-        if kind == "apo_down":
+        if loss_type == "apo_down":
             return sigmoid(w) + sigmoid(-margin)
-        if kind == "discopop":
+        if loss_type == "discopop":
             # σ(m/τ)·exp(−m) takes one exponential: exp(−m) alone overflows where σ(m/τ) is 0.
             scaled = margin / self.discopop_tau
             return -logsigmoid(margin) * sigmoid(-scaled) + torch.exp(logsigmoid(scaled) - margin)
-        return margin_losses(kind, margin, self.beta, self.label_smoothing)
+        return margin_losses(loss_type, margin, self.beta, self.label_smoothing)
 
     def forward(
         self,

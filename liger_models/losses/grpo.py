@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation and seven related losses of sampled completions.
+"""Group-relative policy optimization and seven related losses of sampled completions.
 
 The reference model takes one pass of `fused_linear_logprobs` without gradients, the policy one pass of
 `loss_of_log_probs` over the completions, or one of `cross_entropy` over logits that are held in full. The loss itself
@@ -40,23 +40,24 @@ def _tokens_of_all_ranks(mask: Tensor) -> Tensor:
 
 
 class LigerFusedLinearGRPOLoss(FusedLinearLoss):
-    """Group-relative policy optimisation (GRPO) of sampled completions with given advantages, and related losses.
+    """Group-relative policy optimization (GRPO) of sampled completions with given advantages, and related losses.
 
-    For each token, l is its log-probability, l_old that under the policy which sampled it, l_ref that under the
-    reference model, A the advantage of its sequence and w = exp(l − l_old). With ``importance_sampling_level``
-    "sequence" (GSPO) w is one number per sequence, exp of the mean of l − l_old. The loss L of a token is::
+    For each token, l is its log-probability, l_old and l_ref its log-probabilities under the policy that sampled it and
+    under the reference model, A the advantage of its sequence, and w = exp(l − l_old). If
+    ``importance_sampling_level`` is "sequence" (GSPO), w is one number per sequence: exp of the mean of l − l_old. The
+    loss L of a token is::
 
         L = −min(min(w, δ) · A, clip(w, 1 − ε_low, 1 + ε_high) · A) + β · KL
         k1 = l − l_ref,  k2 = (l − l_ref)² / 2,  k3 = exp(l_ref − l) − (l_ref − l) − 1
 
-    where KL is k1, k2 or k3. ``loss_type`` decides how L is reduced (ΣL runs over the tokens that the mask leaves), and
-    for some types the first term of L:
+    where KL is k1, k2 or k3. ``loss_type`` decides how L is reduced (ΣL runs over unmasked tokens), and for some types
+    the first term of L:
 
     - grpo: mean over sequences of ΣL / (tokens of the sequence)
     - bnpo: ΣL over the batch / (tokens of the batch)
     - dr_grpo: ΣL over the batch / (B · ``max_completion_length``)
     - dapo: ΣL over the batch / (n / number of ranks), n the tokens of all ranks or ``num_items_in_batch``
-    - luspo: mean over sequences of ΣL
+    - luspo: mean over sequences of ΣL, not divided by their tokens
     - cispo: as dapo, with the first term −sg(min(w, ε_high)) · A · l; sg stops the gradient
     - sapo: as grpo, with the first term −4/τ · σ(τ·(w − 1)) · A; τ depends on the sign of A
     - vespo: as dapo, with the first term −sg(φ(W)) · A · l, φ(W) = W^k · exp(λ·(1 − W)); W is the product of w over the
@@ -116,62 +117,6 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         workspace_mib: int | None = None,
     ) -> None:
         super().__init__(IGNORED, softcap, logit_scale, workspace_mib)
-        name = self._name
-        for argument, choice, allowed in (
-            ("loss_type", loss_type, LOSS_TYPES),
-            ("importance_sampling_level", importance_sampling_level, ("token", "sequence")),
-            ("kl_estimator", kl_estimator, KL_ESTIMATORS),
-        ):
-            if choice not in allowed:
-                raise ValueError(f"{name}: {argument} must be one of {allowed}, got {choice!r}.")
-        for argument, value in (
-            ("sapo_temperature_pos", sapo_temperature_pos),
-            ("sapo_temperature_neg", sapo_temperature_neg),
-            ("temperature", temperature),
-            ("delta", 1.0 if delta is None else delta),
-        ):
-            if not value > 0:
-                raise ValueError(f"{name}: {argument} must be positive, got {value}.")
-        for argument, value in (("beta", beta), ("epsilon_low", epsilon_low), ("epsilon_high", epsilon_high)):
-            if not value >= 0:
-                raise ValueError(f"{name}: {argument} must not be negative, got {value}.")
-        if importance_sampling_level != "token" and loss_type in ONLY_PER_TOKEN:
-            raise ValueError(
-                f"{name}: importance_sampling_level must be 'token' with loss_type {loss_type!r}, got "
-                f"{importance_sampling_level!r}."
-            )
-        if loss_type == "dr_grpo" and not (max_completion_length is not None and max_completion_length > 0):
-            raise ValueError(
-                f"{name}: loss_type 'dr_grpo' needs a positive max_completion_length, got {max_completion_length}."
-            )
-        if delta is not None and loss_type in ONLY_PER_TOKEN:
-            raise ValueError(
-                f"{name}: delta must be None with loss_type {loss_type!r}, which does not clip that way, got {delta}."
-            )
-        for owner, own, default in (
-            ("sapo", (sapo_temperature_pos, sapo_temperature_neg), (1.0, 1.05)),
-            ("vespo", (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg), (2.0, 3.0, 3.0, 2.0)),
-        ):
-            if loss_type != owner and own != default:
-                raise ValueError(
-                    f"{name}: options of {owner} must be left at {default} with loss_type {loss_type!r}, got {own}."
-                )
-        unused = {"epsilon_low": epsilon_low} if loss_type in ONLY_PER_TOKEN else {}
-        unused |= {"epsilon_high": epsilon_high} if loss_type in UNCLIPPED else {}
-        if not all(value == 0.2 for value in unused.values()):
-            raise ValueError(
-                f"{name}: {' and '.join(unused)} must be left at 0.2 with loss_type {loss_type!r}, which does not clip "
-                f"that way, got {unused}."
-            )
-        if beta == 0.0 and (kl_estimator != "k3" or use_bias_correction_kl):
-            raise ValueError(
-                f"{name}: kl_estimator and use_bias_correction_kl must be left out with beta 0, got {kl_estimator!r} "
-                f"and {use_bias_correction_kl}."
-            )
-        if beta != 0.0 and not use_ref_model:
-            raise ValueError(
-                f"{name}: beta must be 0 without a reference model, got {beta}. Set beta=0.0 or use_ref_model=True."
-            )
         self.beta, self.use_ref_model, self.loss_type = beta, use_ref_model, loss_type
         self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
         self.max_completion_length, self.importance_sampling_level = max_completion_length, importance_sampling_level
@@ -180,6 +125,71 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
         self.kl_estimator = kl_estimator
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_ranges(self) -> None:
+        """Raise ValueError for an unknown choice, or a number that is out of range."""
+        name = self._name
+        for argument, choices in (
+            ("loss_type", LOSS_TYPES),
+            ("importance_sampling_level", ("token", "sequence")),
+            ("kl_estimator", KL_ESTIMATORS),
+        ):
+            if getattr(self, argument) not in choices:
+                raise ValueError(f"{name}: {argument} must be one of {choices}, got {getattr(self, argument)!r}.")
+        for argument in ("sapo_temperature_pos", "sapo_temperature_neg", "temperature", "delta"):
+            value = getattr(self, argument)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}: {argument} must be positive, got {value}.")
+        for argument in ("beta", "epsilon_low", "epsilon_high"):
+            if not getattr(self, argument) >= 0:
+                raise ValueError(f"{name}: {argument} must not be negative, got {getattr(self, argument)}.")
+
+    def _check_combinations(self) -> None:
+        """Raise ValueError for options that do not go together."""
+        name, loss_type = self._name, self.loss_type
+        if self.importance_sampling_level != "token" and loss_type in ONLY_PER_TOKEN:
+            raise ValueError(
+                f"{name}: importance_sampling_level must be 'token' with loss_type {loss_type!r}, got "
+                f"{self.importance_sampling_level!r}."
+            )
+        if loss_type == "dr_grpo" and not (self.max_completion_length is not None and self.max_completion_length > 0):
+            raise ValueError(
+                f"{name}: loss_type 'dr_grpo' needs a positive max_completion_length, got {self.max_completion_length}."
+            )
+        if self.delta is not None and loss_type in ONLY_PER_TOKEN:
+            raise ValueError(
+                f"{name}: delta must be None with loss_type {loss_type!r}, which does not clip that way, got "
+                f"{self.delta}."
+            )
+
+        sapo = self.sapo_temperature_pos, self.sapo_temperature_neg
+        vespo = self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg
+        for owner, values, defaults in (("sapo", sapo, (1.0, 1.05)), ("vespo", vespo, (2.0, 3.0, 3.0, 2.0))):
+            if loss_type != owner and values != defaults:
+                raise ValueError(
+                    f"{name}: options of {owner} must be left at {defaults} with loss_type {loss_type!r}, got {values}."
+                )
+
+        unused = {"epsilon_low": self.epsilon_low} if loss_type in ONLY_PER_TOKEN else {}
+        unused |= {"epsilon_high": self.epsilon_high} if loss_type in UNCLIPPED else {}
+        if not all(value == 0.2 for value in unused.values()):
+            raise ValueError(
+                f"{name}: {' and '.join(unused)} must be left at 0.2 with loss_type {loss_type!r}, which does not clip "
+                f"that way, got {unused}."
+            )
+
+        if self.beta == 0.0 and (self.kl_estimator != "k3" or self.use_bias_correction_kl):
+            raise ValueError(
+                f"{name}: kl_estimator and use_bias_correction_kl must be left out with beta 0, got "
+                f"{self.kl_estimator!r} and {self.use_bias_correction_kl}."
+            )
+        if self.beta != 0.0 and not self.use_ref_model:
+            raise ValueError(
+                f"{name}: beta must be 0 without a reference model, got {self.beta}. Set beta=0.0 or "
+                "use_ref_model=True."
+            )
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -228,18 +238,20 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             ValueError: shapes do not match; the reference is missing or given twice; ``num_items_in_batch`` is given to
                 a loss type that does not use it.
         """
+        # One reference at most: its log-probabilities, or what they are computed from.
         target = self._target(selected_token_ids, attention_mask, _input)
-        reference = ref_per_token_logps
-        given = (ref_per_token_logps is not None, ref_input is not None, ref_weight is not None)
-        if given not in ((True, False, False), (False, True, True), (False, False, False)) or (
-            not given[2] and ref_bias is not None
+        references = (ref_per_token_logps is not None, ref_input is not None, ref_weight is not None)
+        if references not in ((True, False, False), (False, True, True), (False, False, False)) or (
+            ref_weight is None and ref_bias is not None
         ):
             raise ValueError(
                 f"{self._name}: a reference is either ref_per_token_logps, or ref_input and ref_weight; got, of these "
-                f"three, {given}."
+                f"three, {references}."
             )
-        if not self.use_ref_model and any(given):
+        if not self.use_ref_model and any(references):
             raise ValueError(f"{self._name}: a reference was given with use_ref_model=False. Leave it out.")
+
+        reference = ref_per_token_logps
         if self.beta != 0.0 and ref_input is not None and ref_weight is not None:
             with torch.no_grad():
                 reference = fused_linear_logprobs(ref_input, ref_weight, target, bias=ref_bias, **self._options)
@@ -277,7 +289,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         )  # fmt: skip
         mask = attention_mask.to(log_probs.dtype)
         tokens = mask.sum().clamp_min(1)
-        metrics = [each.sum() / tokens for each in (kl, clipped) if each is not None]
+        metrics = [values.sum() / tokens for values in (kl, clipped) if values is not None]
         return self._reduced(loss, mask, num_items_in_batch), tuple(metrics)
 
     def token_losses(
@@ -306,19 +318,25 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         self._check_rows(log_probs, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
         mask = attention_mask.to(log_probs.dtype)
         inside = mask != 0
+
+        # Values at masked positions may be NaN, also in the gradients of products with 0.
         log_probs = log_probs.where(inside, 0)
         old = log_probs.detach() if old_per_token_logps is None else old_per_token_logps.detach()
-        log_ratio = (log_probs - old).where(inside, 0)  # values at masked positions may be NaN
+        log_ratio = (log_probs - old).where(inside, 0)  # [B, T]
         if vllm_is_ratio is not None and vllm_is_ratio.dim() == 1:
             vllm_is_ratio = vllm_is_ratio[:, None]
-        level = log_ratio
+
+        # w, [B, T] or [B, 1].
         if self.importance_sampling_level == "sequence":
-            level = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp_min(1))[:, None]
-        ratio = level.exp()
-        A = advantages.to(log_probs.dtype)[:, None]
+            ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp_min(1))[:, None].exp()
+        else:
+            ratio = log_ratio.exp()
+
+        A = advantages.to(log_probs.dtype)[:, None]  # [B, 1]
         loss = self._policy_losses(log_probs, log_ratio, ratio, A, mask, vllm_is_ratio)
-        if vllm_is_ratio is not None and self.loss_type != "vespo":
+        if vllm_is_ratio is not None and self.loss_type != "vespo":  # whose weight has it in the product
             loss = loss * vllm_is_ratio.where(inside, 0)
+
         divergence = None
         if self.beta != 0.0:
             assert ref_per_token_logps is not None
@@ -340,19 +358,21 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * A
         if self.loss_type == "vespo":
             return -self._vespo_weight(log_ratio.detach(), A, mask, vllm_is_ratio) * A * log_probs
+        # The clipped minimum.
         clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
         bounded = ratio if self.delta is None else ratio.clamp_max(self.delta)
         return -torch.minimum(bounded * A, clipped * A)
 
     def _vespo_weight(self, log_ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None) -> Tensor:
-        """φ(W) [B, 1] of vespo."""
-        log_w = (log_ratio.clamp(-LOG_MAX, LOG_MAX) * mask).sum(-1, keepdim=True)
+        """φ(W) [B, 1] of vespo, computed from log W."""
+        log_w = (log_ratio.clamp(-LOG_MAX, LOG_MAX) * mask).sum(-1, keepdim=True)  # [B, 1]
         if vllm_is_ratio is not None:
             correction = vllm_is_ratio.detach().to(log_w.dtype).log().clamp(LOG_MIN, LOG_MAX)
             if correction.shape[1] == mask.shape[1]:
                 correction = correction.where(mask != 0, 0)
             log_w = log_w + correction.sum(-1, keepdim=True)
         log_w = log_w.clamp(LOG_MIN, LOG_MAX)
+        # k and λ by the sign of the advantage.
         k = torch.full_like(A, self.vespo_k_neg).masked_fill(A >= 0, self.vespo_k_pos)
         rate = torch.full_like(A, self.vespo_lambda_neg).masked_fill(A >= 0, self.vespo_lambda_pos).clamp_min(1e-4)
         return (rate + k * log_w - rate * log_w.exp()).exp()
@@ -367,6 +387,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
     def _clipped(self, ratio: Tensor, A: Tensor) -> Tensor:
         """Where clipping stops the gradient: bool, in the shape of ``ratio``."""
+        # Clipping stops the gradient only where the step would move w further out of the bounds.
         if self.loss_type in UNCLIPPED:
             return torch.zeros_like(ratio, dtype=torch.bool)
         if self.loss_type == "cispo":
@@ -374,8 +395,8 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         return ((ratio < 1 - self.epsilon_low) & (A < 0)) | ((ratio > 1 + self.epsilon_high) & (A > 0))
 
     def _reduced(self, loss: Tensor, mask: Tensor, num_items: Tensor | float | None) -> Tensor:
-        """Loss [] of the masked token losses [B, T]."""
-        sequences = max(len(mask), 1)
+        """The loss [] from the masked losses of tokens [B, T]."""
+        sequences = max(len(mask), 1)  # B
         if self.loss_type in ("grpo", "sapo"):
             return (loss.sum(-1) / mask.sum(-1).clamp_min(1)).sum() / sequences
         if self.loss_type == "bnpo":
@@ -385,6 +406,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             return loss.sum() / (sequences * self.max_completion_length)
         if self.loss_type == "luspo":
             return loss.sum() / sequences
+        # dapo, cispo and vespo: each rank's share of a mean over the tokens of all ranks.
         if num_items is None:
             num_items = _tokens_of_all_ranks(mask)
         else:
@@ -419,13 +441,10 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             ("old_per_token_logps", old),
         ):
             if tensor is not None and tensor.shape != (B, T):
-                raise ValueError(
-                    f"{name}: {argument} must be [{B}, {T}], got {None if tensor is None else list(tensor.shape)}."
-                )
+                raise ValueError(f"{name}: {argument} must be [{B}, {T}], got {list(tensor.shape)}.")
         if vllm_is_ratio is not None and vllm_is_ratio.shape not in ((B,), (B, 1), (B, T)):
             raise ValueError(
-                f"{name}: vllm_is_ratio must be [{B}], [{B}, 1] or [{B}, {T}], got "
-                f"{None if vllm_is_ratio is None else list(vllm_is_ratio.shape)}."
+                f"{name}: vllm_is_ratio must be [{B}], [{B}, 1] or [{B}, {T}], got {list(vllm_is_ratio.shape)}."
             )
         if self.beta != 0.0 and reference is None:
             raise ValueError(
@@ -457,7 +476,7 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
         num_items_in_batch: Tensor | float | None = None,
         reduce: bool = True,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | tuple[Tensor, Tensor | None, Tensor]:
-        """Compute the loss; the order of the arguments is that of Liger-Kernel's ``triton_grpo_loss``.
+        """Compute the loss, with the order of arguments of Liger-Kernel's ``triton_grpo_loss``.
 
         Args:
             logits: [B, T, V] of the positions that predict the completions, or [B, T + 1, V] with the position after
@@ -489,6 +508,7 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
                 f"{self._name}: logits must be [B, T, V] or [B, T + 1, V] for completion_ids [B, T], got "
                 f"{list(logits.shape)} and {list(completion_ids.shape)}."
             )
+
         mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
         if mask.shape != (B, T):
             raise ValueError(f"{self._name}: completion_mask must be [{B}, {T}], got {list(mask.shape)}.")
@@ -500,7 +520,8 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
             softcap=None if self.softcap is None else self.softcap / self.temperature,
         ).log_probs  # fmt: skip
         assert log_probs is not None
-        rest = {"ref_per_token_logps": ref_logp, "old_per_token_logps": old_logp, "vllm_is_ratio": vllm_is_ratio}
+
+        others = {"ref_per_token_logps": ref_logp, "old_per_token_logps": old_logp, "vllm_is_ratio": vllm_is_ratio}
         if not reduce:
-            return self.token_losses(log_probs[:, :T], mask, advantages, **rest)
-        return self.from_log_probs(log_probs[:, :T], mask, advantages, **rest, num_items_in_batch=num_items_in_batch)
+            return self.token_losses(log_probs[:, :T], mask, advantages, **others)
+        return self.from_log_probs(log_probs[:, :T], mask, advantages, **others, num_items_in_batch=num_items_in_batch)

@@ -118,7 +118,7 @@ class LigerJSD(nn.Module):
             shift_labels: [...], read only for ``ignore_index``; None to skip no row.
         """
         check_distributions("LigerJSD", log_q, log_p, shift_labels)
-        kind = kind_or_limit("jsd", self.beta)
+        divergence = kind_or_limit("jsd", self.beta)  # a KL divergence at β = 0 and 1
         return distribution_divergence(
-            log_q, log_p, kind, beta=self.beta, labels=shift_labels, ignore_index=self.ignore_index
+            log_q, log_p, divergence, beta=self.beta, labels=shift_labels, ignore_index=self.ignore_index
         )

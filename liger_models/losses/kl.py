@@ -122,5 +122,5 @@ class LigerKLDIVLoss(nn.Module):
             y_true: [..., V] probabilities, or log-probabilities with ``log_target``; gets no gradient.
         """
         check_distributions("LigerKLDIVLoss", y_pred, y_true)
-        kind = "kl_log" if self.log_target else "kl"
-        return distribution_divergence(y_pred, y_true, kind, eps=self.eps, reduction=self.reduction)
+        divergence = "kl_log" if self.log_target else "kl"
+        return distribution_divergence(y_pred, y_true, divergence, eps=self.eps, reduction=self.reduction)

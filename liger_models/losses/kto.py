@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: a loss of unpaired sequences, each labelled desirable or undesirable."""
+"""Kahneman-Tversky optimization: a loss of unpaired sequences, each labeled desirable or undesirable."""
 
 from typing import NamedTuple
 
@@ -105,6 +105,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             lambda log_probs: self._from_log_probs(log_probs, target, labels, reference, kl),
             _input, lin_weight, target, uniform=True, bias=bias, **self._head_options,
         )  # fmt: skip
+        # Liger-Kernel's metrics are sums over tokens and vocabulary.
         logits = self._mean_logits(_input, lin_weight, bias) * (target.shape[1] * lin_weight.shape[0])
         chosen, rejected = sums_by_label(logits, labels)
         return loss, metrics._replace(chosen_logits_sum=chosen, rejected_logits_sum=rejected)
@@ -141,7 +142,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             raise ValueError(f"{self._name}: kl must be a number or [{len(target)}], got {shape}.")
         logps, ratios = self._ratios(log_probs, target, reference)
         z = torch.as_tensor(0.0 if kl is None else kl, dtype=ratios.dtype, device=ratios.device)
-        gain = ratios - z.detach()
+        gain = ratios - z.detach()  # [B]
         losses = torch.where(
             labels,
             self.desirable_weight * sigmoid(-self.beta * gain),

@@ -1,4 +1,4 @@
-"""Odds-ratio preference optimisation: a loss over pairs without a reference model, added to the NLL."""
+"""Odds-ratio preference optimization: a loss over pairs without a reference model, added to the NLL."""
 
 from typing import NamedTuple
 
@@ -112,6 +112,7 @@ class LigerFusedLinearORPOLoss(PairLoss):
             return self._with_odds(*self._from_head(_input, lin_weight, target, bias))
         if not self.compute_nll_loss:
             raise ValueError(f"{self._name}: nll_target is for compute_nll_loss=True, got it with False. Leave it out.")
+        # The NLL has other targets, so it is another pass over the chosen sequences.
         self._check_rows(_input, nll_target, paired=True)
         loss, metrics = self._from_head(_input, lin_weight, target, bias, add_nll=False)
         chosen = slice(len(nll_target) // 2)

@@ -56,6 +56,8 @@ def render_answers(
         ValueError: the template refuses the messages, or the position of an answer cannot be determined.
     """
     text = render(template, messages, variables)
+
+    # The messages of the assistant, and those whose position is needed.
     answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     needed = answers if learnt is None else [index for index in answers if learnt[index]]
 
@@ -70,6 +72,7 @@ def render_answers(
         return len(begun)
 
     if _GENERATION.search(template):
+        # The template marks the answers.
         spans = _marked_answers(text, render(template, messages, variables, mark_answers=True))
         if needed == answers:
             return text, spans
@@ -77,9 +80,11 @@ def render_answers(
             return text, [span for span, answer in zip(spans, answers, strict=True) if answer in needed]
         # An answer may have several spans, such as thoughts and text, or none.
         following = dict(itertools.pairwise([*answers, len(messages)]))
-        ends = ((index, following[index]) for index in needed)  # a span at the end of the text may be empty
-        places = [range(end_of(first), end_of(end) + (end == len(messages))) for first, end in ends]
-        return text, [span for span in spans if any(span[0] in place for place in places)]
+        bounds = ((index, following[index]) for index in needed)  # a span at the end of the text may be empty
+        ranges = [range(end_of(first), end_of(end) + (end == len(messages))) for first, end in bounds]
+        return text, [span for span in spans if any(span[0] in characters for characters in ranges)]
+
+    # Without marks, an answer is the text that its message adds to the generation prompt.
     spans = []
     for index in needed:
         before = render(template, messages[:index], variables, add_generation_prompt=True)

@@ -1,15 +1,20 @@
 """Limits on what a chat template computes: a template comes with a checkpoint, and anybody may have written it.
 
 The sandbox of jinja2 keeps a template away from Python's objects, but not from endless loops and from texts of
-gigabytes. `LimitedEnvironment` counts every step and every character that a template makes. Counting works in every
-thread and needs no process of its own.
+gigabytes. `LimitedEnvironment` counts every step and every character that a template makes, before it makes them.
+Counting works in every thread and needs no process of its own. Four kinds of code are counted:
+
+    loops, macros                            a node of the syntax tree that charges, as their first statement
+    texts joined by ~, slices, comparisons   a filter around them in the syntax tree
+    filters, calls, operators                where jinja2's sandbox calls them
+    outputs                                  ``finalize`` of jinja2
 """
 
 import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes, pass_context
@@ -36,16 +41,16 @@ _SHALLOW = _NUMERIC | frozenset(
 """Filters that neither write out nor compare the elements of a list."""
 
 
-class _Work(threading.local):
-    """The remaining budget of the template that this thread renders."""
+class _Budget(threading.local):
+    """The remaining work of the template that this thread renders."""
 
     left = 0
-    look = 0
-    """The time is looked at when no more than this is left."""
+    check_below = 0
+    """The time is checked when no more work than this is left."""
     end = 0.0
 
 
-_work = _Work()
+_budget = _Budget()
 
 
 class LimitError(TemplateError):
@@ -57,20 +62,28 @@ class LimitError(TemplateError):
 
 def begin() -> None:
     """Start counting for another conversation, in this thread."""
-    _work.left = _work.look = WORK
-    _work.end = time.thread_time() + SECONDS
+    _budget.left = _budget.check_below = WORK
+    _budget.end = time.thread_time() + SECONDS
 
 
 def charge(characters: int = 0) -> None:
     """Count a step that makes this many characters; raises `LimitError` if the template exceeds a limit."""
-    work = _work
-    work.left -= STEP + characters if characters > 0 else STEP
-    if work.left <= work.look:
-        work.look = work.left - 100 * STEP
-        if work.left < 0:
+    _budget.left -= STEP + max(characters, 0)
+    if _budget.left <= _budget.check_below:
+        _budget.check_below = _budget.left - 100 * STEP
+        if _budget.left < 0:
             raise LimitError(f"more work than {WORK} characters (WORK)")
-        if time.thread_time() > work.end:
+        if time.thread_time() > _budget.end:
             raise LimitError(f"more than {SECONDS:.0f} seconds (SECONDS)")
+
+
+def charged(value: Any, *, deep: bool = True) -> Any:
+    """``value``, after its `size` is counted."""
+    charge(size(value, deep=deep))
+    return value
+
+
+# How large a value is, or will be
 
 
 def size(value: Any, *, deep: bool = True) -> int:
@@ -86,43 +99,42 @@ def size(value: Any, *, deep: bool = True) -> int:
         return 8
     total = 8 * len(value)
     if deep:
-        for each in _elements(value):
-            total += STEP + size(each)
+        elements = (part for item in value.items() for part in item) if isinstance(value, dict) else value
+        for element in elements:
+            total += STEP + size(element)
             if total > WORK:
                 break
     return total
 
 
-def _elements(value: Any) -> Iterator[Any]:
-    return (part for item in value.items() for part in item) if isinstance(value, dict) else iter(value)
-
-
-def _made(name: str, subject: Any, args: list[Any], kwargs: Mapping[str, Any]) -> int:
+def _result_size(name: str, subject: Any, args: list[Any], kwargs: Mapping[str, Any]) -> int:
     """Upper bound of the characters that a filter, or a method of a text, makes."""
-    given = [*args, *kwargs.values()]
+    values = [*args, *kwargs.values()]
     if name in ("format", "format_map"):
-        return _formatted(str(subject), sum(map(size, given)))
-    own = size(subject, deep=name not in _SHALLOW)
-    added = 0 if name in _NUMERIC else sum(abs(each) if isinstance(each, int) else size(each) for each in given)
+        return _formatted_size(str(subject), sum(map(size, values)))
+
     text = subject if isinstance(subject, str) else ""
-    times = 1  # how often the arguments can appear in the result
-    if name == "replace" and given:
-        times = text.count(str(given[0])) + 1
+    total = size(subject, deep=name not in _SHALLOW)
+    # Texts that are added, and numbers, which may be widths or counts.
+    added = 0 if name in _NUMERIC else sum(abs(value) if isinstance(value, int) else size(value) for value in values)
+    times = 1  # how often they can appear in the result
+    if name == "replace" and values:
+        times = text.count(str(values[0])) + 1
     elif name == "join":
         elements = args[0] if text or subject == "" else subject
         times = len(elements) if hasattr(elements, "__len__") else 1
         added = size(subject) if elements is not subject else added
-        own = size(elements)
+        total = size(elements)
     elif name == "indent":
         times = text.count("\n") + 1
     elif name == "expandtabs":
         times = text.count("\t")
     elif name in ("translate", "wordwrap", "sum") or (name in ("strip", "lstrip", "rstrip", "trim") and added > 100):
-        times = own
-    return own + times * added
+        times = total
+    return total + times * added
 
 
-def _formatted(pattern: str, values: int) -> int:
+def _formatted_size(pattern: str, values: int) -> int:
     """Upper bound of the length of ``pattern % values`` or ``pattern.format(values)``."""
     if "*" in pattern or re.search(r"{[^{}]+{", pattern):
         raise LimitError("a format that takes its width from its arguments, which cannot be bounded")
@@ -130,49 +142,47 @@ def _formatted(pattern: str, values: int) -> int:
     return len(pattern) + (pattern.count("%") + pattern.count("{")) * (values + width)
 
 
+# Filters that the syntax tree calls
+
+
 @pass_context  # for jinja2 would call another filter of a constant once, when it compiles the template
-def _counted_step(context: object, characters: int) -> None:
+def _charge_step(context: object, characters: int) -> None:
     charge(characters)
 
 
-def _measured(value: Any) -> Any:
-    """``value``, after its elements are counted, because something compares them."""
-    if isinstance(value, list | tuple | dict):
-        charge(size(value))
-    return value
+def _charge_compared(value: Any) -> Any:
+    return charged(value) if isinstance(value, list | tuple | dict) else value
 
 
-def _copied(value: Any) -> Any:
-    charge(size(value, deep=False))
-    return value
-
-
-def _joined(parts: list[Any]) -> str:
+def _join(parts: list[Any]) -> str:
     charge(sum(map(size, parts)))
     return "".join(map(str, parts))
 
 
-def _written(value: Any) -> Any:
-    charge(size(value))
-    return value
+_INSERTED = {
+    " charge": _charge_step,
+    " compared": _charge_compared,
+    " copied": functools.partial(charged, deep=False),
+    " joined": _join,
+}
+"""Filters that `_Counting` inserts. Templates could replace globals, but not filters, nor write these names."""
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox of jinja2, whose templates count against the limits of this module.
 
     Args:
-        filters: filters to add to those of jinja2.
+        filters: filters to add to jinja2's.
         options: as for `jinja2.Environment`.
     """
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
-        super().__init__(finalize=_written, **options)
+        super().__init__(finalize=charged, **options)
         del self.globals["lipsum"]
         self.filters = {name: _counted(name, function) for name, function in {**self.filters, **filters}.items()}
-        # What _Counting calls. A template could replace globals, but not filters.
-        self.filters |= {" charge": _counted_step, " measured": _measured, " copied": _copied, " joined": _joined}
+        self.filters |= _INSERTED
 
     def variables(self, source: str) -> set[str]:
         """Names that a template reads and does not set itself."""
@@ -190,8 +200,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
         subject = getattr(method, "__self__", None)
         if isinstance(subject, str):
-            args = tuple(list(each) if hasattr(each, "__next__") else each for each in args)
-            charge(_made(method.__name__, subject, list(args), kwargs))
+            args = tuple(list(value) if hasattr(value, "__next__") else value for value in args)
+            charge(_result_size(method.__name__, subject, list(args), kwargs))
         else:
             charge(size(subject, deep=False))
         return super().call(__context, __obj, *args, **kwargs)
@@ -207,31 +217,24 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             count, value = (left, right) if isinstance(left, int) else (right, left)
             charge(size(value, deep=False) * max(count, 1))
         elif operator == "%" and isinstance(left, str):
-            charge(_formatted(left, size(right)))
+            charge(_formatted_size(left, size(right)))
         else:
             charge(size(left, deep=False) + size(right, deep=False))
         return super().call_binop(context, operator, left, right)
 
 
 class _Counting(NodeTransformer):
-    """Inserts calls that count into loops, macros, joined texts, slices and comparisons."""
+    """Inserts filters that count into loops, macros, joined texts, slices and comparisons."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._begun(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._begun(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._begun(node)
-
-    def _begun(self, node: Any) -> nodes.Node:
-        literal = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
+    def _visit_body(self, node: Any) -> Any:
+        """Let each run of a body count a step and its literal text."""
+        characters = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
         self.generic_visit(node)
-        count = nodes.ExprStmt(_filter(" charge", nodes.Const(literal)))
+        count = nodes.ExprStmt(_filter(" charge", nodes.Const(characters)))
         node.body.insert(0, count.set_lineno(node.lineno))
-        made: nodes.Node = node
-        return made
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = _visit_body
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -243,7 +246,7 @@ class _Counting(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        node.expr = _filter(" measured", node.expr)
+        node.expr = _filter(" compared", node.expr)
         node.set_lineno(node.lineno)
         return node
 
@@ -261,7 +264,7 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         subject, rest = args[first], list(args[first + 1 :])
         if name in ("join", "sum") and hasattr(subject, "__next__"):
             subject = list(subject)
-        charge(_made(name, subject, rest, kwargs))
+        charge(_result_size(name, subject, rest, kwargs))
         return function(*args[:first], subject, *rest, **kwargs)
 
     return counted

@@ -50,11 +50,11 @@ def render(
 def _with_thoughts(message: Any) -> Any:
     """A message with its thoughts under both names that templates read, as in transformers."""
     names = THOUGHTS if isinstance(message, Mapping) else ()
-    found = next((message[name] for name in names if message.get(name) is not None), None)
-    if found is None:
+    thoughts = next((message[name] for name in names if message.get(name) is not None), None)
+    if thoughts is None:
         return message
     thinking = message.get("thinking")
-    return {**message, "thinking": found if thinking is None else thinking, "reasoning_content": found}
+    return {**message, "thinking": thoughts if thinking is None else thinking, "reasoning_content": thoughts}
 
 
 def variables_of(template: str) -> set[str]:

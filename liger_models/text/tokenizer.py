@@ -45,7 +45,7 @@ class ModelInputs(dict[str, Any]):
 
         Args:
             device: a device, or a dtype as in `torch.Tensor.to`.
-            dtype: of tensors of floats; those of integers keep theirs.
+            dtype: dtype of tensors of floats; tensors of integers keep theirs.
             options: of `torch.Tensor.to`.
         """
         if isinstance(device, torch.dtype):
@@ -63,6 +63,37 @@ class ModelInputs(dict[str, Any]):
         if name not in self:
             raise AttributeError(f"ModelInputs: has no {name}. It has: {', '.join(self)}.")
         return self[name]
+
+
+class _SpecialToken:
+    """An attribute of a tokenizer: the token of a role, or None.
+
+    Args:
+        role: key in ``special_tokens``.
+        doc: its docstring.
+    """
+
+    def __init__(self, role: str, doc: str) -> None:
+        self.role, self.__doc__ = role, doc
+
+    def __get__(self, tokenizer: "Tokenizer", owner: object = None) -> str | None:
+        return tokenizer.special_tokens.get(self.role)
+
+    def __set__(self, tokenizer: "Tokenizer", token: str) -> None:
+        tokenizer._assign(self.role, token)
+
+
+class _SpecialTokenId:
+    """An attribute of a tokenizer: the id of the token of a role, or None. Arguments as for `_SpecialToken`."""
+
+    def __init__(self, role: str, doc: str) -> None:
+        self.role, self.__doc__ = role, doc
+
+    def __get__(self, tokenizer: "Tokenizer", owner: object = None) -> int | None:
+        return tokenizer._id(tokenizer.special_tokens.get(self.role))
+
+    def __set__(self, tokenizer: "Tokenizer", token: int) -> None:
+        tokenizer._assign(self.role, tokenizer.backend.id_to_token(token))
 
 
 class Tokenizer:
@@ -87,14 +118,18 @@ class Tokenizer:
     def __init__(self, backend: Backend, config: Mapping[str, Any] | None = None) -> None:
         config = config or {}
         self.backend = backend
+
         # A file that enables these would truncate or pad every text; that is the caller's choice.
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = {name: _text(name, config[name]) for name in SPECIAL_TOKENS if config.get(name)}
         self.padding_side = "left"
+
         _add_tokens(backend, config, self.special_tokens)
         # The clean-up is meant for WordPiece. transformers, too, ignores it for BPE.
         self._clean_up = bool(config.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"
+
+        # One template, or a list of templates with names.
         template = config.get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
@@ -105,6 +140,8 @@ class Tokenizer:
                 "it, or download the file again."
             )
         self.chat_template: str | dict[str, str] | None = template
+
+        # To tell later what has changed.
         self._as_read = len(self), dict(self.special_tokens), template
         self._files = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
 
@@ -133,7 +170,7 @@ class Tokenizer:
         Args:
             folder: the folder; or a text ``owner/name`` that is no folder here, for a repository of the hub.
             padding_side: "left" (for generation) or "right" (for training), where a call does not say.
-            pad_token: the token that pads a batch. Default: that of the checkpoint.
+            pad_token: the token that pads a batch. Default: the checkpoint's.
             revision, cache_dir, token, local_files_only: as in huggingface_hub; a folder has no use for them.
 
         Raises:
@@ -188,6 +225,8 @@ class Tokenizer:
                 f"Tokenizer: must have {TOKENIZER_JSON}, got {', '.join(other) or 'no tokenizer file'}. "
                 "Write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
             )
+
+        # The configuration, which older versions of transformers spread over several files.
         config = _json(files, "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # saved by transformers before 4.34: the map completes the config
             config |= _json(files, "special_tokens_map.json")
@@ -196,6 +235,7 @@ class Tokenizer:
         if "chat_template.jinja" in files:
             with _naming("chat_template.jinja: must be UTF-8"):
                 config["chat_template"] = files["chat_template.jinja"].decode()
+
         with _naming(f"{TOKENIZER_JSON}: cannot be read"):
             backend = Backend.from_str(files[TOKENIZER_JSON].decode())
         with _naming("tokenizer_config.json: must belong to the tokenizer"):
@@ -226,9 +266,9 @@ class Tokenizer:
             The number of new ids.
         """
         before = len(self)
-        known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        added = {token.content for token in self.backend.get_added_tokens_decoder().values()}
         tokens = [new_tokens] if isinstance(new_tokens, str) else new_tokens
-        self.backend.add_tokens([AddedToken(t, special=special_tokens) for t in tokens if t not in known])
+        self.backend.add_tokens([AddedToken(t, special=special_tokens) for t in tokens if t not in added])
         return len(self) - before
 
     def changed_files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -260,59 +300,12 @@ class Tokenizer:
             changed["chat_template.jinja"] = self.chat_template.encode()
         return changed
 
-    @property
-    def bos_token(self) -> str | None:
-        """The token at the beginning of a text."""
-        return self.special_tokens.get("bos_token")
-
-    @bos_token.setter
-    def bos_token(self, token: str) -> None:
-        self._assign("bos_token", token)
-
-    @property
-    def eos_token(self) -> str | None:
-        """The token at the end of a text."""
-        return self.special_tokens.get("eos_token")
-
-    @eos_token.setter
-    def eos_token(self, token: str) -> None:
-        self._assign("eos_token", token)
-
-    @property
-    def pad_token(self) -> str | None:
-        """The token that pads a batch."""
-        return self.special_tokens.get("pad_token")
-
-    @pad_token.setter
-    def pad_token(self, token: str) -> None:
-        self._assign("pad_token", token)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """The id of ``bos_token``."""
-        return self._id(self.bos_token)
-
-    @bos_token_id.setter
-    def bos_token_id(self, token: int) -> None:
-        self._assign("bos_token", self.backend.id_to_token(token))
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The id of ``eos_token``."""
-        return self._id(self.eos_token)
-
-    @eos_token_id.setter
-    def eos_token_id(self, token: int) -> None:
-        self._assign("eos_token", self.backend.id_to_token(token))
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """The id of ``pad_token``."""
-        return self._id(self.pad_token)
-
-    @pad_token_id.setter
-    def pad_token_id(self, token: int) -> None:
-        self._assign("pad_token", self.backend.id_to_token(token))
+    bos_token = _SpecialToken("bos_token", "The token at the beginning of a text.")
+    eos_token = _SpecialToken("eos_token", "The token at the end of a text.")
+    pad_token = _SpecialToken("pad_token", "The token that pads a batch.")
+    bos_token_id = _SpecialTokenId("bos_token", "The id of ``bos_token``.")
+    eos_token_id = _SpecialTokenId("eos_token", "The id of ``eos_token``.")
+    pad_token_id = _SpecialTokenId("pad_token", "The id of ``pad_token``.")
 
     @property
     def padding_id(self) -> int:
@@ -408,13 +401,15 @@ class Tokenizer:
             raise ValueError(f"Tokenizer: padding_side must be 'left' or 'right', got {padding_side!r}.")
         batch = [texts] if isinstance(texts, str) else list(texts)
         rows = self._rows(batch, add_special_tokens, truncation, max_length)
+
+        # Pad to the longest row: [B, T].
         length = max(map(len, rows), default=0)
         input_ids = torch.full((len(rows), length), self.padding_id)
         attention_mask = torch.zeros_like(input_ids)
         for index, row in enumerate(rows):
-            place = slice(length - len(row), length) if padding_side == "left" else slice(len(row))
-            input_ids[index, place] = torch.tensor(row, dtype=torch.int64)
-            attention_mask[index, place] = 1
+            columns = slice(length - len(row), length) if padding_side == "left" else slice(len(row))
+            input_ids[index, columns] = torch.tensor(row, dtype=torch.int64)
+            attention_mask[index, columns] = 1
         return ModelInputs(input_ids=input_ids, attention_mask=attention_mask)
 
     def _rows(
@@ -432,11 +427,12 @@ class Tokenizer:
             raise ValueError(
                 f"Tokenizer: max_length must be more than the {around} special tokens around a text, got {max_length}."
             )
+        # Cut the text, and then add the special tokens around it.
         with _naming(f"{TOKENIZER_JSON}: must encode any text", ()):
             encodings = self.backend.encode_batch(texts, add_special_tokens=False)
             for encoding in encodings:
                 encoding.truncate(max_length - around)
-            return [self.backend.post_process(each, None, add_special_tokens).ids for each in encodings]
+            return [self.backend.post_process(encoding, None, add_special_tokens).ids for encoding in encodings]
 
     @overload
     def apply_chat_template(
@@ -521,11 +517,12 @@ class Tokenizer:
                 "apply_chat_template: return_dict must be False, or True with return_tensors='pt', got True with "
                 f"{return_tensors!r}."
             )
+
         template, variables = self._chat_template(tools, variables)
         text = render(template, messages, variables, add_generation_prompt=add_generation_prompt)
         if not tokenize:
             return text
-        ids = self.encode(text, add_special_tokens=False)
+        ids = self.encode(text, add_special_tokens=False)  # the template has written them
         if return_tensors is None:
             return ids
         input_ids = torch.tensor([ids], dtype=torch.int64)
@@ -564,12 +561,13 @@ class Tokenizer:
     def _chat_template(self, tools: object, variables: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The template, and all its variables but the messages."""
         template = self.chat_template
-        known = set().union(*map(variables_of, template.values() if isinstance(template, dict) else [template or ""]))
-        unknown = sorted(variables.keys() - known)
+        templates = template.values() if isinstance(template, dict) else [template or ""]
+        names = set().union(*map(variables_of, templates))
+        unknown = sorted(variables.keys() - names)
         if unknown and template:
-            own = ", ".join(sorted(known - {"messages", *SPECIAL_TOKENS}))
+            options = ", ".join(sorted(names - {"messages", *SPECIAL_TOKENS}))
             raise TypeError(
-                f"apply_chat_template: variables must be names that the chat template reads ({own}), got "
+                f"apply_chat_template: variables must be names that the chat template reads ({options}), got "
                 f"{', '.join(unknown)}. Truncate and pad the ids yourself, or call the tokenizer."
             )
         return select_template(self.chat_template, tools), {"tools": tools, **self.special_tokens, **variables}
@@ -577,10 +575,10 @@ class Tokenizer:
 
 def _add_tokens(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
     """Add the tokens that tokenizer_config.json has and tokenizer.json lacks, in transformers' order."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    present = {token.content for token in backend.get_added_tokens_decoder().values()}
     added = config.get("added_tokens_decoder") or {}
     for _, token in sorted(added.items(), key=lambda item: int(item[0])):
-        if token["content"] not in known:
+        if token["content"] not in present:
             backend.add_tokens([AddedToken(**token)])
 
     flags = {token.content: token for token in backend.get_added_tokens_decoder().values()}
@@ -625,9 +623,9 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _clean_up(text: str) -> str:
-    for joined in (".", "?", "!", ","):
-        text = text.replace(f" {joined}", joined)
+    for mark in (".", "?", "!", ","):
+        text = text.replace(f" {mark}", mark)
     text = text.replace(" ' ", "'")
-    for joined in ("n't", "'m", "'s", "'ve", "'re"):
-        text = text.replace(f" {joined}", joined)
+    for ending in ("n't", "'m", "'s", "'ve", "'re"):
+        text = text.replace(f" {ending}", ending)
     return text

@@ -194,6 +194,24 @@ def test_unload_disable_and_several_adapters(folder, tmp_path):
     assert all(map(torch.equal, packed.state_dict().values(), load("llama", folder).state_dict().values()))
 
 
+def test_the_model_computes_with_the_modules_of_the_tree():
+    """As soon as PEFT has set its configurations, before a forward, and as soon as it has deleted them."""
+    model = llama()
+    plain = logits(model)
+    adapted = stir(peft.get_peft_model(unpack_projections(model), peft.LoraConfig(target_modules=["q_proj"])))
+    assert isinstance(model.layers[0].self_attn.qkv_proj.q_proj, peft.tuners.lora.Linear)
+    first = logits(model)
+    assert error(first, plain) > 1e-3
+    adapted.add_adapter("other", peft.LoraConfig(target_modules=["down_proj"]))
+    stir(adapted).base_model.set_adapter("other")
+    second = logits(model)
+    assert error(second, first) > 1e-3
+    assert torch.equal(second, logits(adapted))
+    adapted.unload()
+    assert type(model.layers[0].mlp.down_proj) is torch.nn.Linear
+    assert error(logits(model), plain) <= LIMIT
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_checkpointing_policies(dropout):
     """The same gradients under every policy, also where adapters drop elements."""

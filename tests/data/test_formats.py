@@ -139,7 +139,7 @@ def test_the_format_is_named(read):
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "got format preference. Pairs train with objective dpo"),
         (
             {"prompt": "a", "completion": "b", "label": False},
-            "got format kto. Labelled answers train with objective kto",
+            "got format kto. Labeled answers train with objective kto",
         ),
         ({"prompt": "a"}, "got format prompt. Prompts without answers train with objective grpo"),
         ({"prompt": "a", "completion": [ANSWERED]}, "prompt must be messages as completion is, got 'a'"),
