@@ -1,6 +1,5 @@
 """The layout of a batch: positions, documents and masks. It is computed once per forward and passed to every layer."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -305,10 +304,3 @@ def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -
     row_start = flat // T * T if T else flat
     positions = flat - torch.maximum(bounds[number], row_start)
     return number.view(B, T), positions.view(B, T)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Sequence":  # until it was renamed
-        warnings.warn("layers.sequence.Sequence is now layers.batch.BatchLayout.", DeprecationWarning, stacklevel=2)
-        return BatchLayout
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
