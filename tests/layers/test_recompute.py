@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_models import LigerGemma2, LigerGranite, LigerLlama, LigerMixtral
-from liger_models.kernels.linear import gated_mlp
+from liger_models.kernels.linear import gated_mlp, projection
 from liger_models.layers.kv_cache import DecodeCache
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
@@ -33,10 +33,11 @@ def nan_left_out(monkeypatch):
     """Results that are not made hold NaN."""
     op = gated_mlp._forward_rows
 
-    def forward_rows(*args):
-        y, *kept = op(*args)
-        result = args[-2]
-        return y if result else y.fill_(float("nan")), *kept
+    def forward_rows(x, residual, inputs, products):
+        outputs = op(x, residual, inputs, products)
+        if not inputs.result:
+            outputs.y.fill_(float("nan"))
+        return outputs
 
     monkeypatch.setattr(gated_mlp, "_forward_rows", forward_rows)
 
@@ -50,9 +51,9 @@ def test_a_last_projection_is_made_again_only_where_something_keeps_its_result(
 ):
     """Gemma 2 norms it, which Granite's factor, a constant, does not need."""
     made = []
-    linear = gated_mlp.linear_forward
+    linear = projection.linear_forward
     count = lambda x, *weights: (made.append(x.shape[-1]), linear(x, *weights))[1]
-    monkeypatch.setattr(gated_mlp, "linear_forward", count)
+    monkeypatch.setattr(projection, "linear_forward", count)
     monkeypatch.setattr(gated_mlp, "WORKSPACE_MIB", workspace)
     monkeypatch.setattr(gated_mlp, "MIN_CHUNK", 7)
     model = build(cls, kernel_device)
