@@ -38,13 +38,13 @@ demo: $(DEV) ## train a small Llama on the CPU or the GPU, save, reload, generat
 tutorial: $(DEV) ## run docs/tutorial.md on a tiny model on the CPU: LoRA, generate, merge, generate
 	$(PY) examples/tutorial.py $(ARGS)
 
-test: $(DEV) ## run the tests that need no GPU, in 12 minutes on two cores (WORKERS=2, ARGS="-k rope")
+test: $(DEV) ## run the tests that need no GPU, in 15 to 20 minutes on two cores (WORKERS=2, ARGS="-k rope")
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 test-matrix: $(DEV) ## as test, and what costs most for every family: once for each kind of layer is enough for test
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu" $(ARGS)
 
-test-fast: $(DEV) ## run every family against transformers and every op against fp64, in 2 to 3 minutes
+test-fast: $(DEV) ## run every family against transformers and every op against fp64, in 3 minutes
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not (compile or distributed or gpu or interpreter or matrix or slow)" $(ARGS)
 
 test-gpu: $(DEV) ## run the tests that need a GPU

@@ -1,6 +1,7 @@
 """Triton's interpreter, sped up: most of its time goes into Python objects around the arrays."""
 
 import dataclasses
+import inspect
 from contextlib import suppress
 
 import numpy as np
@@ -33,7 +34,7 @@ def speed_up_the_interpreter() -> None:
         promote = implementation.binary_op_type_checking_impl
         unwrap_any, equal = core._unwrap_if_constexpr, core.dtype.__eq__
         patched, blocks, dtypes, constants = set(), {}, {}, {}
-        shapes, sizes_of, common = {}, {}, {}
+        shapes, sizes_of, common, builtins = {}, {}, {}, {}
         plain = {int, bool, float, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
 
         def call(self, *args, **kwargs):
@@ -42,12 +43,28 @@ def speed_up_the_interpreter() -> None:
                 interpreter._patch_lang(self.fn)
             return self.rewrite()(*args, **kwargs)
 
-        def patch(obj, name, member, builder, scope):
+        def interpret(member):
             def interpreted(*args, **kwargs):
                 kwargs["_semantic"] = interpreter.interpreter_semantic
                 return member(*args, **kwargs)
 
-            scope.set_attr(obj, name, interpreted)
+            return interpreted
+
+        def patch(obj, name, member, builder, scope):
+            scope.set_attr(obj, name, interpret(member))
+
+        def patch_builtins(package, builder, scope):
+            """Of a module or a class, which has the same functions at every launch."""
+            if package not in builtins:
+                members = [(name, x) for name, x in inspect.getmembers(package) if core.is_builtin(x)]
+                builtins[package] = [(name, member, interpret(member)) for name, member in members]
+            for name, member, interpreted in builtins[package]:
+                if getattr(package, name) is member:  # not patched yet by the launch around this one
+                    scope.set_attr(package, name, interpreted)
+
+        def erf(x):
+            """The interpreter calls ``math.erf`` for each number."""
+            return torch.from_numpy(np.array(x, np.float64)).erf().numpy().astype(x.dtype)
 
         def unwrap(value):
             kind = type(value)
@@ -143,6 +160,8 @@ def speed_up_the_interpreter() -> None:
             a, b = (self.cast_impl(x, core.float32) if x.dtype.scalar == core.bfloat16 else x for x in (a, b))
             return multiply(self, a, b, *rest)
 
+        interpreter.np_erf_fp32 = interpreter.np_erf_fp64 = erf
+        interpreter._patch_builtin = patch_builtins
         interpreter._convert_float, interpreter._patch_attr, interpreter._get_np_dtype = float8, patch, array_dtype
         interpreter.InterpreterBuilder.create_dot = dot
         interpreter.InterpretedFunction.__call__ = call

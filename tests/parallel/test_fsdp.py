@@ -479,7 +479,7 @@ def train_compiled(first: bool) -> dict[str, Any]:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_compiled_blocks(two, first):
     expected = train(tiny(num_hidden_layers=10), {"packed": True})
     for got in two(train_compiled, first):

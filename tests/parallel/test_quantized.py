@@ -166,7 +166,7 @@ def dense(model: LigerLlama) -> dict[str, Tensor]:
 
 
 @DTYPES
-@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("number", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("sizes", [SIZES, SIZES | {"hidden_size": 40, "intermediate_size": 56}], ids=str)
 def test_each_rank_quantises_its_part_to_the_same_weights(two, dtype, number, sizes, tmp_path):
     """Also where blocks of 64 go over the ends of rows."""
@@ -380,7 +380,7 @@ def experts_loaded(folder: str, dtype: str, shard: bool) -> list[Any]:
 
 
 @DTYPES
-@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("number", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("experts", [1, 3])
 def test_each_rank_quantises_its_experts_to_the_same_weights(two, dtype, number, experts, tmp_path):
     """Also a rank that has none."""

@@ -180,7 +180,7 @@ def loaded(folder: Path, dtype: str, experts: bool, shape: tuple[int, ...]) -> l
     return [base, magnitudes, get_hf_state_dict(model, merge=False)]
 
 
-@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("number", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @DTYPES
 def test_each_rank_quantises_its_part_to_the_same_weights(two, four, dtype, experts, number, tmp_path):
@@ -349,7 +349,7 @@ def compiled(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.compile
-@DTYPES
+@pytest.mark.parametrize("dtype", ["nf4", pytest.param("float8", marks=pytest.mark.matrix)])
 def test_compiled_blocks(two, dtype):
     quantization.to_nf4  # noqa: B018
     want = compiled(dtype, ())

@@ -403,7 +403,7 @@ def compile_cut(sequence_parallel: bool) -> dict[str, Any]:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_compiled_blocks(two, sequence_parallel):
     expected = train(tiny())
     for got in two(compile_cut, sequence_parallel):
