@@ -453,13 +453,13 @@ def run_kernels(name: str, sequence_parallel: bool, policy: str, with_adapters: 
         # Several chunks where gate and up are made again.
         with (
             mock.patch.multiple(gated_mlp, WORKSPACE_MIB=0, MIN_CHUNK=4),
-            mock.patch.object(gated_mlp, "sum_rows", wraps=gated_mlp.sum_rows) as summed,
+            mock.patch.object(gated_mlp, "norm_linear_backward", wraps=gated_mlp.norm_linear_backward) as backward,
         ):
             loss = model(**inputs).loss
             loss.backward()
         chunks = 1 if policy == "none" else 3
         calls = 0 if model.routers else chunks
-        assert [call.args[1] is not None for call in summed.call_args_list] == [cut] * calls
+        assert [call.args[2].ranks is not None for call in backward.call_args_list] == [cut] * calls
         results.append({"loss": {"": loss.detach()}, "gradients": gradients(model)})
     for part in ("loss", "gradients"):
         assert_same(results[1][part], results[0][part])

@@ -310,7 +310,7 @@ def _low_rank_gradients(
 EXPERTS = Argument(
     f"Tensor {{0}}, {SCHEMA.format('{0}_')}",
     lambda matrices: (matrices.codes, *experts_for_op(matrices)[1]) if isinstance(matrices, QuantizedExperts) else None,
-    lambda matrices, *stored: experts_from_op(matrices, stored),
+    lambda matrices, *stored: experts_from_op(matrices.contiguous(), stored),
 )
 COPIES = Argument("SymInt? {0}=None", lambda copies: (copies,), lambda copies: copies)
 

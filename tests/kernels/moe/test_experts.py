@@ -120,7 +120,7 @@ def test_biases_save_nothing_more(kernel_device, recompute):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         with_experts(moe_mlp, experts, recompute=recompute, act="clamped_swiglu", limit=7.0)(*leaves)
     kept = [] if recompute else [(12, 20)]
-    given = [(3, 20, 32), (3, 32, 10), (3, 20), (3, 32)]
+    given = [(3, 20, 32), (3, 20), (3, 32, 10), (3, 32)]
     assert [tuple(t.shape) for t in saved] == [(6, 32), (6, 2), (12,), (12,), (3,), *kept, *given]
 
 

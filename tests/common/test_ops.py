@@ -1,0 +1,139 @@
+"""Ops with named arguments: the schema, what calls leave out, outputs that are None, and gradients by name."""
+
+from typing import Annotated, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_models.common.ops import Argument, Arguments, Op
+
+PAIR = Argument("Tensor? {0}_a=None, Tensor? {0}_b=None", tuple, lambda a, b: (a, b))
+SCALED = Argument(
+    "Tensor {0}, float {0}_scale=1.0",
+    lambda value: None if isinstance(value, Tensor) else value,
+    lambda tensor, scale: (tensor, scale),
+)
+
+
+class Norm(NamedTuple):
+    weight: Tensor | None
+    eps: float
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    scaled: Annotated[Tensor | tuple[Tensor, float], SCALED]
+    norm: Norm
+    name: str
+    sizes: list[int]
+    dtype: torch.dtype | None
+    pair: Annotated[tuple[Tensor, Tensor] | None, PAIR] = None
+
+
+def inputs(**others):
+    x = torch.ones(3)
+    return Inputs(
+        **({"x": x, "scaled": x + 1, "norm": Norm(None, 1e-6), "name": "n", "sizes": [1], "dtype": None} | others)
+    )
+
+
+def test_schema():
+    arguments = Arguments(Inputs)
+    assert arguments.schema == (
+        "Tensor x, Tensor scaled, Tensor? norm_weight, float norm_eps, str name, int[] sizes, ScalarType? dtype,"
+        " float scaled_scale=1.0, Tensor? pair_a=None, Tensor? pair_b=None"
+    )
+    assert [name for name, is_tensor in zip(arguments.names, arguments.is_tensor, strict=True) if is_tensor] == [
+        "x", "scaled", "norm_weight", "pair_a", "pair_b",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("paired", [False, True])
+def test_arguments_are_restored(scaled, paired):
+    tensor = torch.zeros(2)
+    value = inputs(scaled=(tensor, 2.0) if scaled else tensor, pair=(tensor, tensor) if paired else None)
+    arguments = Arguments(Inputs)
+    flat = arguments.flatten(value)
+    assert len(flat) == (10 if paired else 8 if scaled else 7)  # what has its default value at the end is left out
+    for given in (flat, arguments.flatten_all(value)):
+        restored = arguments.unflatten(*given)
+        assert type(restored) is Inputs
+        assert type(restored.norm) is Norm
+        assert all(ours is theirs or ours == theirs for ours, theirs in zip(restored, value, strict=True))
+
+
+class Product(NamedTuple):
+    x: Tensor
+    norm: Norm
+    keep: bool
+
+
+class Outputs(NamedTuple):
+    y: Tensor
+    kept: Tensor | None
+
+
+class Saved(NamedTuple):
+    keep: bool
+    x: Tensor
+    norm: Norm
+
+
+class Needs(NamedTuple):
+    norm_weight: bool
+    x: bool
+
+
+class Gradients(NamedTuple):
+    norm_weight: Tensor | None
+    x: Tensor | None
+
+
+def _forward(inputs: Product) -> Outputs:
+    return Outputs(inputs.x * inputs.norm.weight, inputs.x + inputs.norm.eps if inputs.keep else None)
+
+
+def _save(ctx, inputs: Product, outputs: Outputs, needs: Needs) -> Saved:
+    if outputs.kept is not None:
+        ctx.mark_non_differentiable(outputs.kept)
+    return Saved(inputs.keep, inputs.x, inputs.norm)
+
+
+def _backward(saved: Saved, needs: Needs, upstream: Outputs) -> Gradients:
+    assert saved.norm.eps == 0.5
+    d_weight = (upstream.y * saved.x).sum(0) if needs.norm_weight else None
+    return Gradients(d_weight, upstream.y * saved.norm.weight if needs.x else None)
+
+
+op = Op("product_of_the_tests", _forward, _forward)
+op.differentiable(_save, _backward)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_op(keep):
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    outputs = op(Product(x, Norm(weight, 0.5), keep))
+    assert (outputs.kept is not None) == keep
+    assert not keep or not outputs.kept.requires_grad
+    dx, d_weight = torch.autograd.grad(outputs.y.sum(), (x, weight))
+    torch.testing.assert_close(dx, weight.expand(3, 4))
+    torch.testing.assert_close(d_weight, x.sum(0))
+    (dx,) = torch.autograd.grad(op(Product(x, Norm(weight.detach(), 0.5), keep)).y.sum(), x)
+    torch.testing.assert_close(dx, weight.expand(3, 4))
+    torch.library.opcheck(
+        torch.ops.liger_models.product_of_the_tests, op.inputs.flatten(Product(x, Norm(weight, 0.5), keep))
+    )
+
+
+def test_gradients_have_names_of_inputs():
+    class Other(NamedTuple):
+        y: Tensor | None
+
+    def backward(saved: Saved, needs: Needs, upstream: Outputs) -> Other:
+        return Other(None)
+
+    backward.__annotations__["return"] = Other
+    with pytest.raises(ValueError, match="y"):
+        op.differentiable(_save, backward)
