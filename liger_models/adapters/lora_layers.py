@@ -28,12 +28,13 @@ from torch.nn import functional as F
 from liger_models.convert.weight_map import Expression, Name
 from liger_models.distributed.collectives import Group, all_reduce, copy_to_region, sum_gradient
 from liger_models.kernels.dispatch import TRITON_DTYPES, use_triton
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, quantized_linear
+from liger_models.kernels.frozen.weight import QuantizedWeight, quantized_linear
 from liger_models.kernels.linear.low_rank_linear import low_rank_linear
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.row_linear import LowRank, low_rank_pair
 from liger_models.kernels.moe.quantized import dense
 from liger_models.layers.derived import derive
+from liger_models.layers.frozen import StoredLinear, StoredWeight, stored_weight
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
     ColumnParallelLinear,
@@ -48,7 +49,6 @@ from liger_models.layers.linear import (
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.moe import MATRICES
 from liger_models.layers.norm import PLAIN_WEIGHTS
-from liger_models.layers.stored import StoredLinear, StoredWeight, stored_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Self

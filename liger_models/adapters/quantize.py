@@ -10,11 +10,11 @@ from liger_models.adapters.lora import adaptable_layers
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.frozen.nf4_linear import NF4_BLOCK, nf4_layout
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight
+from liger_models.kernels.frozen.weight import QuantizedWeight
 from liger_models.kernels.moe.quantized import bytes_of_experts, quantize_experts
+from liger_models.layers.frozen import StoredLinear
 from liger_models.layers.linear import is_sharded, local, sharded_as
 from liger_models.layers.moe import MATRICES, LigerMoE
-from liger_models.layers.stored import StoredLinear
 
 Model = TypeVar("Model", bound=CausalLM)
 

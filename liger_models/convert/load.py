@@ -34,14 +34,11 @@ from liger_models.convert.format import format_of
 from liger_models.convert.sharded import Part, fill_part, moves_rows, read_part
 from liger_models.convert.weight_map import Expression, WeightMap
 from liger_models.distributed.ranks import raise_on_all_ranks, rank
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight
+from liger_models.kernels.frozen.weight import QuantizedWeight
 from liger_models.kernels.moe.quantized import QuantizedExperts
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import Decoder
-from liger_models.layers.layer import layers_of
-from liger_models.layers.linear import is_sharded, local
-from liger_models.layers.moe import MATRICES, LigerMoE
-from liger_models.layers.stored import (
+from liger_models.layers.frozen import (
     StoredLinear,
     StoredWeight,
     has_blocks,
@@ -49,6 +46,9 @@ from liger_models.layers.stored import (
     stored_linears,
     stored_weights,
 )
+from liger_models.layers.layer import layers_of
+from liger_models.layers.linear import is_sharded, local
+from liger_models.layers.moe import MATRICES, LigerMoE
 
 Model = TypeVar("Model", bound=Decoder)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from liger_models.convert.weight_map import Cat, Expression, Name, Rearrange, Split, Stack, _same_dtype
 from liger_models.kernels.moe.quantized import QuantizedExperts, quantize_experts
+from liger_models.layers.frozen import StoredWeight
 from liger_models.layers.linear import local
-from liger_models.layers.stored import StoredWeight
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

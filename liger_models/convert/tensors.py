@@ -18,9 +18,9 @@ from liger_models.convert.weight_map import Expression, WeightMap
 from liger_models.distributed.ranks import raise_on_all_ranks
 from liger_models.kernels.moe.quantized import QuantizedExperts, dense
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.frozen import StoredWeight, has_blocks, stored_weights
 from liger_models.layers.layer import Layer, named_layers
 from liger_models.layers.linear import is_sharded, sharded_as
-from liger_models.layers.stored import StoredWeight, has_blocks, stored_weights
 
 
 def hf_tensors(

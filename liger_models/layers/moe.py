@@ -21,12 +21,12 @@ from liger_models.kernels.moe.expert_parallel import moe_mlp_over
 from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.quantized import QuantizedExperts, dense
 from liger_models.kernels.moe.routing import route, route_reference
+from liger_models.layers.frozen import StoredExperts, stored_parts
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
 from liger_models.layers.recompute import run_twice
-from liger_models.layers.stored import StoredExperts, stored_parts
 
 MATRICES = ("gate_up_weight", "down_weight")
 """The parameters of `LigerMoE` that hold the experts' matrices."""

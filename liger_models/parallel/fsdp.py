@@ -27,11 +27,11 @@ from liger_models.adapters.medusa import LigerMedusa
 from liger_models.distributed.collectives import group_of
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.frozen import stored_weights
 from liger_models.layers.layer import layers_of, routed_layers
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.recompute import is_compiled
-from liger_models.layers.stored import stored_weights
 from liger_models.parallel.agreement import check_first_forward
 from liger_models.parallel.float8_gather import Float8Gather
 from liger_models.parallel.mesh import data_mesh, group_over

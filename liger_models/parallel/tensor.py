@@ -16,9 +16,9 @@ from liger_models.distributed.collectives import group_of
 from liger_models.kernels.frozen.nf4_linear import NF4_BLOCK
 from liger_models.kernels.moe.quantized import QuantizedExperts
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.frozen import check_blocks, stored_weights
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import ReplicatedLinear
-from liger_models.layers.stored import check_blocks, stored_weights
 from liger_models.parallel.agreement import check_first_forward
 from liger_models.parallel.mesh import own_dimension
 

@@ -19,8 +19,8 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.distributed.ranks import rank
 from liger_models.generation.options import resolve
 from liger_models.kernels.optimizer.moments import moment_bytes
+from liger_models.layers.frozen import StoredExperts, has_blocks, stored_weight, stored_weights
 from liger_models.layers.linear import is_sharded, local
-from liger_models.layers.stored import StoredExperts, has_blocks, stored_weight, stored_weights
 from liger_models.memory.estimate import TrainingMemory, training_memory, with_parameters
 from liger_models.parallel.fsdp import reshard
 from liger_models.train.moments import moment_dtype

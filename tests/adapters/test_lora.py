@@ -24,7 +24,7 @@ from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.adapters.peft_files import peft_tensors
 from liger_models.arch import list_archs
 from liger_models.convert.tensors import hf_tensors, load_hf_tensors
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight
+from liger_models.kernels.frozen.weight import QuantizedWeight
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LigerLMHead
 

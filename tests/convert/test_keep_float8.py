@@ -13,9 +13,9 @@ from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, merge_lo
 from liger_models.adapters.lora_layers import EXPERTS
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.kernels.frozen import float8_blocks
+from liger_models.layers.frozen import StoredLinear, stored_weights
 from liger_models.layers.layer import named_layers, routed_layers
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.stored import StoredLinear, stored_weights
 from liger_models.memory.estimate import training_memory
 from liger_models.parallel import compile_blocks
 from liger_models.train.metrics import flops
@@ -147,7 +147,7 @@ def test_generates_from_codes(
     codes, _ = quantised(arch, tmp_path, (24, 32), powers=True)
     dtype = "float32" if len(prompts) == 1 else "float16"
     dense, kept = (load(codes, dtype=dtype, device=kernel_device, keep_float8=each) for each in (False, True))
-    monkeypatch.delattr("liger_models.kernels.frozen.quantized_weight.blocks_dense")
+    monkeypatch.delattr("liger_models.kernels.frozen.weight.blocks_dense")
     monkeypatch.delattr("liger_models.kernels.moe.quantized.blocks_dense")
     found = []
     for model in (dense, kept):

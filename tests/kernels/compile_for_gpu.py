@@ -33,7 +33,7 @@ from liger_models.kernels.float8.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.float8.float8_linear import float8_norm_linear
 from liger_models.kernels.frozen.frozen_float8_linear import frozen_float8_linear
 from liger_models.kernels.frozen.nf4_linear import nf4_linear
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, quantized_linear
+from liger_models.kernels.frozen.weight import QuantizedWeight, quantized_linear
 from liger_models.kernels.linear.act_linear import ACTIVATIONS, act_linear
 from liger_models.kernels.linear.gated_mlp import gated_mlp
 from liger_models.kernels.linear.low_rank_linear import low_rank_linear

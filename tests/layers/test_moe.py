@@ -4,8 +4,8 @@ from torch import nn
 
 from liger_models.kernels.moe import route_reference
 from liger_models.kernels.moe.quantized import quantize_experts
+from liger_models.layers.frozen import StoredExperts
 from liger_models.layers.moe import MATRICES, LigerMoE
-from liger_models.layers.stored import StoredExperts
 
 from ..late import Late, transformers
 

@@ -14,10 +14,10 @@ from liger_models.adapters.lora_layers import EXPERTS, LoRALinear, adapted_layer
 from liger_models.arch.mixtral import MixtralConfig
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.kernels import dispatch
+from liger_models.layers.frozen import stored_weights
 from liger_models.layers.layer import routed_layers
 from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES
-from liger_models.layers.stored import stored_weights
 from liger_models.parallel import apply_fsdp, compile_blocks, targets_per_rank, unsharded
 from liger_models.train.report import estimate
 

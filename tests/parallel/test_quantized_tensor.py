@@ -16,9 +16,9 @@ from liger_models.arch.mixtral import MixtralConfig
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.kernels import dispatch
 from liger_models.kernels.linear import gated_mlp
+from liger_models.layers.frozen import stored_weights
 from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES, LigerMoE
-from liger_models.layers.stored import stored_weights
 from liger_models.parallel import apply_fsdp, apply_tp, compile_blocks, load_state, save_state, targets_per_rank
 
 from ..convert.conftest import assert_same_bits, read_tensors

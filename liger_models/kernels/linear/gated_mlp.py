@@ -48,7 +48,7 @@ from liger_models.distributed.collectives import (
 )
 from liger_models.kernels.activation.gated_act import check_act, gated_act_reference
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.frozen.quantized_weight import Weight
+from liger_models.kernels.frozen.weight import Weight
 from liger_models.kernels.linear.norm_linear import (
     NormLinearGradients,
     NormLinearNeeds,

@@ -45,7 +45,7 @@ from liger_models.distributed.collectives import (
     sum_rows,
 )
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.frozen.quantized_weight import Weight
+from liger_models.kernels.frozen.weight import Weight
 from liger_models.kernels.linear.projection import (
     RANKS,
     NormGradients,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, dense
+from liger_models.kernels.frozen.weight import QuantizedWeight, dense
 from liger_models.kernels.linear.low_rank_linear import FORWARD, LowRankLinearInputs, low_rank_linear
 from liger_models.kernels.linear.projection import Projection, linear
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
@@ -9,7 +9,7 @@ from liger_models.kernels.matmul.row_linear import MOST_RANKS
 
 from ...late import Late
 from ..frozen.test_nf4_linear import unrounded
-from ..frozen.test_quantized_weight import blocks, draw
+from ..frozen.test_weight import blocks, draw
 from ..oracle import opcheck_named
 
 quantization = Late("torchao.quantization", "4-bit weights need torchao")

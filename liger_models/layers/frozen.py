@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from liger_models.distributed.collectives import copy_to_region
 from liger_models.kernels.frozen.nf4_linear import scales_per_factor
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, quantized_linear
+from liger_models.kernels.frozen.weight import QuantizedWeight, quantized_linear
 from liger_models.kernels.moe.quantized import ATTRIBUTES, QuantizedExperts, quantize_experts
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (

@@ -9,7 +9,7 @@ from liger_models.kernels.activation.gated_act import gated_act
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.kernels.frozen.float8_blocks import blocks_dense_reference
 from liger_models.kernels.frozen.frozen_float8_linear import MOST_ROWS, frozen_float8_linear, quantize_rows_reference
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, dense, quantized_linear, weight_for_op
+from liger_models.kernels.frozen.weight import QuantizedWeight, dense, quantized_linear, weight_for_op
 from liger_models.kernels.linear import gated_mlp as module
 from liger_models.kernels.linear import norm_linear
 from liger_models.kernels.linear.gated_mlp import gated_mlp
@@ -180,7 +180,7 @@ def test_few_rows_are_multiplied_with_codes(kernel_device, make, adapted, recomp
     names = "gate_up_low_rank", "down_low_rank"
     low_ranks, wide_low_ranks = (dict(zip(names, each, strict=True)) for each in (pairs, wide_pairs))
     for name in ("nf4_dense", "float8_dense", "nf4_dense_reference", "blocks_dense"):
-        monkeypatch.delattr(f"liger_models.kernels.frozen.quantized_weight.{name}")
+        monkeypatch.delattr(f"liger_models.kernels.frozen.weight.{name}")
     activations = []
     original = module.gated_act_forward
     monkeypatch.setattr(module, "gated_act_forward", lambda *args: activations.append(1) or original(*args))
