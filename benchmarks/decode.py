@@ -78,13 +78,13 @@ def bytes_of_step(config: dict[str, Any], dtype: str | None = None) -> int:
     adapters. They are in bf16, and those of the blocks' linear layers in ``dtype``, if "nf4" or "float8"."""
     from liger_models import AutoLigerModel
     from liger_models.adapters import apply_lora
-    from liger_models.adapters.quantize import quantised_bytes, quantised_layers
+    from liger_models.adapters.quantize import quantized_bytes, quantized_layers
 
     model = AutoLigerModel.from_config(config, device="meta")
     total = 2 * model.num_parameters(exclude_embeddings=not config.get("tie_word_embeddings"))
     if dtype is not None:
-        weights = [layer.weight for layer in quantised_layers(apply_lora(model))]
-        total -= sum(2 * weight.numel() - quantised_bytes(weight, dtype) for weight in weights)
+        weights = [layer.weight for layer in quantized_layers(apply_lora(model))]
+        total -= sum(2 * weight.numel() - quantized_bytes(weight, dtype) for weight in weights)
     return total
 
 

@@ -24,6 +24,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import moves_rows
 from liger_models.convert.weight_map import Expression, Name
+from liger_models.layers.frozen import frozen_parts
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead
@@ -92,7 +93,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
     for path, weights in experts.items():
         moe: Any = model.get_submodule(path)
         adapters = {
-            weight: ExpertAdapter(getattr(moe, weight), name, expression, config)
+            weight: ExpertAdapter(moe.matrices(weight), name, expression, config)
             for weight, (name, expression) in weights.items()
             if name in chosen
         }
@@ -175,14 +176,16 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
 
     # Experts: plain parameters, also where they were quantized.
     for path, moe in _experts(model).items():
-        adapters, names = moe.lora, {*moe.adapted, *moe.quantized_weights}
+        adapters, stored, names = moe.lora, moe.stored, {*moe.adapted, *frozen_parts(moe)}
         weights = {name: getattr(moe, name).detach() for name in names}
         for name in names:
             merged = moe.adapted_weight(name, merge=name in moe.adapted)
             setattr(moe, name, nn.Parameter(merged, requires_grad=False))
-        moe.lora = None
+        moe.lora = moe.stored = None
         if reversible and names:
-            originals[path] = Original(adapters, {name: weight.cpu() for name, weight in weights.items()})
+            originals[path] = Original(
+                adapters, {name: weight.cpu() for name, weight in weights.items()}, stored and stored.cpu()
+            )
 
     # Linear layers. A tied head with an adapter is no longer the embedding.
     for path, layer in adapted_layers(model).items():
@@ -208,7 +211,7 @@ def unmerge_lora(model: Model) -> Model:
     if not originals:
         raise ValueError("unmerge_lora: the model must come from merge_lora(model, reversible=True), got another.")
     model.config = config
-    for path, (layer, weights) in originals.items():
+    for path, (layer, weights, stored) in originals.items():
         merged: Any = model.get_submodule(path)
         device = next(merged.parameters()).device
         restored = {name: nn.Parameter(weight.to(device), requires_grad=False) for name, weight in weights.items()}
@@ -216,6 +219,7 @@ def unmerge_lora(model: Model) -> Model:
             for name, weight in restored.items():
                 setattr(merged, name, weight)
             merged.lora = layer and layer.to(device)
+            merged.stored = stored and stored.to(device)
         else:
             assert isinstance(layer, LoRALinear)
             layer.to(device)
@@ -226,10 +230,14 @@ def unmerge_lora(model: Model) -> Model:
 
 
 class Original(NamedTuple):
-    """What `unmerge_lora` restores: the layer with adapters, or those of experts, and frozen weights on the CPU."""
+    """What `unmerge_lora` restores: the layer with adapters, or those of experts, and frozen weights on the CPU.
+
+    ``stored`` is the submodule of a layer with experts in fewer bits.
+    """
 
     layer: LoRALinear | LoRAExperts | None
     weights: dict[str, Tensor]
+    stored: nn.Module | None = None
 
 
 def unsupported_linears(model: nn.Module) -> list[str]:

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from liger_models.convert.weight_map import Expression, Name
-from liger_models.distributed.collectives import Group, all_reduce, copy_to_region, sum_gradient
+from liger_models.distributed.collectives import Group, all_reduce, sum_gradient
 from liger_models.kernels.dispatch import TRITON_DTYPES, use_triton
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, quantized_linear
+from liger_models.kernels.frozen.weight import FrozenWeight, Weight, dense, quantized_linear
 from liger_models.kernels.linear.low_rank_linear import low_rank_linear
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.row_linear import LowRank, low_rank_pair
-from liger_models.kernels.moe.quantized import dense
 from liger_models.layers.derived import derive
+from liger_models.layers.frozen import FrozenLinear, freeze, frozen_format, frozen_parts
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
     ColumnParallelLinear,
@@ -42,13 +42,10 @@ from liger_models.layers.linear import (
     RowParallelLinear,
     is_sharded,
     local,
-    local_or_none,
-    replicated,
 )
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.moe import MATRICES
 from liger_models.layers.norm import PLAIN_WEIGHTS
-from liger_models.layers.stored import StoredLinear, StoredWeight, stored_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -286,8 +283,8 @@ class LoRALinear(nn.Linear, Layer):
         Args:
             weight: its weight, dense. Default: the frozen weight as it is.
         """
-        stored = stored_weight(self) is not None
-        linear: nn.Linear = with_class(self, StoredLinear if stored and weight is None else self.plain_class)
+        stored = "weight" in frozen_parts(self)
+        linear: nn.Linear = with_class(self, FrozenLinear if stored and weight is None else self.plain_class)
         del linear.lora, linear.dropout
         if weight is not None:
             if stored:
@@ -303,28 +300,16 @@ class LoRALinear(nn.Linear, Layer):
         """
         norms: dict[str, Tensor] = {}
         if self.lora.config.use_dora:
-            stored = stored_weight(self)
-            weight = self.dense_weight() if stored is None else stored.whole(self.weight).dense()
+            frozen = frozen_parts(self).get("weight")
+            weight = self.dense_weight() if frozen is None else frozen.whole(self.weight).dense()
             packed: Any = row_norms(weight.to(torch.promote_types(weight.dtype, torch.float32)))
             norms = self.lora.expression.unpack(packed.full_tensor() if is_sharded(packed) else packed)
         self.lora.reset(norms)
 
-    @property
-    def is_nf4(self) -> bool:
-        """Whether the frozen weight is stored in 4 bits; see `quantize_base`."""
-        stored = stored_weight(self)
-        return hasattr(self.weight, "get_original_weight") if stored is None else stored.factors is not None
-
-    @property
-    def is_float8(self) -> bool:
-        """Whether the frozen weight is stored in float8 with a scale for each row; see `quantize_base`."""
-        stored = stored_weight(self)
-        return hasattr(self.weight, "qdata") if stored is None else stored.is_float8
-
     def dense_weight(self) -> Tensor:
-        """The frozen weight [O, C], dequantised if it is quantised: then this rank's slice of it after `apply_tp`."""
-        quantized = self.quantized_weight
-        return self.weight if quantized is None else quantized.dense()
+        """The weight [O, C], dequantized if it is in fewer bits: then this rank's slice of it after `apply_tp`."""
+        frozen = self.frozen_weight
+        return self.weight if frozen is None else frozen.dense()
 
     def derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """A, s · B, and DoRA's factor of each row or None. Decoding computes them once, not for every token."""
@@ -344,28 +329,21 @@ class LoRALinear(nn.Linear, Layer):
             return False
         if type(self) in (LoRAColumnParallelLinear, LoRARowParallelLinear):
             return True
-        return type(self) is LoRALinear and (type(self.weight) in PLAIN_WEIGHTS or self.is_nf4 or self.is_float8)
+        return type(self) is LoRALinear and (type(self.weight) in PLAIN_WEIGHTS or frozen_format(self) is not None)
 
     @property
-    def quantized_weight(self) -> QuantizedWeight | None:
-        """The frozen weight as fused ops take it if it is quantised; None for a dense one."""
-        stored = stored_weight(self)
-        if stored is not None:
-            return stored.join(self.weight)
-        if self.is_float8:
-            return QuantizedWeight.of_float8(self.weight)
-        return QuantizedWeight.of_nf4(self.weight) if self.is_nf4 else None
+    def frozen_weight(self) -> FrozenWeight | None:
+        """The weight as fused ops take it if it is in fewer bits, also if it is a tensor of torchao's; else None."""
+        frozen = frozen_parts(self).get("weight")
+        if frozen is not None:
+            return frozen.join(self.weight)
+        return None if type(self.weight) in PLAIN_WEIGHTS else FrozenWeight.of(self.weight)
 
-    def store(self, weight: QuantizedWeight | None = None) -> None:
-        """Store the frozen weight as parameters of bytes.
-
-        Args:
-            weight: to be stored. Default: the quantised weight that the layer has; nothing changes for a dense one.
-        """
-        weight = weight or (None if stored_weight(self) else self.quantized_weight)
+    def store(self) -> None:
+        """Store a tensor of torchao's as parameters that can be sharded; no other weight changes."""
+        weight = None if frozen_parts(self) else self.frozen_weight
         if weight is not None:
-            self.stored = StoredWeight(weight)
-            self.weight = StoredWeight.codes_of(weight)
+            freeze(self, "weight", weight)
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """A [R, C] and s · B [O, R] in ``dtype``, for a layer that `is_low_rank`; None while they are switched off."""
@@ -383,8 +361,8 @@ class LoRALinear(nn.Linear, Layer):
         A, B, scale = self.derived(x.dtype)
         # One kernel in decoding.
         if self._fuses(x):
-            quantized = self.quantized_weight
-            return low_rank_linear(x, self.weight if quantized is None else quantized.to(x.dtype), bias, (A, B))
+            frozen = self.frozen_weight
+            return low_rank_linear(x, self.weight if frozen is None else frozen.to(x.dtype), bias, (A, B))
         y = self.base_product(x, bias if scale is None else None)
         low = F.linear(self.dropout(x), A).to(y.dtype)
         if is_batch_invariant():
@@ -403,14 +381,14 @@ class LoRALinear(nn.Linear, Layer):
             and self.is_low_rank
             and not is_sharded(self.weight)
             and x.dtype in TRITON_DTYPES
-            and (self.is_nf4 or self.is_float8 or self.weight.dtype == x.dtype)
+            and (self.weight.dtype == x.dtype or frozen_format(self) is not None)
             and use_triton(x)
         )
 
     def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ Wᵀ + bias`` with the frozen weight."""
-        quantized = self.quantized_weight
-        return F.linear(x, local(self.weight), bias) if quantized is None else quantized_linear(x, quantized, bias)
+        frozen = self.frozen_weight
+        return F.linear(x, local(self.weight), bias) if frozen is None else quantized_linear(x, frozen, bias)
 
     @torch.no_grad()
     def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
@@ -440,9 +418,7 @@ class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
         successive = all(rows.equal(ranks.repeat_interleave(len(rows) // group.size)) for rows in rank_of_rows)
         return dims if successive else {}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
-        return self.product(copy_to_region(x, self.group), local_or_none(self.bias))
+    forward = ColumnParallelLinear.forward
 
 
 class LoRARowParallelLinear(LoRALinear, RowParallelLinear):
@@ -452,9 +428,7 @@ class LoRARowParallelLinear(LoRALinear, RowParallelLinear):
         """Shard A by columns."""
         return self.lora.shard_columns(group)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., I / R] of all tokens; the result has only this rank's tokens under sequence parallelism."""
-        return self.sum(self.product(x, None))
+    forward = RowParallelLinear.forward
 
 
 class LoRAReplicatedLinear(LoRALinear, ReplicatedLinear):
@@ -465,9 +439,7 @@ class LoRAReplicatedLinear(LoRALinear, ReplicatedLinear):
         self.lora.group = self.group if self.group is not None and self.group.sequence_parallel else None
         return {}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
-        return self.product(x, None if self.bias is None else replicated(self.bias, self.group))
+    forward = ReplicatedLinear.forward
 
 
 LoRALinear.parallel_kinds = {
@@ -501,7 +473,7 @@ class LoRALMHead(LoRALinear, LigerLMHead):
 
 ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {
     nn.Linear: LoRALinear,
-    StoredLinear: LoRALinear,
+    FrozenLinear: LoRALinear,
     LigerLMHead: LoRALMHead,
 }
 """The linear layers that can have adapters -> what they become. Subclasses compute something else and cannot."""
@@ -519,7 +491,7 @@ class ExpertAdapter(Layer):
         config: of the adapters.
     """
 
-    def __init__(self, weight: Tensor, name: str, expression: Expression, config: LoRAConfig) -> None:
+    def __init__(self, weight: Weight, name: str, expression: Expression, config: LoRAConfig) -> None:
         super().__init__()
         X, out, width = weight.shape
         options: dict[str, Any] = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
@@ -609,7 +581,7 @@ class LoRAExperts(Layer):
         return tuple(factors)
 
     @torch.no_grad()
-    def merged(self, name: str, weight: Tensor) -> Tensor:
+    def merged(self, name: str, weight: Weight) -> Tensor:
         """The parameter ``name`` of the layer, weight [X, out, in], with its adapters added, in its dtype."""
         adapter: Any = self.get_submodule(name)
         wide = torch.promote_types(weight.dtype, torch.float32)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from liger_models.common.json_files import parse_json
 from liger_models.convert.folder import check_complete
-from liger_models.convert.fp8 import block_size, dequantise
+from liger_models.convert.fp8 import block_size, dequantize
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -264,9 +264,9 @@ def read_rows(files: Mapping[Path, Any], name: str, tensor: Stored, first: int, 
     file, scales_name, _, block = tensor.scales
     scales = files[file].get_slice(scales_name)
     if len(tensor.shape) > 2:  # whole matrices
-        return dequantise(rows, scales[first:last], block)
+        return dequantize(rows, scales[first:last], block)
     begin = first // block[0]  # first row of blocks
-    return dequantise(rows, scales[begin : -(-last // block[0])], block, first - begin * block[0])
+    return dequantize(rows, scales[begin : -(-last // block[0])], block, first - begin * block[0])
 
 
 def read_codes(files: Mapping[Path, Any], name: str, tensor: Stored, first: int, last: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def dequantise(codes: Tensor, scales: Tensor, block: tuple[int, int], before: int = 0) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int], before: int = 0) -> Tensor:
     """The numbers that codes with scales stand for.
 
     Args:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.utils.tqdm import tqdm
@@ -34,21 +34,13 @@ from liger_models.convert.format import format_of
 from liger_models.convert.sharded import Part, fill_part, moves_rows, read_part
 from liger_models.convert.weight_map import Expression, WeightMap
 from liger_models.distributed.ranks import raise_on_all_ranks, rank
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight
-from liger_models.kernels.moe.quantized import QuantizedExperts
+from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.frozen import FrozenLinear, FrozenParameters, freeze, frozen_weights, offset_of
 from liger_models.layers.layer import layers_of
-from liger_models.layers.linear import is_sharded, local
+from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES, LigerMoE
-from liger_models.layers.stored import (
-    StoredLinear,
-    StoredWeight,
-    has_blocks,
-    offset_of,
-    stored_linears,
-    stored_weights,
-)
 
 Model = TypeVar("Model", bound=Decoder)
 
@@ -85,7 +77,7 @@ def load_pretrained(
         shard: called with the model on the meta device, to distribute its parameters in place:
             ``parallel.apply_fsdp``, or a function that calls it.
         keep_float8: keep the weights of linear layers and of routed experts that the checkpoint has in float8 with
-            scales of blocks as they are, frozen: 8 bits each in memory, dequantised in their products.
+            scales of blocks as they are, frozen: 8 bits each in memory, dequantized in their products.
         hf_config: replaces the content of config.json.
 
     Returns:
@@ -168,18 +160,16 @@ def _load_whole(
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    parameters, kept = dict(model.named_parameters()), stored_weights(model)
-    for layer in stored_linears(model):
-        layer.to_empty(device=device)
+    parameters, kept = dict(model.named_parameters()), frozen_weights(model)
+    for frozen in kept.values():
+        frozen.to_empty(device=device)
     bar: Any = tqdm  # not typed
     for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not (progress and rank() == 0)):
-        if name in kept:
-            _fill_codes(model.get_parameter(name), kept[name], weights.entries[name], stored)
-        if name in kept or name not in weights.entries:
+        if name not in weights.entries:
             continue
-        if isinstance(parameter, QuantizedExperts):
+        if name in kept:
             packed: Tensor = torch.empty_like(parameter, device=device)
-            _fill_codes(packed, None, weights.entries[name], stored)
+            _fill_codes(packed, kept[name], weights.entries[name], stored)
         else:
             packed = _read(weights.entries[name], stored, dtype, device)
         loaded = nn.Parameter(packed, requires_grad=parameter.requires_grad)
@@ -206,16 +196,16 @@ def _load_parts(
     shard(model)
     model.to_empty(device=device)
     bar: Any = tqdm
-    parameters, quantised = dict(model.named_parameters()), stored_weights(model)
+    parameters, frozen_ones = dict(model.named_parameters()), frozen_weights(model)
     with torch.no_grad(), raise_on_all_ranks():
         for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not (progress and rank() == 0)):
             if name not in weights.entries:  # added by `shard`
                 continue
-            expression = weights.entries[name]
-            if has_blocks(parameter, quantised.get(name)):
-                _fill_codes(parameter, quantised.get(name), expression, stored)
+            expression, frozen = weights.entries[name], frozen_ones.get(name)
+            if frozen is not None and frozen.format.is_kept:
+                _fill_codes(parameter, frozen, expression, stored)
                 continue
-            if not hasattr(parameter, "to_local") and name not in quantised:
+            if not hasattr(parameter, "to_local") and frozen is None:
                 parameter.copy_(_read(expression, stored, dtype, device))
                 continue
             with open_all(stored[each] for each in expression.names()) as files:
@@ -225,16 +215,18 @@ def _load_parts(
 
                 shapes = {each: stored[each].shape for each in expression.names()}
                 whole = functools.partial(_read, expression, stored, dtype, device)
-                fill_part(parameter, quantised.get(name), expression, shapes, read, whole)
-    for weight in quantised.values():
-        weight.finish()
+                fill_part(parameter, frozen, expression, shapes, read, whole)
+    for frozen in frozen_ones.values():
+        frozen.finish()
     for layer in layers_of(model):
         layer.reset_adapters()
 
 
 def _keep_float8(model: Decoder, weights: WeightMap, stored: Mapping[str, Stored], dtype: torch.dtype | None) -> None:
-    """Make the weights of a model on the meta device that are in float8 such as are kept: those of linear layers, which
-    become `StoredLinear`, and of routed experts, which become `QuantizedExperts`."""
+    """Freeze the weights of linear layers and of routed experts that a checkpoint has in float8 with scales of blocks.
+
+    The model is on the meta device.
+    """
     found = False
     for path, layer in [*model.named_modules()]:
         names = MATRICES if isinstance(layer, LigerMoE) else ("weight",) if type(layer) is nn.Linear else ()
@@ -246,11 +238,12 @@ def _keep_float8(model: Decoder, weights: WeightMap, stored: Mapping[str, Stored
             (*rows, columns), width = weight.shape, scales.block[1]
             codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
             numbers = weight.new_empty(*rows, -(-columns // width), dtype=FLOATS[scales.dtype])
-            parts, kind, found = (codes, numbers, None, None, None), dtype or torch.bfloat16, True
+            tensors, found = (codes, numbers), True
+            frozen = FrozenWeight(FORMATS["blocks"], tensors, weight.shape, [width], dtype or torch.bfloat16)
             if isinstance(layer, nn.Linear):
-                model.set_submodule(path, StoredLinear(layer, QuantizedWeight(*parts, [*rows, columns, width], kind)))
+                model.set_submodule(path, FrozenLinear(layer, frozen))
             else:
-                setattr(layer, name, nn.Parameter(QuantizedExperts(*parts, kind, width), requires_grad=False))
+                freeze(layer, name, frozen)
     if not found:
         raise ValueError(
             "load_pretrained: keep_float8 needs linear layers or experts in float8 with scales of blocks, got a "
@@ -269,13 +262,13 @@ def _common_scales(expression: Expression, stored: Mapping[str, Stored]) -> Bloc
 
 
 def _fill_codes(
-    parameter: Tensor, weight: StoredWeight | None, expression: Expression, stored: Mapping[str, Stored]
+    parameter: Tensor, frozen: FrozenParameters, expression: Expression, stored: Mapping[str, Stored]
 ) -> None:
     """Read this rank's part of the codes and the scales of a weight that is kept in float8.
 
     Args:
-        parameter: the codes of ``weight``, or `QuantizedExperts`.
-        weight: what belongs to the codes; None for `QuantizedExperts`.
+        parameter: the codes.
+        frozen: the other tensors of the weight.
         expression, stored: of the parameter.
     """
     with torch.no_grad(), open_all(stored[name] for name in expression.names()) as files:
@@ -286,24 +279,24 @@ def _fill_codes(
         def scales(name: str, first: int, last: int) -> Tensor:
             return read_scales(files, stored[name], first, last)
 
-        def fill(own: Tensor, part: Part, width: int, read: Callable[[str, int, int], Tensor]) -> None:
-            """Fill the memory of ``own`` with a part of numbers that have rows of ``width``."""
+        columns, (block,) = frozen.shape[-1], frozen.layout
+        sources: list[tuple[Any, int, Callable[[str, int, int], Tensor]]] = [
+            (parameter, columns, codes),
+            (frozen.scales, -(-columns // block), scales),
+        ]
+        for tensor, width, read in sources:
+            # The parameter holds bytes, and a part of it is a part of rows of ``width`` numbers.
+            (*rows, column), own, itemsize = offset_of(tensor), local(tensor), tensor.shape[-1] // width
+            part = Part((*rows, column // itemsize), (*own.shape[:-1], own.shape[-1] // itemsize))
             shapes = {name: (*stored[name].shape[:-1], width) for name in expression.names()}
-            whole = lambda: expression.pack({name: read(name, 0, shape[0]) for name, shape in shapes.items()})
-            taken = read_part(expression, part, shapes, read, whole)
-            own.view(torch.uint8).copy_(taken.contiguous().view(torch.uint8))
 
-        if weight is None:
-            experts, own = cast(Any, parameter), cast(Any, local(parameter))
-            *rows, column = Part.of(experts).offset if is_sharded(experts) else (0, 0, 0)
-            columns, block = experts.shape[-1], own.block
-            fill(own.codes, Part((*rows, column), own.codes.shape), columns, codes)
-            fill(own.scales, Part((*rows, column // block), own.scales.shape), -(-columns // block), scales)
-            return
-        columns, block = weight.shape[-1], weight.block
-        for numbers, width, read in ((parameter, columns, codes), (weight.scales, -(-columns // block), scales)):
-            (*rows, column), own, size = offset_of(numbers), local(numbers), numbers.shape[-1] // width
-            fill(own, Part((*rows, column // size), (*own.shape[:-1], own.shape[-1] // size)), width, read)
+            def whole(
+                read: Callable[[str, int, int], Tensor] = read, shapes: dict[str, tuple[int, ...]] = shapes
+            ) -> Tensor:
+                return expression.pack({name: read(name, 0, shape[0]) for name, shape in shapes.items()})
+
+            numbers = read_part(expression, part, shapes, read, whole)
+            own.copy_(numbers.contiguous().view(torch.uint8))
 
 
 def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
@@ -380,7 +373,7 @@ def check_tensors(
         if scales is None and dtype not in allowed:
             raise ValueError(
                 f"{file}: {name} must have one of the dtypes {', '.join(allowed)}, got "
-                f"{dtype}. If the checkpoint is quantised, load the original instead."
+                f"{dtype}. If the checkpoint is quantized, load the original instead."
             )
         if shape != tuple(tensor.shape):
             raise ValueError(

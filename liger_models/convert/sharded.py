@@ -9,9 +9,8 @@ from einops import EinopsError
 from torch import Tensor
 
 from liger_models.convert.weight_map import Cat, Expression, Name, Rearrange, Split, Stack, _same_dtype
-from liger_models.kernels.moe.quantized import QuantizedExperts, quantize_experts
+from liger_models.layers.frozen import FrozenParameters
 from liger_models.layers.linear import local
-from liger_models.layers.stored import StoredWeight
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -54,37 +53,31 @@ class Rows(NamedTuple):
 
 def fill_part(
     parameter: Tensor,
-    stored: StoredWeight | None,
+    frozen: FrozenParameters | None,
     expression: Expression,
     shapes: Mapping[str, Sequence[int]],
     read: Callable[[str, int, int], Tensor],
     read_whole: Callable[[], Tensor],
 ) -> None:
-    """Read this rank's shard of a parameter into it. If it holds codes, the shard is quantised; `finish` must follow.
+    """Read this rank's shard of a parameter into it. If it holds codes, the shard is quantized; `finish` must follow.
 
     Args:
-        parameter: a DTensor, or the codes of ``stored``.
-        stored: what belongs to the codes; None for a dense parameter.
+        parameter: a DTensor, or the codes of ``frozen``.
+        frozen: the other tensors of the weight; None for a dense parameter.
         expression, shapes, read, read_whole: of the dense parameter, as in `read_part`.
     """
 
     def rows(first: int, last: int) -> Tensor:
-        assert stored is not None
-        shape = last - first, *stored.shape[1:]
+        assert frozen is not None
+        shape = last - first, *frozen.shape[1:]
         part = Part((first, *[0] * (len(shape) - 1)), shape)
         return read_part(expression, part, shapes, read, read_whole)
 
-    sharded: Any = parameter
-    own = local(parameter)
-    if stored is None and isinstance(own, QuantizedExperts) and sharded.placements[0].dim > 0:
-        # A slice of each matrix (`apply_tp`), which shares scales or factors with others: the whole is quantised first.
-        part, mesh = Part((0,) * parameter.dim(), tuple(parameter.shape)), sharded.device_mesh
-        whole = quantize_experts(read_part(expression, part, shapes, read, read_whole), own.kind)
-        own.copy_(whole.slice(sharded.placements[0].dim, mesh.get_local_rank(), mesh.size()))
-    elif stored is None:
-        own.copy_(read_part(expression, Part.of(sharded), shapes, read, read_whole))
+    if frozen is None:
+        sharded: Any = parameter
+        local(parameter).copy_(read_part(expression, Part.of(sharded), shapes, read, read_whole))
     else:
-        stored.quantise(parameter, rows)
+        frozen.quantize(parameter, rows)
 
 
 def read_part(

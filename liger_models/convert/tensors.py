@@ -16,11 +16,10 @@ from liger_models.convert.format import format_of
 from liger_models.convert.sharded import Part, fill_part
 from liger_models.convert.weight_map import Expression, WeightMap
 from liger_models.distributed.ranks import raise_on_all_ranks
-from liger_models.kernels.moe.quantized import QuantizedExperts, dense
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.frozen import FrozenParameters, frozen_weights
 from liger_models.layers.layer import Layer, named_layers
-from liger_models.layers.linear import is_sharded, sharded_as
-from liger_models.layers.stored import StoredWeight, has_blocks, stored_weights
+from liger_models.layers.linear import is_sharded
 
 
 def hf_tensors(
@@ -29,7 +28,7 @@ def hf_tensors(
     """The weights under the names and in the layout of a Hugging Face checkpoint, one tensor at a time.
 
     The tensors are those that `save_pretrained` writes, bit for bit, but weights that were kept in float8 are
-    dequantised: a vision tower first, then the embedding, the layers in order, the norm and the head, which a model
+    dequantized: a vision tower first, then the embedding, the layers in order, the norm and the head, which a model
     with tied weights leaves out. vLLM's and SGLang's ``load_weights`` take such an iterator.
 
     If the model is sharded, all ranks must call this function and read to the end: each parameter is gathered when its
@@ -140,7 +139,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
     """
     stored = as_stored("load_hf_tensors", model, merge=False)
     config = stored.config
-    quantised = stored.quantised
+    frozen = stored.frozen
     if stored.kept:
         raise ValueError(
             "load_hf_tensors: weights must not be kept in float8, got a model that was loaded with keep_float8. Load "
@@ -171,7 +170,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
                 ours, count = names.parameter_of(name)
                 held.setdefault(ours, {})[name] = tensor
                 if len(held[ours]) == count:
-                    _place(stored.parameters[ours], quantised.get(ours), weights.entries[ours], held.pop(ours))
+                    _place(stored.parameters[ours], frozen.get(ours), weights.entries[ours], held.pop(ours))
                     loaded.add(ours)
             names.check_complete()
             for name, head in heads.items():
@@ -183,8 +182,8 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
                 f"{error} {len(loaded)} of {len(stored.parameters)} parameters hold new weights already: load all "
                 "again before you use the model."
             ) from error
-    for each in quantised.values():
-        each.finish()
+    for weight in frozen.values():
+        weight.finish()
 
 
 class Stored(NamedTuple):
@@ -196,8 +195,8 @@ class Stored(NamedTuple):
         parameters: those that the checkpoint has, by name and in the order in which they are stored.
         adapted: name of a parameter -> the layer whose adapters belong to it.
         merge: whether adapters are added to the weights.
-        quantised: name of a parameter that holds codes -> what belongs to it.
-        height: rows of a block, to store weights that are kept in float8 as they are; None to store them dequantised.
+        frozen: name of a parameter that holds codes -> the other tensors of the weight.
+        height: rows of a block, to store weights that are kept in float8 as they are; None to store them dequantized.
     """
 
     config: Any
@@ -205,7 +204,7 @@ class Stored(NamedTuple):
     parameters: dict[str, Tensor]
     adapted: dict[str, Layer]
     merge: bool
-    quantised: dict[str, StoredWeight]
+    frozen: dict[str, FrozenParameters]
     height: int | None = None
 
     @property
@@ -216,7 +215,7 @@ class Stored(NamedTuple):
     @property
     def kept(self) -> list[str]:
         """The names of the parameters that are in float8 with the scales of a checkpoint."""
-        return [name for name, each in self.parameters.items() if has_blocks(each, self.quantised.get(name))]
+        return [name for name in self.parameters if name in self.frozen and self.frozen[name].format.is_kept]
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """The checkpoint's tensors on the meta device, in ``dtype`` or the dtype of each parameter."""
@@ -230,25 +229,19 @@ class Stored(NamedTuple):
 
     def parts(self, name: str) -> tuple[Tensor, Tensor]:
         """Codes and scales of a parameter that is `kept`, with their own dtypes; gathered from all ranks if sharded."""
-        parameter, weight = self.parameters[name], self.quantised.get(name)
-        if weight is not None:
-            return weight.parts(parameter)
-        experts: Any = _local(parameter)
-        *rows, columns = parameter.shape
-        codes = _full(sharded_as(parameter, experts.codes.view(torch.uint8)))
-        scales = sharded_as(parameter, experts.scales, torch.Size([*rows, -(-columns // experts.block)]))
-        return codes.view(experts.codes.dtype), _full(scales)
+        weight = self.frozen[name].whole(self.parameters[name].detach())
+        return weight.codes, weight.scales.detach()
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter on the meta device, in ``dtype`` or its own; of one that holds codes, what they stand for."""
-        like = self.quantised.get(name) or self.parameters[name]
+        like = self.frozen.get(name) or self.parameters[name]
         return torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Our name of each parameter and its value, gathered from all ranks and with merged adapters."""
         for name, parameter in self.parameters.items():
-            layer, weight = self.adapted.get(name), self.quantised.get(name)
-            if layer is None and self.height is not None and has_blocks(parameter, weight):
+            layer, weight = self.adapted.get(name), self.frozen.get(name)
+            if layer is None and self.height is not None and weight is not None and weight.format.is_kept:
                 codes, scales = self.parts(name)
                 yield name, codes
                 yield name + SCALES, scales
@@ -340,9 +333,9 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
     if tied:
         stored.pop("lm_head.weight", None)
     weights = format_of(type(model)).weight_map(config)
-    quantised = {} if parameters is not None else stored_weights(model)
+    frozen = {} if parameters is not None else frozen_weights(model)
     added = tuple(f"{path}.lora." for path in layers)
-    added += tuple(f"{name.rpartition('.')[0]}.stored." for name in quantised)
+    added += tuple(f"{name.rpartition('.')[0]}.stored." for name in frozen)
     stored = {
         name: each
         for name, each in stored.items()
@@ -355,7 +348,7 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
             "Save LoRA adapters with save_adapter, or merge them with merge_lora; remove other additions."
         )
     adapted = {f"{path}.{name}": layer for path, layer in layers.items() for name in layer.adapted}
-    return Stored(config, weights, stored, adapted, merge, quantised)
+    return Stored(config, weights, stored, adapted, merge, frozen)
 
 
 class _AdaptedWeight(nn.Module):
@@ -383,7 +376,7 @@ class _Names:
         if not isinstance(tensor, Tensor) or is_sharded(tensor) or tensor.dtype not in FLOATS.values():
             raise ValueError(
                 f"{where}: {name} must be a whole tensor of one of the dtypes {', '.join(map(str, FLOATS.values()))}, "
-                f"got {type(tensor).__name__} {getattr(tensor, 'dtype', '')}. Gather or dequantise it."
+                f"got {type(tensor).__name__} {getattr(tensor, 'dtype', '')}. Gather or dequantize it."
             )
         named = [layout for layout in self.layouts if name in layout[1] or layout[0].passes_over(name)]
         if not named:
@@ -429,20 +422,20 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _full(tensor: Any) -> Tensor:
-    """A DTensor gathered on the device of its mesh; any other tensor unchanged. Quantised experts are dequantised."""
+    """A DTensor gathered on the device of its mesh; any other tensor unchanged."""
     if not is_sharded(tensor):
-        return dense(tensor)
-    if isinstance(tensor.to_local(), QuantizedExperts):
-        tensor = sharded_as(tensor, dense(tensor.to_local()))
+        return tensor  # type: ignore[no-any-return]
     # FSDP with cpu_offload keeps it on the CPU, where the mesh's backend may not communicate.
     whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return whole
 
 
-def _place(parameter: Any, weight: StoredWeight | None, expression: Expression, tensors: Mapping[str, Tensor]) -> None:
+def _place(
+    parameter: Any, weight: FrozenParameters | None, expression: Expression, tensors: Mapping[str, Tensor]
+) -> None:
     """Copy the checkpoint's tensors into a parameter, or this rank's rows of them into its shard of it.
 
-    If ``weight`` is given, they are quantised, and the parameter holds codes.
+    If ``weight`` is given, they are quantized, and the parameter holds codes.
     """
     local = _local(parameter)
     dtype = local.dtype if weight is None else None
@@ -451,8 +444,8 @@ def _place(parameter: Any, weight: StoredWeight | None, expression: Expression, 
         return expression.pack({name: tensor.to(local.device, dtype) for name, tensor in tensors.items()})
 
     if not is_sharded(parameter) and weight is None:
-        quantise = getattr(local, "from_hp", None)  # torchao's weights in float8, whose copy_ does not quantise
-        local.copy_(whole() if quantise is None else quantise(whole()))
+        quantize = getattr(local, "from_hp", None)  # torchao's weights in float8, whose copy_ does not quantize
+        local.copy_(whole() if quantize is None else quantize(whole()))
         return
 
     def read(name: str, first: int, last: int) -> Tensor:

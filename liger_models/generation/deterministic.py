@@ -10,6 +10,7 @@ from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.loss.row_chunks import logits_buffer, write_logits
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.frozen import frozen_format
 from liger_models.layers.layer import named_layers
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.recompute import is_compiled
@@ -67,7 +68,8 @@ def refusal(model: Decoder) -> str | None:
 def _multiplies_in_float8(linear: nn.Linear) -> bool:
     """Whether a layer was converted to float8, by this package or by torchao, or has a frozen weight in float8."""
     converted = hasattr(linear, "float8_recipe") or type(linear).__module__.startswith("torchao.")
-    return converted or getattr(linear, "is_float8", False)
+    format_ = frozen_format(linear)
+    return converted or (format_ is not None and format_.rounds_inputs)
 
 
 def head_outputs(head: LigerLMHead, hidden: Tensor) -> tuple[Tensor, Tensor]:

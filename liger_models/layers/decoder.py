@@ -17,6 +17,7 @@ from liger_models.kernels.moe.load_balancing import load_balancing_loss
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.embedding import LigerEmbedding, zero_padding_row
+from liger_models.layers.frozen import own_parameters
 from liger_models.layers.head_request import HeadRequest, LossTargets, in_graph
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import (
@@ -34,7 +35,6 @@ from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm
 from liger_models.layers.offload import Offload, offloaded_blocks
 from liger_models.layers.recompute import is_compiled, run_again
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.stored import own_parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -98,6 +98,10 @@ class PartialLinear(nn.Linear, Layer):
         layer.group = group
         return layer
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ Wᵀ + bias`` with this rank's shard of the weight."""
+        return F.linear(x, local(self.weight), bias)
+
     def sum_gradients(self, group: Group) -> bool:
         """Return True: the forward sums the gradients of replicated parameters."""
         return True
@@ -108,7 +112,7 @@ class ColumnParallelLinear(PartialLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
-        return F.linear(copy_to_region(x, self.group), local(self.weight), local_or_none(self.bias))
+        return self.product(copy_to_region(x, self.group), local_or_none(self.bias))
 
 
 class RowParallelLinear(PartialLinear):
@@ -116,7 +120,7 @@ class RowParallelLinear(PartialLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., I / R] of all tokens; the result has only this rank's tokens under sequence parallelism."""
-        return self.sum(F.linear(x, local(self.weight)))
+        return self.sum(self.product(x, None))
 
     def sum(self, parts: Tensor) -> Tensor:
         """The output of the layer, from this rank's partial sum over the inputs."""
@@ -127,10 +131,13 @@ class RowParallelLinear(PartialLinear):
 class ReplicatedLinear(PartialLinear):
     """A replicated linear layer among sharded ones: [..., C] -> [..., O]."""
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ Wᵀ + bias``; the gradient of W is summed over ranks with different tokens."""
+        return F.linear(x, replicated(self.weight, self.group), bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
-        bias = None if self.bias is None else replicated(self.bias, self.group)
-        return F.linear(x, replicated(self.weight, self.group), bias)
+        return self.product(x, None if self.bias is None else replicated(self.bias, self.group))
 
 
 def ranks_of(linear: nn.Linear) -> Group | None:

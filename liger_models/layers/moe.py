@@ -16,17 +16,17 @@ from liger_models.distributed.collectives import (
     sum_gradient,
 )
 from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.frozen.weight import Weight, dense
 from liger_models.kernels.moe.expert_act import check_expert_act
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
 from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
-from liger_models.kernels.moe.quantized import QuantizedExperts, dense
 from liger_models.kernels.moe.routing import route, route_reference
+from liger_models.layers.frozen import frozen_parts
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
 from liger_models.layers.recompute import run_twice
-from liger_models.layers.stored import StoredExperts, stored_parts
 
 MATRICES = ("gate_up_weight", "down_weight")
 """The parameters of `LigerMoE` that hold the experts' matrices."""
@@ -87,7 +87,7 @@ class LigerMoE(Layer):
         self.lora: Any = None
         """The experts' adapters (`liger_models.adapters.lora_layers.LoRAExperts`), if there are any."""
         self.stored: Any = None
-        """Scales and the like of the parameters that `store` has made, as `StoredExperts` by their names."""
+        """The tensors besides the codes of frozen matrices in fewer bits; see `liger_models.layers.frozen`."""
         self.reset_parameters()
 
     @property
@@ -108,31 +108,18 @@ class LigerMoE(Layer):
 
     def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
         """See `Layer.adapted_weight`."""
-        weight = self.matrices(name) if name in stored_parts(self) else getattr(self, name).detach()
+        weight = self.matrices(name) if name in frozen_parts(self) else getattr(self, name).detach()
         return self.lora.merged(name, weight) if merge else dense(weight)
 
-    def matrices(self, name: str) -> Tensor:
-        """The matrices in the parameter ``name``, as ops take them: this rank's part, or all after `store`."""
-        parameter: Tensor = getattr(self, name)
-        if self.stored is None or name not in self.stored:
-            return local(parameter)
-        stored: StoredExperts = self.stored[name]
-        return stored.join(parameter)
+    def matrices(self, name: str) -> Weight:
+        """The matrices in the parameter ``name``, as ops take them; if they are sharded, this rank's part."""
+        frozen, parameter = frozen_parts(self).get(name), getattr(self, name)
+        return local(parameter) if frozen is None else frozen.join(parameter)
 
-    @property
-    def quantized_weights(self) -> dict[str, QuantizedExperts]:
-        """The names of the parameters whose matrices are quantised, and what `matrices` returns for them."""
-        parts = {name: self.matrices(name) for name in MATRICES}
-        return {name: each for name, each in parts.items() if isinstance(each, QuantizedExperts)}
-
-    def store(self) -> None:
-        """Store quantised matrices that no rank shares yet as parameters of bytes, for `apply_fsdp`."""
-        weights = {name: getattr(self, name) for name in MATRICES}
-        found = {name: each for name, each in weights.items() if isinstance(each, QuantizedExperts)}
-        if found:
-            self.stored = nn.ModuleDict({name: StoredExperts(each) for name, each in found.items()})
-        for name, weight in found.items():
-            setattr(self, name, StoredExperts.codes_of(weight))
+    def shape_of(self, name: str) -> torch.Size:
+        """``[X, O, C]`` of the matrices in the parameter ``name``, on all ranks together."""
+        shape: torch.Size = frozen_parts(self).get(name, getattr(self, name)).shape
+        return shape
 
     def set_policy(self, policy: str) -> None:
         """Recompute gate and up under every policy but "none"."""
@@ -144,7 +131,7 @@ class LigerMoE(Layer):
 
     def can_shard(self, size: int) -> bool:
         """Whether ``size`` divides the intermediate size of an expert."""
-        return self.down_weight.shape[2] % size == 0
+        return self.shape_of("down_weight")[2] % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the intermediate size of each expert; see `liger_models.parallel.apply_tp`.
@@ -153,7 +140,7 @@ class LigerMoE(Layer):
             ValueError: the intermediate size is not a multiple of the number of ranks, or ``router_jitter`` is set,
                 whose noise would differ between ranks.
         """
-        check_divisible("LigerMoE", "intermediate_size", self.down_weight.shape[2], group)
+        check_divisible("LigerMoE", "intermediate_size", self.shape_of("down_weight")[2], group)
         if self.router_jitter != 0:
             raise ValueError(
                 f"LigerMoE: router_jitter must be 0 with apply_tp, got {self.router_jitter}. Set router_jitter_noise=0."
@@ -198,7 +185,7 @@ class LigerMoE(Layer):
 
     def extra_repr(self) -> str:
         """Sizes and constants, for ``print(model)``."""
-        X, C, F = stored_parts(self).get("down_weight", self.down_weight).shape
+        X, C, F = self.shape_of("down_weight")
         return f"{C}, {F}, num_experts={X}, top_k={self.top_k}, normalize={self.normalize}, act={self.act}"
 
     def add_norm(
@@ -240,7 +227,8 @@ class LigerMoE(Layer):
         down_bias = local_or_none(self.down_bias)
         if group is not None and down_bias is not None:  # one rank adds it to the sum, and all get its gradient
             down_bias = sum_gradient(down_bias, group) * (group.rank == 0)
-        matrices = autocast_weights(x, *map(self.matrices, MATRICES), local_or_none(self.gate_up_bias), down_bias)
+        frozen_or_dense: list[Any] = [self.matrices(name) for name in MATRICES]
+        matrices = autocast_weights(x, *frozen_or_dense, local_or_none(self.gate_up_bias), down_bias)
         low_ranks: Any = (None, None)
         if self.lora is not None:
             assert matrices[0] is not None

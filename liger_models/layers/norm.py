@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from liger_models.distributed.collectives import Group, sum_gradient
 from liger_models.kernels.float8.float8 import Float8
 from liger_models.kernels.float8.float8_linear import float8_norm_linear
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, Weight
+from liger_models.kernels.frozen.weight import FrozenWeight, Weight
 from liger_models.kernels.linear.norm_linear import norm_linear
 from liger_models.kernels.matmul.row_linear import LowRank, inference_linear
 from liger_models.kernels.norm.fused_norm import FusedNorm
@@ -264,7 +264,7 @@ def fused_norm(norm: nn.Module | None) -> FusedNorm | None:
 def is_plain(*modules: nn.Module) -> bool:
     """True if a fused op may read these modules' weights itself instead of calling them.
 
-    False for anything that replaces or wraps a linear layer (adapters, quantised or float8 linears, weights that are
+    False for anything that replaces or wraps a linear layer (adapters, quantized or float8 linears, weights that are
     cut by others than `apply_tp`) and for modules with hooks or a forward of their own: those are called.
     """
     for module in modules:  # a loop, since every layer asks in every step
@@ -315,9 +315,9 @@ def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
 
 
 def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
-    """The weight as fused ops take it, in autocast's dtype: the rank's part of it, or a `QuantizedWeight`."""
-    quantized: QuantizedWeight | None = getattr(linear, "quantized_weight", None)
-    weight = local(linear.weight) if quantized is None else quantized
+    """The weight as fused ops take it, in autocast's dtype: this rank's part of it, which may be a `FrozenWeight`."""
+    frozen: FrozenWeight | None = getattr(linear, "frozen_weight", None)
+    weight = local(linear.weight) if frozen is None else frozen
     device = x.device.type
     return weight.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight
 

@@ -16,6 +16,7 @@ from liger_models.kernels.dispatch import triton_assumed
 from liger_models.kernels.loss.row_chunks import chunk_rows
 from liger_models.kernels.optimizer.moments import has_blocks, moment_bytes
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.frozen import dequantized_to
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, is_replayable, layers_of, set_policy
 from liger_models.layers.masks import Mask
 from liger_models.layers.offload import COMING, SMALLEST
@@ -54,7 +55,7 @@ class TrainingMemory(NamedTuple):
         staging: the buffer through which these moments pass.
         largest: the largest gradient of a parameter.
         tied: the lookup's gradient of a trained embedding that is also the head, beside that of the head.
-        temporary: weights that exist twice during the computation: gathered, or dequantised.
+        temporary: weights that exist twice during the computation: gathered, or dequantized.
     """
 
     weights: int
@@ -303,10 +304,11 @@ def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dty
     with FakeTensorMode(allow_non_fake_inputs=True), triton_assumed(), torch.enable_grad():
         adapters = _adapter_parameters(block)
         parameters = {
-            name: torch.empty(each.shape, dtype=each.dtype if each in adapters else dtype).requires_grad_(
-                each.requires_grad
-            )
-            for name, each in block.named_parameters()
+            name: torch.empty(
+                parameter.shape,
+                dtype=dtype if parameter.is_floating_point() and parameter not in adapters else parameter.dtype,
+            ).requires_grad_(parameter.requires_grad)
+            for name, parameter in block.named_parameters()
         }
         shape = (1, tokens, model.config.hidden_size)
         x, residual = (torch.empty(shape, dtype=dtype).requires_grad_() for _ in range(2))
@@ -315,7 +317,7 @@ def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dty
         for spec in (layer.attention for layer in layers_of(block)):
             if spec is not None:
                 layout.masks[spec.window] = Mask(counted=True)
-        with _Allocations() as allocations:
+        with dequantized_to(block, dtype), _Allocations() as allocations:
             outputs = functional_call(block, parameters, (x, residual, layout))
         graph = [each.sum() for each in outputs if each is not None]  # hold the graph, but not the outputs
         del outputs

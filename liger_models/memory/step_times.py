@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.frozen import own_parameters
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, Layer, is_replayable, set_policy
 from liger_models.layers.recompute import is_compiled, run_again
-from liger_models.layers.stored import own_parameters
 from liger_models.memory.estimate import TrainingMemory
 
 FLOPS, LINK, BANDWIDTH, LAUNCH = 620e12, 53e9, 4e12, 2e-5

@@ -27,11 +27,11 @@ from liger_models.adapters.medusa import LigerMedusa
 from liger_models.distributed.collectives import group_of
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.frozen import frozen_parts, frozen_weights
 from liger_models.layers.layer import layers_of, routed_layers
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.recompute import is_compiled
-from liger_models.layers.stored import stored_weights
 from liger_models.parallel.agreement import check_first_forward
 from liger_models.parallel.float8_gather import Float8Gather
 from liger_models.parallel.mesh import data_mesh, group_over
@@ -60,7 +60,7 @@ def apply_fsdp(
     of the model itself. Experts sharded by `apply_ep` form one group per layer, sharded over the ranks that hold the
     same experts; if that is one rank and they have ``param_dtype`` already, they stay as they are. Parameters keep
     their dtype (fp32 for master weights); the computation uses ``param_dtype``. Weights that `quantize_base` has
-    quantised or that `from_pretrained` has kept in float8 are sharded and gathered as they are stored; of routed
+    quantized or that `from_pretrained` has kept in float8 are sharded and gathered as they are stored; of routed
     experts each rank has some, whole.
 
     Create the optimizer afterwards, because it must hold the sharded parameters.
@@ -102,15 +102,13 @@ def apply_fsdp(
             f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model."
         )
     mixtures = [layer for layer in layers_of(model) if isinstance(layer, LigerMoE)]
-    for mixture in mixtures:
-        mixture.store()
     for adapted in adapted_layers(model).values():
         if isinstance(adapted, LoRALinear):
             adapted.store()
-    stored = stored_weights(model).values()
-    if stored:
+    frozen = frozen_weights(model).values()
+    if frozen:
         _make_frozen_parameters()
-    for weight in stored:
+    for weight in frozen:
         weight.dtype = param_dtype or weight.dtype
     if isinstance(model, LigerMedusa):
         _shard_medusa(
@@ -134,9 +132,14 @@ def apply_fsdp(
         balance=group_over(mesh) if routed_layers(model) and mesh.size() > 1 else model.groups.balance,
     )
     passes, options = BackwardPasses(), _options(mesh, param_dtype, reduce_dtype, cpu_offload)
-    # Quantised experts that apply_ep or apply_tp has distributed stay on their ranks. They are frozen.
-    matrices = [getattr(layer, name) for layer in mixtures for name in layer.quantized_weights]
-    ignored = {each for each in matrices if is_sharded(each)}
+    # Frozen experts in fewer bits that apply_ep or apply_tp has distributed stay on their ranks.
+    ignored = {
+        parameter
+        for layer in mixtures
+        for name, weight in frozen_parts(layer).items()
+        if weight.sharded is not None
+        for parameter in (getattr(layer, name), *weight.parameters())
+    }
     if experts_mesh is not None and experts_mesh.size() == 1 and not cpu_offload:
         # No other rank has these experts. Where FSDP2 would not cast them either, it would only copy them.
         mine = [each for layer in layers_of(model) if layer.groups.expert for each in layer.parameters()]
@@ -184,7 +187,7 @@ def apply_fsdp(
 
 
 def _make_frozen_parameters() -> None:
-    """Before 2.13 FSDP lets all parameters that it makes require gradients first, which those of bytes cannot."""
+    """Before PyTorch 2.13, FSDP creates parameters with requires_grad=True, which uint8 tensors reject."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     if TorchVersion(torch.__version__) < "2.13":

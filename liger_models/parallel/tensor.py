@@ -11,14 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_models.adapters.quantize import quantised_layers
+from liger_models.adapters.quantize import quantized_layers
 from liger_models.distributed.collectives import group_of
-from liger_models.kernels.frozen.nf4_linear import NF4_BLOCK
-from liger_models.kernels.moe.quantized import QuantizedExperts
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.frozen import frozen_weights
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import ReplicatedLinear
-from liger_models.layers.stored import check_blocks, stored_weights
 from liger_models.parallel.agreement import check_first_forward
 from liger_models.parallel.mesh import own_dimension
 
@@ -31,7 +29,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     Each rank has 1 / R of the attention heads, of the MLP's (and each expert's) width and of the vocabulary. Norms and
     routers are replicated. The fused ops run on the rank's shard. The loss does not gather logits. Of an adapter
     (`apply_lora`), the matrix on the side along which the weight is sharded is sharded, and the other is replicated.
-    Quantised weights (`quantize_base`, ``keep_float8``) are sharded as they are stored, with their scales.
+    Quantized weights (`quantize_base`, ``keep_float8``) are sharded as they are stored, with their scales.
 
     A vision tower is sharded in the same way, but every rank has all patches. A layer of the tower is replicated if R
     does not divide its attention heads or MLP width. So are everything outside the tower's layers, and Gemma 4's tower.
@@ -54,7 +52,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     Raises:
         ValueError: the model is already sharded or has linear layers that are replaced by others than `apply_lora` and
             `quantize_base`, the mesh does not fit, R does not divide the heads or widths of the language model, or a
-            rank's slice of a quantised weight would end within a block of numbers that share a scale. The model may
+            rank's slice of a quantized weight would end within a block of numbers that share a scale. The model may
             then be changed in part; create it again.
 
     Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198.
@@ -64,7 +62,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     group = group_of(mesh.get_group(), sequence_parallel=sequence_parallel)
     if group.size == 1:
         return model
-    for adapted in quantised_layers(model):
+    for adapted in quantized_layers(model):
         adapted.store()
     tower = set() if model.visual is None else set(model.visual.modules())
     given = set(layers_of(model))
@@ -84,12 +82,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     put_in = {name: layer for name, layer in named_layers(model) if layer not in given}
     for name, layer in put_in.items():
         dims |= {f"{name}.{parameter}": dim for parameter, dim in layer.shard(group).items()}
-    for weight, stored in stored_weights(model).items():
-        if weight in dims:
-            path, linear = weight.removesuffix(".weight"), model.get_submodule(weight.removesuffix(".weight"))
-            assert isinstance(linear, nn.Linear)
-            of_layer = stored.shard(path, linear, dims[weight], group.size)
-            dims |= {f"{path}.{parameter}": dim for parameter, dim in of_layer.items()}
+    dims = _with_frozen(model, dims, group.size)
     if sequence_parallel:
         summed |= {layer for layer in put_in.values() if layer.sum_gradients(group)}
         _check_gradients(model, summed, dims)
@@ -137,6 +130,7 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
         for name, module in layers.items()
         for parameter, dim in module.shard_experts(group).items()
     }
+    dims = _with_frozen(model, dims, group.size)
     model.groups = dataclasses.replace(model.groups, balance=group)
     _distribute(model, mesh, dims, rest=False)
     # It would send experts from rank 0 to all others, and fail there. The first forward says what to call instead.
@@ -174,6 +168,15 @@ def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[s
             )
 
 
+def _with_frozen(model: nn.Module, dims: dict[str, int], ranks: int) -> dict[str, int]:
+    """``dims`` with the parameters that frozen weights in fewer bits consist of, in place of these weights."""
+    frozen = {name: weight for name, weight in frozen_weights(model).items() if name in dims}
+    sharded = {name: dim for name, dim in dims.items() if name not in frozen}
+    for name, weight in frozen.items():
+        sharded |= weight.shard(model.get_submodule(name.rpartition(".")[0]), name, dims[name], ranks)
+    return sharded
+
+
 def _distribute(model: nn.Module, mesh: DeviceMesh, dims: dict[str, int], *, rest: bool) -> None:
     """Make parameters DTensors: those in ``dims`` sharded along that dimension, with ``rest`` the others replicated."""
     for name, parameter in list(model.named_parameters()):
@@ -181,17 +184,12 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, dims: dict[str, int], *, res
             continue
         placement = Shard(dims[name]) if name in dims else Replicate()
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, _as_dtensor(name, parameter, mesh, placement))
+        setattr(model.get_submodule(owner), attribute, _as_dtensor(parameter, mesh, placement))
 
 
-def _as_dtensor(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+def _as_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     local: Tensor = parameter.detach()
-    if isinstance(placement, Shard) and placement.dim > 0 and isinstance(local, QuantizedExperts):
-        dim, nf4 = placement.dim, local.kind == "nf4"
-        block = NF4_BLOCK if nf4 else local.block if dim == 2 and local.block else 1
-        check_blocks(name, local.shape[1:], dim - 1, mesh.size(), block, nf4)
-        local = local.slice(dim, mesh.get_local_rank(), mesh.size())
-    elif isinstance(placement, Shard):
+    if isinstance(placement, Shard):
         # A copy, so that the memory of the whole parameter is freed.
         local = local.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].clone(
             memory_format=torch.contiguous_format

@@ -15,8 +15,8 @@ from torch import nn
 from liger_models.data.batch import Batch
 from liger_models.distributed.ranks import rank, world_size
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.frozen import own_parameters
 from liger_models.layers.layer import AttentionSpec, layers_of
-from liger_models.layers.stored import own_parameters
 from liger_models.train.report import Lines, say
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "MI300X": 1307e12}

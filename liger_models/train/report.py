@@ -1,5 +1,6 @@
 """The output of a training run on the screen: banner, lines of the log, samples of text, and the last lines."""
 
+import math
 import shlex
 import sys
 import textwrap
@@ -10,17 +11,18 @@ from typing import Any
 
 import torch
 from huggingface_hub.utils.tqdm import tqdm
+from torch import Tensor
 
 from liger_models.adapters.lora import apply_lora
 from liger_models.adapters.lora_layers import adapter_config
-from liger_models.adapters.quantize import quantised_bytes, quantised_experts, quantised_layers
+from liger_models.adapters.quantize import quantized_bytes, quantized_experts, quantized_layers
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.distributed.ranks import rank
 from liger_models.generation.options import resolve
 from liger_models.kernels.optimizer.moments import moment_bytes
+from liger_models.layers.frozen import frozen_parts, frozen_weights
 from liger_models.layers.linear import is_sharded, local
-from liger_models.layers.stored import StoredExperts, has_blocks, stored_weight, stored_weights
 from liger_models.memory.estimate import TrainingMemory, training_memory, with_parameters
 from liger_models.parallel.fsdp import reshard
 from liger_models.train.moments import moment_dtype
@@ -163,7 +165,7 @@ def estimate(
     """Estimate a step's memory on this rank's device, for a model that FSDP shards.
 
     This rank's parameters, gradients and the optimizer's moments are counted as they are. Activations, the head, and
-    what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation, but quantised
+    what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation, but quantized
     weights as they are stored. For these, what a product makes is counted besides: of 4-bit weights, of experts and of
     weights with scales of blocks (``keep_float8``) the dense ones; in float8 the transposed weight and the rows that it
     is multiplied with. On one device nothing is gathered.
@@ -177,46 +179,61 @@ def estimate(
         muon: count what `LigerMuon` holds: one momentum for each matrix.
     """
     empty, adapters = model, adapter_config(model)
-    if model.device.type != "meta":
+    if model.device.type != "meta" or frozen_weights(model):
         empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
         if adapters is not None:
             apply_lora(empty, adapters)
     step = training_memory(empty, tokens, torch.bfloat16)
-    quantised, kind = four_bit or float8, "nf4" if four_bit else "float8"
-    layers = quantised_layers(empty) if quantised else []
-    shapes = {layer.weight: layer.weight.shape for layer in layers}
-    codes = stored_weights(model)
-    by_fsdp = any(isinstance(each, StoredExperts) for each in codes.values())
-    experts = {*quantised_experts(model)} if quantised and not by_fsdp else set()
-    base = {each.weight for each in quantised_layers(model) if stored_weight(each) is None} if layers else set()
+    name = "nf4" if four_bit else "float8" if float8 else None
+    frozen = frozen_weights(model).values()
+
+    # Weights that are dense now, and are counted as `quantize_base` will store them.
+    pending: set[Any] = set()
+    if name is not None:
+        pending = {layer.weight for layer in quantized_layers(model) if not frozen_parts(layer)}
+        pending |= {weight for weight in quantized_experts(model) if isinstance(weight, Tensor)}
     matrices = {*model.hidden_matrices().values()} if muon else set()
 
-    def bytes_of(each: Any) -> int:
-        return quantised_bytes(each, kind) if each in base or each in experts else int(local(each).nbytes)
+    def bytes_of(parameter: Any) -> int:
+        if name is not None and parameter in pending:
+            return quantized_bytes(parameter, name)
+        return int(local(parameter).nbytes)
 
-    def moments(each: Any) -> list[int]:
-        if each in matrices:
-            return [bytes_of(each)]
-        return moment_bytes(local(each).shape, moment_dtype(each, torch.int8 if moments_8bit else None))
+    def moments(parameter: Any) -> list[int]:
+        if parameter in matrices:
+            return [bytes_of(parameter)]
+        return moment_bytes(local(parameter).shape, moment_dtype(parameter, torch.int8 if moments_8bit else None))
 
-    ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
+    # What FSDP gathers in bfloat16: embedding and head, and two blocks.
+    sharded = any(map(is_sharded, model.parameters()))
+    ends = {id(weight): weight.numel() for weight in (empty.embed_tokens.weight, empty.lm_head.weight)}
     gathered = 2 * (sum(ends.values()) + 2 * max(sum(p.numel() for p in block.parameters()) for block in empty.layers))
-    kept = [each.numel() for name, each in model.named_parameters() if has_blocks(each, codes.get(name))]
-    if kept and not any(map(is_sharded, model.parameters())):
+
+    # On one device nothing is gathered, but a product makes a weight that is kept in float8 dense.
+    kept = [weight.shape.numel() for weight in frozen if weight.format.is_kept]
+    if kept and not sharded:
         gathered = 2 * max(kept)
-    if quantised:
-        stored = {each: quantised_bytes(each, kind) for each in shapes}
-        # Others than apply_fsdp leave experts on their ranks.
-        stored |= {each: quantised_bytes(each, kind) if by_fsdp else 0 for each in quantised_experts(empty)}
+
+    if name is not None:
+        layers, experts = quantized_layers(empty), quantized_experts(empty)
+        # Only FSDP gathers experts in fewer bits. After apply_ep and apply_tp they stay on their ranks.
+        of_ranks = [weight for weight in frozen if len(weight.shape) == 3]
+        by_fsdp = sharded and any(weight.sharded is None for weight in of_ranks)
+        stored: dict[Any, int] = {layer.weight: quantized_bytes(layer.weight, name) for layer in layers}
+        stored |= {weight: quantized_bytes(weight, name) if by_fsdp else 0 for weight in experts}
         saved = [
-            sum(2 * each.numel() - stored[each] for each in block.parameters() if each in stored)
+            sum(2 * parameter.numel() - stored[parameter] for parameter in block.parameters() if parameter in stored)
             for block in empty.layers
         ]
-        gathered = gathered - 2 * max(saved) if any(map(is_sharded, model.parameters())) else 0
-        made = [2 * local(each).numel() for each in (quantised_experts(empty) if by_fsdp else experts)]
+        gathered = gathered - 2 * max(saved) if sharded else 0
+
+        # What a product makes: dense experts, a dense weight, or in float8 a transposed one and rounded rows.
+        made = [2 * math.prod(weight.shape if by_fsdp else weight.local_shape) for weight in of_ranks]
+        made += [2 * local(weight).numel() for weight in quantized_experts(model) if isinstance(weight, Tensor)]
         if layers:
-            largest = max(shape.numel() for shape in shapes.values())
-            made.append(2 * largest if four_bit else largest + tokens * max(map(max, shapes.values())))
+            shapes = [layer.weight.shape for layer in layers]
+            largest = max(shape.numel() for shape in shapes)
+            made.append(2 * largest if four_bit else largest + tokens * max(map(max, shapes)))
         gathered += max(made, default=0)
     of_rank = with_parameters(step, model, {each: bytes_of(each) for each in model.parameters()}, moments)
     return of_rank._replace(temporary=gathered)

@@ -24,7 +24,8 @@ from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.adapters.peft_files import peft_tensors
 from liger_models.arch import list_archs
 from liger_models.convert.tensors import hf_tensors, load_hf_tensors
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight
+from liger_models.kernels.frozen.weight import FrozenWeight
+from liger_models.layers.frozen import frozen_format
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LigerLMHead
 
@@ -409,7 +410,7 @@ def test_fused_ops_on_a_quantised_base(policy, dtype, kernel_device, monkeypatch
     for each in (model, dense):
         each.set_checkpointing(policy)
         found.append(on(kernel_device, each, IDS, {}))
-    assert products.count(QuantizedWeight) == products.count(torch.nn.Parameter) >= 2
+    assert products.count(FrozenWeight) == products.count(torch.nn.Parameter) >= 2
     with dispatch.reference_backend():
         found.append(on("cpu", model, IDS, {}))
     (loss, grads), *others = found
@@ -546,7 +547,7 @@ def test_nf4_base():
         other = rounded.get_submodule(path).weight
         assert 0 < error(layer.dense_weight(), other) < 0.15
         other.data.copy_(layer.dense_weight())
-        stored = sum(getattr(layer.weight, name).nbytes for name in ("quantized_data", "quantized_scalers"))
+        stored = layer.weight.nbytes + layer.stored.scales.nbytes
         assert stored < other.nbytes / 7
     for policy in ("none", "full"):
         for each in (model, rounded):
@@ -573,7 +574,7 @@ def test_float8_base():
         other = rounded.get_submodule(path).weight
         assert 0 < error(layer.dense_weight(), other) < 0.05
         other.data.copy_(layer.dense_weight())
-        assert layer.weight.qdata.nbytes == other.nbytes // 4
+        assert layer.weight.nbytes == other.nbytes // 4
     for each in (model, rounded):
         each(IDS, labels=IDS).loss.backward()
     want = gradients(rounded)
@@ -585,7 +586,7 @@ def test_float8_base():
     assert ids.equal(rounded.generate(IDS[:, :8], max_new_tokens=4, eos_token_id=[]))
     torch.testing.assert_close(merge_lora(model, reversible=True)(IDS).logits, logits, rtol=1e-4, atol=1e-5)
     assert torch.equal(unmerge_lora(model)(IDS).logits, logits)
-    assert all(layer.is_float8 for layer in adapted_layers(model).values())
+    assert all(frozen_format(layer).name == "float8" for layer in adapted_layers(model).values())
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
@@ -754,7 +755,7 @@ def test_calls_out_of_order():
     with pytest.raises(ValueError, match="must have adapters"):
         save_adapter(llama(), "nowhere")
     pytest.importorskip("torchao")
-    with pytest.raises(ValueError, match="must not be quantised yet"):
+    with pytest.raises(ValueError, match="must not be quantized yet"):
         quantize_base(quantize_base(llama(LoRAConfig())), dtype="float8")
     with pytest.raises(ValueError, match="dtype must be one of nf4, float8, got 'int4'"):
         quantize_base(llama(LoRAConfig()), dtype="int4")

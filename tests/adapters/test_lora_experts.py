@@ -24,11 +24,12 @@ from liger_models.adapters import (
 )
 from liger_models.adapters.lora import language_targets
 from liger_models.adapters.lora_layers import EXPERTS, LoRAExperts, adapted_layers
-from liger_models.adapters.quantize import quantised_bytes, quantised_experts, quantised_layers
+from liger_models.adapters.quantize import quantized_bytes, quantized_experts, quantized_layers
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.generation.loop import generate
 from liger_models.generation.rollouts import rollout
 from liger_models.kernels import dispatch
+from liger_models.layers.frozen import frozen_parts, frozen_weights
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, routed_layers
 from liger_models.memory.estimate import training_memory
 from liger_models.parallel.state import _describe
@@ -362,11 +363,14 @@ QUANTISED = pytest.mark.parametrize("dtype", ["nf4", "float8"])
 def with_dense_weights(model):
     """The same model after `quantize_base`, with the numbers that its codes stand for."""
     for layer in routed_layers(model):
-        for name, weight in layer.quantized_weights.items():
-            setattr(layer, name, torch.nn.Parameter(weight.dense(), requires_grad=False))
+        dense = {name: layer.matrices(name).dense() for name in frozen_parts(layer)}
+        layer.stored = None
+        for name, weight in dense.items():
+            setattr(layer, name, torch.nn.Parameter(weight, requires_grad=False))
     for layer in adapted_layers(model).values():
         if not isinstance(layer, LoRAExperts):
             layer.weight = torch.nn.Parameter(layer.dense_weight().detach(), requires_grad=False)
+            layer.stored = None
     return model
 
 
@@ -403,10 +407,10 @@ def test_quantised_experts_of_every_family(arch, variant, dtype, root):
 
 @QUANTISED
 @pytest.mark.parametrize("parameters", [EXPERTS, EXPERTS[1:], ()], ids=str)
-def test_merge_and_unmerge_quantised_experts(parameters, dtype, tmp_path):
+def test_merge_and_unmerge_quantized_experts(parameters, dtype, tmp_path):
     """Frozen experts are quantised with adapters and without; merging makes all of them dense."""
     model = quantised(experts(target_parameters=parameters), dtype)
-    assert all(len(layer.quantized_weights) == 2 for layer in routed_layers(model))
+    assert all(len(frozen_parts(layer)) == 2 for layer in routed_layers(model))
     logits, tensors = model(IDS).logits, get_hf_state_dict(model)
     save_adapter(model, tmp_path / "adapter")
     merge_lora(model, reversible=True)
@@ -415,7 +419,7 @@ def test_merge_and_unmerge_quantised_experts(parameters, dtype, tmp_path):
     assert all(tensor.equal(tensors[name]) for name, tensor in get_hf_state_dict(model).items())
     model.save_pretrained(tmp_path / "merged")
     assert unmerge_lora(model)(IDS).logits.equal(logits)
-    assert all(len(layer.quantized_weights) == 2 for layer in routed_layers(model))
+    assert all(len(frozen_parts(layer)) == 2 for layer in routed_layers(model))
     again = load_adapter(mixture(WIDE), tmp_path / "adapter")
     assert quantize_base(again, dtype=dtype)(IDS).logits.equal(logits)
 
@@ -427,7 +431,7 @@ def test_quantised_experts_can_be_loaded_again():
     assert not any(get_hf_state_dict(model, merge=False)[name].any() for name in before if "experts" in name)
     load_hf_tensors(model, dense)
     assert all(tensor.equal(before[name]) for name, tensor in get_hf_state_dict(model, merge=False).items())
-    with pytest.raises(ValueError, match="must not be quantised yet"):
+    with pytest.raises(ValueError, match="must not be quantized yet"):
         quantize_base(model)
 
 
@@ -439,13 +443,13 @@ def test_experts_are_quantised_as_they_are_read(dtype, tmp_path):
     plain.save_pretrained(tmp_path)
     prepare = lambda model: quantize_base(apply_lora(model, experts()), dtype=dtype)
     read = type(plain).from_pretrained(tmp_path, shard=prepare)
-    assert all(len(layer.quantized_weights) == 2 for layer in routed_layers(read))
+    assert all(len(frozen_parts(layer)) == 2 for layer in routed_layers(read))
     assert read(IDS).logits.equal(prepare(type(plain).from_pretrained(tmp_path))(IDS).logits)
     assert {each.device.type for each in read.parameters()} == {"cpu"}
 
 
 @QUANTISED
-def test_decoding_with_quantised_experts(dtype):
+def test_decoding_with_quantized_experts(dtype):
     model, prompts = quantised(experts(), dtype).eval(), [[5, 3, 9], [7, 8, 2, 4, 1]]
     options = {"max_new_tokens": 5, "eos_token_id": []}
     got = generate(model, prompts, **options)
@@ -476,12 +480,13 @@ def test_memory_of_quantised_experts_is_counted(dtype):
     model = mixture(WIDE, experts(), dtype=torch.bfloat16)
     kinds = {"four_bit": dtype == "nf4", "float8": dtype == "float8"}
     found = estimate(model, 64, **kinds)
+    linear = sum(quantized_bytes(each.weight, dtype) for each in quantized_layers(model))
     pytest.importorskip("torchao")
     quantize_base(model, dtype=dtype)
-    parts = [part for layer in routed_layers(model) for part in layer.quantized_weights.values()]
-    assert sum(each.nbytes for each in parts) == sum(quantised_bytes(each, dtype) for each in quantised_experts(model))
-    linear = sum(quantised_bytes(each.weight, dtype) for each in quantised_layers(model))
-    quantised_ones = {*quantised_experts(model), *(each.weight for each in quantised_layers(model))}
+    parts = [layer.matrices(name) for layer in routed_layers(model) for name in frozen_parts(layer)]
+    assert sum(each.nbytes for each in parts) == sum(quantized_bytes(each, dtype) for each in quantized_experts(model))
+    quantised_ones = {model.get_parameter(name) for name in frozen_weights(model)}
+    quantised_ones |= {each for weight in frozen_weights(model).values() for each in weight.parameters()}
     others = sum(each.nbytes for each in model.parameters() if each not in quantised_ones)
     assert found.weights == others + linear + sum(each.nbytes for each in parts)
     assert found.temporary == 2 * 4 * 128 * 64  # gate and up of one layer, in 16 bits

@@ -8,7 +8,7 @@ from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
 from liger_models.arch.llama import LlamaConfig
 from liger_models.arch.mixtral import MixtralConfig
 from liger_models.convert import get_hf_state_dict
-from liger_models.layers.stored import StoredLinear
+from liger_models.layers.frozen import FrozenLinear
 
 from ..late import Late
 
@@ -40,7 +40,7 @@ def test_the_model_is_that_with_adapters_that_do_nothing(dtype, experts):
     """Adapters start at 0. Logits, tokens, and what is saved: the numbers that the codes stand for."""
     model, want = quantize_base(plain(experts), dtype=dtype), quantize_base(apply_lora(plain(experts)), dtype=dtype)
     linear = [each for each in model.layers.modules() if isinstance(each, torch.nn.Linear)]
-    assert {type(each) for each in linear if each not in routers(model)} == {StoredLinear}
+    assert {type(each) for each in linear if each not in routers(model)} == {FrozenLinear}
     assert type(model.lm_head.weight) is torch.nn.Parameter
     assert sum(p.nbytes for p in model.layers.parameters()) < 0.4 * sum(p.nbytes for p in plain(experts).parameters())
     assert torch.equal(model(IDS).logits, want(IDS).logits)
@@ -116,7 +116,7 @@ def test_deterministic_rollouts():
 
 
 def test_what_cannot_be_quantised():
-    with pytest.raises(ValueError, match="must not be quantised yet"):
+    with pytest.raises(ValueError, match="must not be quantized yet"):
         quantize_base(quantize_base(plain()))
     with pytest.raises(ValueError, match="must have adapters on layers of the blocks, or no adapters"):
         quantize_base(apply_lora(plain(), LoRAConfig(target_modules=["lm_head"])))

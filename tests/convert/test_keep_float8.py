@@ -13,9 +13,9 @@ from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, merge_lo
 from liger_models.adapters.lora_layers import EXPERTS
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.kernels.frozen import float8_blocks
+from liger_models.layers.frozen import FrozenLinear, frozen_parts, frozen_weights
 from liger_models.layers.layer import named_layers, routed_layers
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.stored import StoredLinear, stored_weights
 from liger_models.memory.estimate import training_memory
 from liger_models.parallel import compile_blocks
 from liger_models.train.metrics import flops
@@ -69,20 +69,21 @@ def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
 def test_computes_as_the_dequantised_model(arch: str, tmp_path: Path) -> None:
     codes, _ = quantised(arch, tmp_path, BLOCK)
     dense, kept = load(codes), load(codes, keep_float8=True)
-    assert len(stored_weights(kept)) > 0
+    assert len(frozen_weights(kept)) > 0
     assert kept.num_parameters() == dense.num_parameters()
     for path, layer in kept.named_modules():
-        if isinstance(layer, StoredLinear):
-            assert torch.equal(layer.quantized_weight.dense(), dense.get_submodule(path).weight)
+        if isinstance(layer, FrozenLinear):
+            assert torch.equal(layer.frozen_weight.dense(), dense.get_submodule(path).weight)
             assert layer.weight.nbytes == layer.in_features * layer.out_features
     for path, experts in named_layers(kept):
-        for name, weight in experts.quantized_weights.items() if isinstance(experts, LigerMoE) else ():
+        for name in frozen_parts(experts) if isinstance(experts, LigerMoE) else ():
+            weight = experts.matrices(name)
             assert torch.equal(weight.dense(), dense.get_submodule(path).get_parameter(name))
-            assert (weight.codes.nbytes, weight.block) == (weight.numel(), BLOCK[1])
+            assert (weight.codes.nbytes, weight.layout) == (weight.numel(), [BLOCK[1]])
             assert not weight.requires_grad
     # Those of GPT-OSS are transposed in its checkpoints, so that rows share no scales.
     count = 0 if arch == "gpt_oss" else 2
-    assert all(len(layer.quantized_weights) == count for layer in routed_layers(kept))
+    assert all(len(frozen_parts(layer)) == count for layer in routed_layers(kept))
     assert_same_bits(get_hf_state_dict(kept), get_hf_state_dict(dense))
     assert torch.equal(kept(IDS).logits, dense(IDS).logits)
     if arch not in ("qwen3_next", "qwen3_vl_moe"):
@@ -147,8 +148,7 @@ def test_generates_from_codes(
     codes, _ = quantised(arch, tmp_path, (24, 32), powers=True)
     dtype = "float32" if len(prompts) == 1 else "float16"
     dense, kept = (load(codes, dtype=dtype, device=kernel_device, keep_float8=each) for each in (False, True))
-    monkeypatch.delattr("liger_models.kernels.frozen.quantized_weight.blocks_dense")
-    monkeypatch.delattr("liger_models.kernels.moe.quantized.blocks_dense")
+    monkeypatch.delattr(float8_blocks, "blocks_dense")
     found = []
     for model in (dense, kept):
         made = (stirred(model) if adapted else model).generate(
@@ -179,7 +179,7 @@ def test_saved_as_it_was(arch: str, number: torch.dtype, tmp_path: Path) -> None
     model = load(codes, keep_float8=True)
     model.save_pretrained(tmp_path / "saved", max_shard_size=20_000)
     if arch == "partly":
-        assert sorted(routed_layers(model)[-1].quantized_weights) == ["down_weight"]
+        assert sorted(frozen_parts(routed_layers(model)[-1])) == ["down_weight"]
     assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes if kept else dense))
     assert ("quantization_config" in (tmp_path / "saved" / "config.json").read_text()) == kept
     assert torch.equal(load(tmp_path / "saved")(IDS).logits, model(IDS).logits)

@@ -33,7 +33,7 @@ from liger_models.kernels.float8.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.float8.float8_linear import float8_norm_linear
 from liger_models.kernels.frozen.frozen_float8_linear import frozen_float8_linear
 from liger_models.kernels.frozen.nf4_linear import nf4_linear
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, quantized_linear
+from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight, quantized_linear
 from liger_models.kernels.linear.act_linear import ACTIVATIONS, act_linear
 from liger_models.kernels.linear.gated_mlp import gated_mlp
 from liger_models.kernels.linear.low_rank_linear import low_rank_linear
@@ -51,7 +51,6 @@ from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
 from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward
 from liger_models.kernels.moe import moe_mlp, route
-from liger_models.kernels.moe.quantized import QuantizedExperts, quantize_experts
 from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.norm.gated_norm import gated_norm
 from liger_models.kernels.norm.layer_norm import add_layer_norm, layer_norm
@@ -144,15 +143,15 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     for rows in (1, 2, 3, 20):
         nf4_linear(draw_(rows, 512).detach(), codes)
         frozen_float8_linear(draw_(rows, C).detach(), rounded)
-        for weight in (QuantizedWeight.of_nf4(codes), QuantizedWeight.of_float8(rounded), draw_(8, 512).detach()):
+        for weight in (FrozenWeight.of(codes), FrozenWeight.of(rounded), draw_(8, 512).detach()):
             N, K = weight.shape
             pair = draw_(48, K).detach(), draw_(N, 48).detach()
             low_rank_linear(draw_(rows, K).detach(), weight, None, pair)
     differentiate(frozen_float8_linear(draw_(64, C), rounded))
-    gated_mlp(None, draw_(1, 512), draw_(512), QuantizedWeight.of_nf4(codes), draw_(8, 4))
-    gated_mlp(None, draw_(1, C), norm, QuantizedWeight.of_float8(rounded), draw_(8, 32))
+    gated_mlp(None, draw_(1, 512), draw_(512), FrozenWeight.of(codes), draw_(8, 4))
+    gated_mlp(None, draw_(1, C), norm, FrozenWeight.of(rounded), draw_(8, 32))
     stored = draw_(64, C).detach().to(torch.float8_e4m3fn), torch.ones(64, C // 128)
-    blocks = QuantizedWeight(*stored, None, None, None, [64, C, 128], dtype)
+    blocks = FrozenWeight(FORMATS["blocks"], stored, torch.Size([64, C]), [128], dtype)
     blocks.dense()
     for rows in (1, 3, 20):
         quantized_linear(draw_(rows, C).detach(), blocks)
@@ -215,10 +214,10 @@ def run_wide_norm() -> None:
     differentiate(layer_norm_linear(None, x, norm, norm, draw(1, 65536)))
 
 
-def with_blocks(weight: QuantizedExperts) -> QuantizedExperts:
+def with_blocks(weight: FrozenWeight) -> FrozenWeight:
     """Matrices in float8 with a scale for 128 columns of a row."""
     scales = weight.scales.new_ones(*weight.shape[:2], -(-weight.shape[2] // 128))
-    return QuantizedExperts(weight.codes, scales, None, None, None, weight.dtype, 128)
+    return FrozenWeight(FORMATS["blocks"], (weight.codes, scales), weight.shape, [128], weight.dtype)
 
 
 def run_experts(X: int, K: int, F: int) -> None:
@@ -233,7 +232,7 @@ def run_experts(X: int, K: int, F: int) -> None:
         pairs["down_low_rank"] = draw(X, 16, F), draw(X, 256, 16)
         frozen = weights.detach(), experts, *(each.detach() for each in matrices)
         differentiate(moe_mlp(x, *frozen, *biases, **pairs, act=act, limit=7.0, dropout=0.1))
-        quantised = [[quantize_experts(each.detach(), kind) for each in matrices] for kind in ("nf4", "float8")]
+        quantised = [[FrozenWeight.quantize(each.detach(), kind) for each in matrices] for kind in ("nf4", "float8")]
         quantised.append([with_blocks(each) for each in quantised[1]])
         for stored in quantised:
             differentiate(moe_mlp(x, *frozen[:2], *stored, *biases, **pairs, act=act, limit=7.0))

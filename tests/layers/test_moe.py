@@ -1,11 +1,10 @@
 import pytest
 import torch
-from torch import nn
 
+from liger_models.kernels.frozen.weight import FrozenWeight
 from liger_models.kernels.moe import route_reference
-from liger_models.kernels.moe.quantized import quantize_experts
+from liger_models.layers.frozen import FrozenParameters, freeze
 from liger_models.layers.moe import MATRICES, LigerMoE
-from liger_models.layers.stored import StoredExperts
 
 from ..late import Late, transformers
 
@@ -162,10 +161,8 @@ def test_parameters_and_initialisation():
 def test_printing_gathers_no_stored_matrices(monkeypatch):
     moe = LigerMoE(40, 30, 5, 2, normalize=True)
     for name in MATRICES:
-        quantised = quantize_experts(getattr(moe, name).detach(), "float8")
-        setattr(moe, name, nn.Parameter(quantised, requires_grad=False))
-    moe.store()
-    monkeypatch.delattr(StoredExperts, "join")
+        freeze(moe, name, FrozenWeight.quantize(getattr(moe, name).detach(), "float8"))
+    monkeypatch.delattr(FrozenParameters, "join")
     assert "40, 30, num_experts=5, top_k=2" in repr(moe)
 
 

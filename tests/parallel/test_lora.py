@@ -21,6 +21,7 @@ from liger_models.adapters import (
     save_adapter,
 )
 from liger_models.convert import get_hf_state_dict
+from liger_models.layers.moe import MATRICES
 from liger_models.parallel import (
     apply_ep,
     apply_fsdp,
@@ -256,7 +257,7 @@ def quantised_experts(dtype: str, quantise_first: bool, policy: str, folder: str
     model.set_checkpointing(policy)
     got = run_experts(model, dist.get_rank() if ranks > 1 else 0, ranks)
     save_adapter(model, folder)
-    stored = [each.shape[0] for each in model.layers[0].mlp.quantized_weights.values()]
+    stored = [model.layers[0].mlp.matrices(name).shape[0] for name in MATRICES]
     return got, get_hf_state_dict(model), stored
 
 

@@ -14,10 +14,10 @@ from liger_models.adapters.lora_layers import EXPERTS, LoRALinear, adapted_layer
 from liger_models.arch.mixtral import MixtralConfig
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.kernels import dispatch
+from liger_models.layers.frozen import frozen_parts, frozen_weights
 from liger_models.layers.layer import routed_layers
 from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES
-from liger_models.layers.stored import stored_weights
 from liger_models.parallel import apply_fsdp, compile_blocks, targets_per_rank, unsharded
 from liger_models.train.report import estimate
 
@@ -128,7 +128,7 @@ def in_bfloat16(dtype: str, experts: bool, older: bool) -> tuple[Tensor, bool]:
         loss = model(**batch(0)).loss.detach()
         with unsharded(model) as gathered:
             codes = [each for name, each in gathered.named_parameters() if ".stored." in name]
-            codes += [gathered.get_parameter(name) for name in stored_weights(model)]
+            codes += [gathered.get_parameter(name) for name in frozen_weights(model)]
             return loss, all(each.dtype == torch.uint8 for each in codes)
     finally:
         FSDPParam.init_dtype_attrs = before  # type: ignore[method-assign]
@@ -153,7 +153,7 @@ def loaded(folder: str, dtype: str, shard: bool) -> dict[str, Tensor]:
             apply_fsdp(model, param_dtype=None)
 
     model = LigerLlama.from_pretrained(folder, progress=False, shard=prepare)
-    assert len(stored_weights(model)) == 8
+    assert len(frozen_weights(model)) == 8
     weights = dense(model)
     tensors = {name: tensor * 2 for name, tensor in get_hf_state_dict(model, merge=False).items()}
     load_hf_tensors(model, tensors)
@@ -222,8 +222,8 @@ def step_on_float8(folder: str, saved: str, experts: bool, parallel: bool) -> tu
         read(shard, None).save_pretrained(saved)
     config = LoRAConfig(r=4, target_parameters=EXPERTS if experts else ())
     model = stir_sharded(read(lambda model: shard(apply_lora(model, config)), "float32" if experts else None))
-    assert len(stored_weights(model)) > 0
-    assert all(len(layer.quantized_weights) == 2 for layer in routed_layers(model))
+    assert len(frozen_weights(model)) > 0
+    assert all(len(frozen_parts(layer)) == 2 for layer in routed_layers(model))
     if experts and ranks > 1:
         assert len(local(routed_layers(model)[0].down_weight)) * ranks == 6
     ids = torch.arange(2, 14).view(2, 6)

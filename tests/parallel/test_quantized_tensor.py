@@ -1,5 +1,6 @@
 """Frozen weights in fewer bits whose layers are sharded over ranks: codes, loss, gradients and files of one device."""
 
+import copy
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,9 +17,9 @@ from liger_models.arch.mixtral import MixtralConfig
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.kernels import dispatch
 from liger_models.kernels.linear import gated_mlp
+from liger_models.layers.frozen import FrozenParameters, freeze, frozen_weights
 from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES, LigerMoE
-from liger_models.layers.stored import stored_weights
 from liger_models.parallel import apply_fsdp, apply_tp, compile_blocks, load_state, save_state, targets_per_rank
 
 from ..convert.conftest import assert_same_bits, read_tensors
@@ -91,8 +92,9 @@ def run(
 
 def bytes_of(model: Any) -> set[str]:
     """The parameters that are sharded as they are stored: codes, scales and factors."""
-    kinds = ("weight", "stored.scales", "stored.factors")
-    return {f"{name.removesuffix('weight')}{kind}" for name in stored_weights(model) for kind in kinds}
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, FrozenParameters)}
+    others = {f"{path}.{name}" for path in modules for name in ("scales", "factors")}
+    return {*frozen_weights(model), *others}
 
 
 EVERYTHING: dict[str, Any] = {"target_parameters": EXPERTS}
@@ -134,10 +136,10 @@ def slices(dtype: str) -> list[dict[str, Tensor]]:
         other = sharded.get_submodule(name)
         if isinstance(linear, LigerMoE):
             results += [
-                (getattr(linear, each).dense().chunk(2, dim)[rank], local(getattr(other, each)).dense())
+                (linear.matrices(each).dense().chunk(2, dim)[rank], other.matrices(each).dense())
                 for each, dim in zip(MATRICES, (1, 2), strict=True)
             ]
-        elif getattr(linear, "quantized_weight", None) is not None:
+        elif getattr(linear, "frozen_weight", None) is not None:
             dim = other.weight.placements[0].dim
             results.append((linear.dense_weight().chunk(2, dim)[rank], other.dense_weight()))
     return results
@@ -159,8 +161,17 @@ def test_slices_of_experts(dtype, dim):
     weight = torch.randn(3, 32, 320, generator=torch.Generator().manual_seed(0))
     experts = quantise(weight, dtype)
     ranks = 5 if dim == 2 else 4
+    layer = torch.nn.Module()
+    layer.weight = None
+    freeze(layer, "weight", experts)
+    dims = layer.stored.shard(layer, "layer.weight", dim, ranks)
     for rank, want in enumerate(experts.dense().chunk(ranks, dim)):
-        part = experts.slice(dim, rank, ranks)
+        own = copy.deepcopy(layer)
+        for name, along in dims.items():
+            parameter = own.get_parameter(name.removeprefix("layer."))
+            parameter.data = parameter.data.chunk(ranks, along)[rank].clone(memory_format=torch.contiguous_format)
+        own.stored.shape = own.stored.local_shape
+        part = own.stored.whole(own.weight)
         assert part.shape == want.shape
         assert part.dense().equal(want)
         assert part.codes.untyped_storage().nbytes() * ranks == experts.codes.nbytes
@@ -206,7 +217,7 @@ def step_on_float8(folder: Path, shape: tuple[int, ...], targets: Any, saved: Pa
     with torch.no_grad():
         for parameter in trained(model):
             parameter.fill_(0.0625)  # larger ones saturate the attention, whose gradients then cancel
-    assert all(each.has_blocks for each in stored_weights(model).values())
+    assert all(each.format.is_kept for each in frozen_weights(model).values())
     ids = torch.arange(2, 14).view(2, 6)
     loss = model(ids, labels=ids).loss
     loss.backward()
@@ -407,7 +418,7 @@ def refused(codes: Path, mixed: Path) -> None:
             mixed, progress=False, keep_float8=True, shard=lambda model: apply_tp(model, mesh)
         )  # fmt: skip
     for model in (apply_lora(plain()), apply_lora(plain(experts=True), config)):
-        with pytest.raises(ValueError, match=r"linear layers must not be sharded yet.*Quantise, then call apply_tp"):
+        with pytest.raises(ValueError, match=r"linear layers must not be sharded yet.*Quantize, then call apply_tp"):
             quantize_base(apply_tp(model, mesh))
 
 

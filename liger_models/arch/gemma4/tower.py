@@ -20,12 +20,12 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.kernels.rope.qkv_norm_rope import qkv_norm_rope, qkv_norm_rope_reference
 from liger_models.layers.attention_backends import attention
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.frozen import dtype_of
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local
 from liger_models.layers.norm import LigerRMSNorm, add_norm
 from liger_models.layers.recompute import recomputes, run_twice
 from liger_models.layers.rope import AxialRotaryEmbedding
-from liger_models.layers.stored import dtype_of
 
 
 @dataclass(frozen=True, kw_only=True)

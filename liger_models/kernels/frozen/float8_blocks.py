@@ -3,19 +3,22 @@
     W = bf16(code · scale)        one scale for 128 numbers of a row, which share it with the rows of their block
 
 It has these scales for every row, so that rows of several matrices may be interleaved, as packed projections do. W is
-dequantised in one pass for each product and freed after it. Its numbers are those of the checkpoint read in bfloat16.
+dequantized in one pass for each product and freed after it. Its numbers are those of the checkpoint read in bfloat16.
 
-The forward of few rows, as in a step of decoding, reads the codes instead: a tile of W is dequantised in registers, to
+The forward of few rows, as in a step of decoding, reads the codes instead: a tile of W is dequantized in registers, to
 the same numbers, right before it is multiplied. Only the order of the sums differs.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from liger_models.kernels.dispatch import has_ptx, on_device_of, tl, triton, use_triton
 from liger_models.kernels.frozen.frozen_float8_linear import takes_float8_rows
+from liger_models.kernels.frozen.weight import Format, FrozenWeight, register
 from liger_models.kernels.matmul.row_linear import (
     LowRank,
     load_B,
@@ -29,7 +32,7 @@ from liger_models.kernels.overlap import end_previous, start_next
 ROWS = 4
 COLUMNS = 1024
 NUM_WARPS = 4
-"""Rows and columns that a program dequantises, and its warps."""
+"""Rows and columns that a program dequantizes, and its warps."""
 
 WIDTHS = 16, 1024
 """Few rows need blocks of a power of 2 of columns, from the first number to the second."""
@@ -211,3 +214,33 @@ def block_rows(
                 num_warps=warps,
             )  # fmt: skip
     return y, product
+
+
+@register
+class Float8Blocks(Format):
+    """e4m3 codes [O, C] with scales [O, C / width], rounded up, of a checkpoint; ``layout`` is ``[width]``."""
+
+    name = "blocks"
+    number = 3
+    by_column = ("scales",)
+    is_kept = True
+    remedy = "keep_float8=False"
+
+    def dense(self, weight: FrozenWeight) -> Tensor:
+        """As `blocks_dense`."""
+        # All rows of all experts at once.
+        codes, scales = weight.codes.flatten(0, -2), weight.scales.flatten(0, -2)
+        return blocks_dense(codes, scales, weight.layout[0], weight.dtype).view(weight.shape)
+
+    def few_rows(
+        self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `block_rows`."""
+        codes, scales, width = weight.codes, weight.scales, weight.layout[0]
+        if not takes_block_rows(x, codes, scales, width):
+            return None
+        return block_rows(x, codes, scales, width, bias, act, low_rank)
+
+    def block(self, layout: Sequence[int], *, rows: bool) -> int:
+        """A slice of columns has whole blocks. Each row has scales of its own."""
+        return 1 if rows else layout[0]

@@ -5,7 +5,7 @@
     y  = (X @ codeᵀ) · a · scale + b      X, a: x in float8, with a_n = max |x_n| / 448 for row n
     dx = (G @ code) · c                   G, c: dy · scale in float8, in the same way
 
-Rows of x and of dy are rounded as they come (dynamic quantisation). dx sums over the rows of W, so their scales are
+Rows of x and of dy are rounded as they come (dynamic quantization). dx sums over the rows of W, so their scales are
 multiplied into dy before. Products are those of `torch._scaled_mm`, which wants the matrix of the backward transposed:
 one kernel copies the codes for each product. Sums are in fp32, and results are rounded to bfloat16 once.
 
@@ -13,20 +13,21 @@ The forward of few rows, as in a step of decoding, rounds no activation: reading
 multiplied with X as it is, and each sum with the scale of its row.
 
 Without float8 products (other dtypes than bfloat16, sizes that are not multiples of 16, GPUs older than sm_89), W is
-dequantised for each product. Saved: only the stored weight, which exists anyway.
+dequantized for each product. Saved: only the stored weight, which exists anyway.
 
 Source: https://arxiv.org/abs/2209.05433 (the format); https://arxiv.org/abs/2208.07339 (scales of rows).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import cuda_capability, on_device_of, tl, triton, use_triton
-from liger_models.kernels.matmul.row_linear import are_few, row_linear_forward
+from liger_models.kernels.frozen.weight import FORMATS, Format, FrozenWeight, quantized_linear, register
+from liger_models.kernels.matmul.row_linear import LowRank, are_few, row_linear_forward
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -39,16 +40,16 @@ MULTIPLE = 16
 """Sizes of the matrices that the hardware multiplies are multiples of this."""
 
 MAX_WIDTH = 65536
-"""A program quantises a whole row of at most so many numbers."""
+"""A program quantizes a whole row of at most so many numbers."""
 
 MIN_CAPABILITY = (8, 9)
 """CUDA compute capability of the first GPUs with float8."""
 
 ELEMENTS_PER_WARP = 1024
-"""Elements of a row that a warp quantises. A row has at most 16 warps."""
+"""Elements of a row that a warp quantizes. A row has at most 16 warps."""
 
 DENSE_BLOCK = 2048
-"""Codes that a program dequantises at a time."""
+"""Codes that a program dequantizes at a time."""
 
 MOST_ROWS = 32
 """Up to so many rows of x are multiplied with codes as they are."""
@@ -124,7 +125,7 @@ def converts(device: torch.device) -> bool:
 
 @triton.jit
 def _dense_kernel(code_ptr, scale_ptr, w_ptr, C, BLOCK: tl.constexpr):
-    """A program dequantises one row."""
+    """A program dequantizes one row."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scale_ptr + row)
     for start in range(0, C, BLOCK):
@@ -197,45 +198,6 @@ def _scaled_mm(codes: Tensor, scales: Tensor, others: Tensor, other_scales: Tens
     return out
 
 
-LIBRARY.define("frozen_float8_linear(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor")
-LIBRARY.define("frozen_float8_linear_backward(Tensor dy, Tensor codes, Tensor scales) -> Tensor")
-
-
-@torch.library.impl(LIBRARY, "frozen_float8_linear", "CompositeExplicitAutograd")
-def _frozen_float8_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    return float8_product(x, codes, scales, bias)
-
-
-@torch.library.impl(LIBRARY, "frozen_float8_linear_backward", "CompositeExplicitAutograd")
-def _frozen_float8_linear_backward(dy: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    return float8_input_product(dy, codes, scales)
-
-
-@torch.library.register_fake("liger_models::frozen_float8_linear", lib=LIBRARY)
-def _frozen_float8_linear_fake(x, codes, scales, bias):
-    return x.new_empty(*x.shape[:-1], codes.shape[0])
-
-
-@torch.library.register_fake("liger_models::frozen_float8_linear_backward", lib=LIBRARY)
-def _frozen_float8_linear_backward_fake(dy, codes, scales):
-    return dy.new_empty(*dy.shape[:-1], codes.shape[1])
-
-
-def _setup(ctx, inputs, output):
-    _, codes, scales, bias = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(codes, scales)
-
-
-def _backward(ctx, dy):
-    needs_x, _, _, needs_bias = ctx.needs_input_grad
-    dx = torch.ops.liger_models.frozen_float8_linear_backward(dy, *ctx.saved_tensors) if needs_x else None
-    return dx, None, None, dy.flatten(0, -2).sum(0) if ctx.has_bias and needs_bias else None
-
-
-register_autograd("frozen_float8_linear", _backward, _setup)
-
-
 def frozen_float8_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     """``x @ Wᵀ + bias`` with a frozen weight in float8.
 
@@ -250,19 +212,59 @@ def frozen_float8_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> 
     Raises:
         ValueError: the shapes do not match, or the weight is in another float8 format or has other scales.
     """
-    (rows, columns), codes, scales = weight.shape, weight.qdata, weight.scale.view(-1)
+    rows, codes, scales = weight.shape[0], weight.qdata, weight.scale.view(-1)
     if codes.dtype != DTYPE or len(scales) != rows:
         raise ValueError(
             f"frozen_float8_linear: weight must be in {DTYPE} with {rows} scales, got {codes.dtype} with {len(scales)}."
         )
-    if x.shape[-1] != columns:
-        raise ValueError(
-            f"frozen_float8_linear: x must be [..., {columns}] for a weight {list(weight.shape)}, got {list(x.shape)}."
-        )
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    bias = None if bias is None else bias.to(x.dtype)
-    if not use_triton(x):
-        return F.linear(x, float8_dense(codes, scales, x.dtype), bias)
-    out: Tensor = torch.ops.liger_models.frozen_float8_linear(x, codes, scales, bias)
-    return out
+    return quantized_linear(x, FrozenWeight(FORMATS["float8"], (codes, scales), weight.shape, [], weight.dtype), bias)
+
+
+@register
+class Float8Rows(Format):
+    """e4m3 codes [O, C] with a scale [O] in fp32 for each row."""
+
+    name = "float8"
+    number = 2
+    rounds_inputs = True
+
+    def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        """Codes of the shape, and a scale for each row."""
+        return {"codes": (shape, DTYPE), "scales": (shape[:-1], torch.float32)}
+
+    def quantize(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """With torchao's numbers, whose scales are rounded to the dtype of the matrix."""
+        import torchao.quantization as torchao
+
+        rounded: Any = torchao.Float8Tensor.from_hp(matrix)
+        return rounded.qdata, rounded.scale.view(-1)
+
+    def quantize_expert(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """As `quantize_rows_reference`."""
+        return quantize_rows_reference(matrix)
+
+    def of_torchao(self, weight: Any) -> FrozenWeight | None:
+        """Torchao's ``Float8Tensor`` [O, C] with a scale for each row."""
+        if not hasattr(weight, "qdata"):
+            return None
+        return FrozenWeight(self, (weight.qdata, weight.scale.view(-1)), weight.shape, [], weight.dtype)
+
+    def dense(self, weight: FrozenWeight) -> Tensor:
+        """As `float8_dense`."""
+        return float8_dense(weight.codes, weight.scales, weight.dtype)
+
+    def few_rows(
+        self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `row_linear_forward`."""
+        if not takes_float8_rows(x, weight.codes):
+            return None
+        return row_linear_forward(x, weight.codes, bias, act, weight.scales, low_rank)
+
+    def product(self, weight: FrozenWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+        """As `float8_product`."""
+        return float8_product(x, weight.codes, weight.scales, bias)
+
+    def input_product(self, weight: FrozenWeight, dy: Tensor) -> Tensor:
+        """As `float8_input_product`."""
+        return float8_input_product(dy, weight.codes, weight.scales)

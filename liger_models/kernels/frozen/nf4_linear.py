@@ -2,7 +2,7 @@
 
     W = table[code] · scale,   scale = cast(code of the scale / factor) + mean        y = x · Wᵀ + b,   dx = dy · W
 
-W is dequantised in one pass, in the weight's dtype, by the forward and again by the backward, and freed after the
+W is dequantized in one pass, in the weight's dtype, by the forward and again by the backward, and freed after the
 product. It equals torchao's ``get_original_weight`` bit for bit: every step is rounded to the weight's dtype. The
 forward of few rows, as in a step of decoding, is that of `nf4_rows`.
 
@@ -10,7 +10,7 @@ forward of few rows, as in a step of decoding, is that of `nf4_rows`.
     scales     one int8 per block of 64 codes
     factors    one per block of at most 256 scales; one mean for all
 
-Saved: only the quantised weight, which exists anyway.
+Saved: only the quantized weight, which exists anyway.
 
 Source: https://arxiv.org/abs/2305.14314.
 """
@@ -20,13 +20,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.frozen.nf4_rows import Packed, nf4_rows, nf4_scale, takes_nf4_rows
-from liger_models.kernels.matmul.batch_invariance import product
+from liger_models.kernels.frozen.weight import Format, FrozenWeight, quantized_linear, register
+from liger_models.kernels.matmul.row_linear import LowRank
 
 NF4_BLOCK, MOST_SCALES = 64, 256
 """Numbers with one scale, and at most so many scales with one factor."""
@@ -61,7 +60,7 @@ def _nf4_weight_kernel(
 
 
 def nf4_layout(shape: Sequence[int]) -> list[int]:
-    """How a matrix is quantised: rows, columns, codes for each scale, scales for each factor.
+    """How a matrix is quantized: rows, columns, codes for each scale, scales for each factor.
 
     Raises:
         ValueError: its numbers are not a multiple of 64.
@@ -70,18 +69,6 @@ def nf4_layout(shape: Sequence[int]) -> list[int]:
     if size % NF4_BLOCK != 0:
         raise ValueError(f"quantize_base: weights must have a multiple of {NF4_BLOCK} elements, got {list(shape)}.")
     return [*shape, NF4_BLOCK, math.gcd(size // NF4_BLOCK, MOST_SCALES)]
-
-
-def scales_per_factor(shape: Sequence[int], block: int, dim: int, per_factor: int) -> int:
-    """Successive scales of a slice of a matrix that have the same factor, in each of equal slices.
-
-    Args:
-        shape: of the slice: rows, columns.
-        block: numbers with one scale. The slice has whole blocks.
-        dim: 0 for slices of rows, 1 for slices of columns.
-        per_factor: scales of the whole matrix that have the same factor.
-    """
-    return math.gcd((math.prod(shape) if dim == 0 else shape[1]) // block, per_factor)
 
 
 def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -117,57 +104,6 @@ def nf4_dense_reference(packed: Packed, layout: Sequence[int], dtype: torch.dtyp
     return (numbers.view(-1, codes_per_scale) * scale.view(-1, 1)).view(rows, columns).to(dtype)
 
 
-_PACKED = (
-    "Tensor codes, Tensor scales, Tensor factors, Tensor mean, Tensor table, int rows, int columns, "
-    "int codes_per_scale, int scales_per_factor"
-)
-LIBRARY.define(f"nf4_linear(Tensor x, Tensor? bias, {_PACKED}) -> Tensor")
-LIBRARY.define(f"nf4_linear_backward(Tensor dy, {_PACKED}) -> Tensor")
-
-
-@torch.library.impl(LIBRARY, "nf4_linear", "CompositeExplicitAutograd")
-def _nf4_linear(x, bias, codes, scales, factors, mean, table, rows, columns, codes_per_scale, scales_per_factor):
-    packed, sizes = (codes, scales, factors, mean, table), (rows, columns, codes_per_scale, scales_per_factor)
-    if takes_nf4_rows(x, packed, sizes):
-        return nf4_rows(x, bias, packed, sizes)[0]
-    return product(x, nf4_dense(packed, sizes, x.dtype), bias)
-
-
-@torch.library.impl(LIBRARY, "nf4_linear_backward", "CompositeExplicitAutograd")
-def _nf4_linear_backward(dy, codes, scales, factors, mean, table, rows, columns, codes_per_scale, scales_per_factor):
-    packed, sizes = (codes, scales, factors, mean, table), (rows, columns, codes_per_scale, scales_per_factor)
-    return dy @ nf4_dense(packed, sizes, dy.dtype)
-
-
-@torch.library.register_fake("liger_models::nf4_linear", lib=LIBRARY)
-def _nf4_linear_fake(x, bias, codes, scales, factors, mean, table, rows, columns, codes_per_scale, scales_per_factor):
-    return x.new_empty(*x.shape[:-1], rows)
-
-
-@torch.library.register_fake("liger_models::nf4_linear_backward", lib=LIBRARY)
-def _nf4_linear_backward_fake(
-    dy, codes, scales, factors, mean, table, rows, columns, codes_per_scale, scales_per_factor
-):
-    return dy.new_empty(*dy.shape[:-1], columns)
-
-
-def _setup(ctx, inputs, output):
-    _, bias, *packed, ctx.rows, ctx.columns, ctx.codes_per_scale, ctx.scales_per_factor = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(*packed)
-
-
-def _backward(ctx, dy):
-    sizes = ctx.rows, ctx.columns, ctx.codes_per_scale, ctx.scales_per_factor
-    needs_x, needs_bias = ctx.needs_input_grad[:2]
-    dx = torch.ops.liger_models.nf4_linear_backward(dy, *ctx.saved_tensors, *sizes) if needs_x else None
-    d_bias = dy.flatten(0, -2).sum(0) if ctx.has_bias and needs_bias else None
-    return dx, d_bias, *[None] * 9
-
-
-register_autograd("nf4_linear", _backward, _setup)
-
-
 def nf4_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     """``x @ Wᵀ + bias`` with a frozen weight in NF4.
 
@@ -182,18 +118,162 @@ def nf4_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: the shapes do not match.
     """
-    rows, columns = weight.shape
-    if x.shape[-1] != columns:
-        raise ValueError(
-            f"nf4_linear: x must be [..., {columns}] for a weight {list(weight.shape)}, got {list(x.shape)}."
-        )
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    bias = None if bias is None else bias.to(x.dtype)
-    if not use_triton(x):
-        return F.linear(x, weight.get_original_weight().to(x.dtype), bias)
-    y: Tensor = torch.ops.liger_models.nf4_linear(
-        x, bias, weight.quantized_data, weight.quantized_scalers, weight.quantization_factor, weight.scaler_mean,
-        weight.nf4, rows, columns, weight.block_size, weight.scaler_block_size,
-    )  # fmt: skip
-    return y
+    frozen = FrozenWeight.of(weight)
+    assert frozen is not None
+    return quantized_linear(x, frozen, bias)
+
+
+TABLE = (
+    -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
+    0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
+)  # fmt: skip
+"""The numbers of the codes, as torchao has them."""
+
+
+@register
+class NF4(Format):
+    """Codes of 4 bits in torchao's layout; ``layout`` is codes for each scale, scales for each factor.
+
+    The tensors of a matrix, and of X experts::
+
+        codes      uint8 [O · C / 2]         [X, O, C / 2]
+        scales     int8 [blocks]             [X, blocks]
+        factors    [factors]                 [X, factors]      in the dtype that was quantized
+        means      []                        [X]
+        table      [16]                      [16]
+
+    Blocks may go over the ends of rows. As parameters, codes and scales of a matrix have a row for each block, and
+    factors, mean and table are one tensor, ``factors``. A slice of columns has some scales of each row, so its scales
+    of a factor do not follow each other: factors are repeated for as few scales as slices of all ranks have in common,
+    and mean and table, which every rank has, are a tensor of their own, ``constants``.
+    """
+
+    name = "nf4"
+    number = 1
+    names = ("codes", "scales", "factors", "means", "table")
+    shared = ("table",)
+    in_common = True
+    remedy = 'dtype="float8" in quantize_base'
+
+    def layout(self, matrix: Sequence[int]) -> list[int]:
+        """As `nf4_layout`."""
+        return nf4_layout(matrix)[2:]
+
+    def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        """The shapes above."""
+        *experts, rows, columns = shape
+        per_scale, per_factor = self.layout((rows, columns))
+        blocks = rows * columns // per_scale
+        codes = [*experts, rows, columns // 2] if experts else [rows * columns // 2]
+        return {
+            "codes": (codes, torch.uint8),
+            "scales": ([*experts, blocks], torch.int8),
+            "factors": ([*experts, blocks // per_factor], dtype),
+            "means": (experts, dtype),
+            "table": ([len(TABLE)], dtype),
+        }
+
+    def quantize(self, matrix: Tensor) -> Sequence[Tensor]:
+        """With torchao's numbers."""
+        import torchao.quantization as torchao
+
+        packed = self.of_torchao(torchao.to_nf4(matrix, *self.layout(matrix.shape)))
+        assert packed is not None
+        return packed.tensors
+
+    def of_torchao(self, weight: Any) -> FrozenWeight | None:
+        """Torchao's ``NF4Tensor`` [O, C]."""
+        if not hasattr(weight, "get_original_weight"):
+            return None
+        tensors = (
+            weight.quantized_data, weight.quantized_scalers, weight.quantization_factor, weight.scaler_mean, weight.nf4,
+        )  # fmt: skip
+        return FrozenWeight(self, tensors, weight.shape, [weight.block_size, weight.scaler_block_size], weight.dtype)
+
+    def dense(self, weight: FrozenWeight) -> Tensor:
+        """As `nf4_dense`, for all rows of all experts at once."""
+        packed, sizes = self._packed(weight), self._sizes(weight)
+        dequantize = nf4_dense if use_triton(packed[-1]) else nf4_dense_reference
+        return dequantize(packed, sizes, weight.dtype).view(weight.shape)
+
+    def few_rows(
+        self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `nf4_rows`."""
+        packed, sizes = self._packed(weight), self._sizes(weight)
+        return nf4_rows(x, bias, packed, sizes, act, low_rank) if takes_nf4_rows(x, packed, sizes) else None
+
+    def pack(self, weight: FrozenWeight) -> dict[str, Tensor]:
+        """Of experts the tensors as they are, of a matrix those with a row for each block."""
+        if len(weight.shape) == 3:
+            return super().pack(weight)
+        codes, scales, factors, mean, table = weight.tensors
+        numbers = torch.cat([factors, mean.view(1), table])
+        return {"codes": codes.view(len(scales), -1), "scales": scales.view(-1, 1), "factors": numbers}
+
+    def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:
+        """Tensors for the kernels, which take them in one piece."""
+        if len(shape) == 3:
+            codes, scales, factors, means, table = tensors.values()
+            return codes, scales.flatten(1), factors.flatten(1), means, table
+        codes, scales, factors = (tensors[name].flatten() for name in ("codes", "scales", "factors"))
+        if "constants" in tensors:
+            constants = tensors["constants"]
+        else:
+            factors, constants = factors.split([len(factors) - len(TABLE) - 1, len(TABLE) + 1])
+        return codes, scales, factors, constants[0], constants[1:]
+
+    def block(self, layout: Sequence[int], *, rows: bool) -> int:
+        """Numbers that share a scale, be they of a row or of several."""
+        return layout[0]
+
+    def slices(
+        self, tensors: dict[str, Tensor], shape: torch.Size, layout: list[int], dim: int, ranks: int
+    ) -> tuple[dict[str, Tensor], list[int], dict[str, int]]:
+        """See `Format.slices`."""
+        if dim == len(shape) - 3:  # whole experts
+            return super().slices(tensors, shape, layout, dim, ranks)
+        *experts, rows, columns = shape
+        block, per_factor = layout
+        by_columns = dim == len(shape) - 1
+
+        # Successive scales of a slice that have the same factor in every slice.
+        scales = (columns // ranks if by_columns else rows // ranks * columns) // block
+        fewer = math.gcd(scales, per_factor)
+        tensors = dict(tensors)
+        if not experts:
+            numbers = tensors["factors"]
+            tensors["factors"], tensors["constants"] = numbers.split([len(numbers) - len(TABLE) - 1, len(TABLE) + 1])
+        tensors["factors"] = tensors["factors"].repeat_interleave(per_factor // fewer, -1)
+        if by_columns:  # [rows, numbers of a row]
+            for name in ("codes", "scales", "factors"):
+                tensors[name] = tensors[name].reshape(*experts, rows, -1)
+        return tensors, [block, fewer], dict.fromkeys(("codes", "scales", "factors"), dim)
+
+    def quantize_part(self, numbers: Tensor, layout: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Codes, and the largest number of each block. Scales are quantized together, around their mean."""
+        import torchao.quantization as torchao
+
+        blocks = numbers.reshape(-1, layout[0])
+        codes: Any = torchao.to_nf4(blocks.flatten(), layout[0], len(blocks))
+        return codes.quantized_data.view(len(numbers), -1), blocks.abs().amax(1).view(len(numbers), -1)
+
+    def finish(self, statistics: Tensor, layout: Sequence[int]) -> Sequence[Tensor]:
+        """Scales, factors, mean and table, as torchao computes them from the largest numbers of all blocks."""
+        largest, per_factor = statistics.flatten(), layout[1]
+        mean = largest.mean()
+        centered = (largest - mean).view(-1, per_factor)  # [factors, scales of a factor]
+        factors = 256 / (2 * centered.abs().amax(1))
+        scales = (centered * factors[:, None]).round().clamp(-128, 127).to(torch.int8)
+        table = torch.tensor(TABLE, dtype=largest.dtype, device=largest.device)
+        return scales.flatten(), factors, mean, table
+
+    @staticmethod
+    def _packed(weight: FrozenWeight) -> Packed:
+        codes, scales, factors, means, table = weight.tensors
+        return codes.view(-1), scales.view(-1), factors.view(-1), means, table
+
+    @staticmethod
+    def _sizes(weight: FrozenWeight) -> list[int]:
+        """Rows of all experts, columns, and the layout."""
+        return [math.prod(weight.shape[:-1]), weight.shape[-1], *weight.layout]

@@ -332,9 +332,13 @@ def nf4_rows(
     (low, B, R), options = low_rank_arguments(x, low_rank)
     # Kernels that start early are slower here: their programs take places that are not evenly distributed.
     constants |= {name: options[name] for name in ("RANKS", "OVERLAPS")}
-    arguments = bias, *packed, y, product, low, B, M, N
+    looks_up = ptx and M <= MOST_LOOKUPS and codes_per_scale == LOOKUP_BLOCK and packed[0].data_ptr() % 16 == 0
+    *others, table = packed
+    # Where the table is the end of another tensor, it may begin anywhere; `PLANES` reads two of its numbers at once.
+    table = table.clone() if ptx and not looks_up and table.data_ptr() % 4 else table
+    arguments = bias, *others, table, y, product, low, B, M, N
     with on_device_of(x):
-        if ptx and M <= MOST_LOOKUPS and codes_per_scale == LOOKUP_BLOCK and packed[0].data_ptr() % 16 == 0:
+        if looks_up:
             _nf4_lookup_kernel[(triton.cdiv(N, LOOKUP_ROWS),)](
                 x, *arguments, K // LOOKUP_BLOCK, R, COLUMNS=M if M <= 2 else 8, ROWS=LOOKUP_ROWS, BLOCKS=STEP_BLOCKS,
                 WARPS=LOOKUP_WARPS, **constants, num_warps=LOOKUP_WARPS,

@@ -18,7 +18,7 @@ Backward, with dh the gradient of the new residual stream, in this order::
 
 Saved: h, the norm's fp32 statistics of each row, the weights, and u. With ``recompute`` u is not saved: the backward
 recomputes it from h, bit for bit, and du takes its place. The normed activations and the product are never saved.
-Frozen weights may be quantised, as in `norm_linear`: each is dequantised right before each of its products. A
+Frozen weights may be quantized, as in `norm_linear`: each is dequantized right before each of its products. A
 gradient that is not needed costs nothing; the others have the dtype of their input. The backward is one op, so that a
 compiler cannot see what it recomputes and save the forward's instead.
 
@@ -48,7 +48,7 @@ from liger_models.distributed.collectives import (
 )
 from liger_models.kernels.activation.gated_act import check_act, gated_act_reference
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.frozen.quantized_weight import Weight
+from liger_models.kernels.frozen.weight import Weight
 from liger_models.kernels.linear.norm_linear import (
     NormLinearGradients,
     NormLinearNeeds,
@@ -439,7 +439,7 @@ def gated_mlp(
         x: [..., C], the output of a branch, which is added to the residual stream; None adds nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C], or None for no norm.
-        gate_up_weight: [2 F, C], row 2f is gate f and row 2f + 1 is up f; a tensor or a frozen `QuantizedWeight`.
+        gate_up_weight: [2 F, C], row 2f is gate f and row 2f + 1 is up f; a tensor or a frozen `FrozenWeight`.
         down_weight: [O, F] in the dtype of gate_up_weight, which is that of y and may differ from the stream's.
             Autocast does not change it.
         gate_up_bias: [2 F].

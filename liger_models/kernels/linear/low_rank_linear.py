@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_models.common.ops import Op
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.frozen.quantized_weight import Weight
+from liger_models.kernels.frozen.weight import Weight
 from liger_models.kernels.linear.projection import Projection, check_linear, check_low_rank, linear, linear_forward
 from liger_models.kernels.matmul.row_linear import LowRank
 
@@ -47,7 +47,7 @@ def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Lo
 
     Args:
         x: [..., C], cast to the weight's dtype.
-        weight: [O, C], a tensor or a frozen `QuantizedWeight`; float32, float16 or bfloat16.
+        weight: [O, C], a tensor or a frozen `FrozenWeight`; float32, float16 or bfloat16.
             Autocast does not change it.
         bias: [O].
         low_rank: ``(A [R, C], B [O, R])`` in the weight's dtype.

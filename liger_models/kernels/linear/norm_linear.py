@@ -17,7 +17,7 @@ frozen W and a low-rank term nothing is saved beyond that: the normed rows are r
 that is not needed costs nothing; the others have the dtype of their input. The backward is one op, so that a compiler
 cannot see that it recomputes N(h) and save the forward's instead.
 
-A frozen W may be quantised (`quantized_weight`). It is dequantised right before y and again right before dn, each time
+A frozen W may be in fewer bits (`FrozenWeight`). It is dequantized right before y and again right before dn, each time
 into a buffer that is freed after the product, or multiplied in float8. What is saved is W as it is stored, which exists
 anyway.
 
@@ -45,7 +45,7 @@ from liger_models.distributed.collectives import (
     sum_rows,
 )
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.frozen.quantized_weight import Weight
+from liger_models.kernels.frozen.weight import Weight
 from liger_models.kernels.linear.projection import (
     RANKS,
     NormGradients,
@@ -323,7 +323,7 @@ def rms_norm_linear(
         x: [..., C], the output of a branch, which is added to the residual stream; None adds nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C].
-        weight: [O, C], a tensor or a frozen `QuantizedWeight`; its dtype is that of y and may differ from the stream's.
+        weight: [O, C], a tensor or a frozen `FrozenWeight`; its dtype is that of y and may differ from the stream's.
             Autocast does not change it.
         bias: [O].
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.

@@ -21,7 +21,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import Argument
 from liger_models.distributed.collectives import for_op, ranks_from_op
 from liger_models.kernels.activation.gated_act import gated_act_backward, gated_act_forward
-from liger_models.kernels.frozen.quantized_weight import (
+from liger_models.kernels.frozen.weight import (
     SCHEMA,
     Weight,
     dense,

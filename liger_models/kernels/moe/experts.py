@@ -29,8 +29,8 @@ their own, and the backward recomputes A_e · r_j::
 
 Their inputs r_j and A(u_j) may have dropout (`dropout`), whose elements are drawn again wherever they are needed.
 
-Frozen matrices may be quantised (`quantized`). They are dequantised right before each product, gate and up apart from
-down, and freed after it.
+Frozen matrices may be in fewer bits (`FrozenWeight`). They are dequantized right before each product, gate and up apart
+from down, and freed after it.
 
 Saved: x (unless no backward needs it), the weights as they are stored, order, slot, ends, and u (without its bias).
 With ``recompute`` u is not saved: the backward recomputes it bit for bit, and du overwrites it. The sorted copies of x
@@ -52,14 +52,14 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import Argument, Op
 from liger_models.kernels.activation.gated_act import ACTIVATIONS, _load_pairs, gated_act_forward
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.linear.projection import LOW_RANK, ProjectionGradients, ProjectionNeeds
+from liger_models.kernels.frozen.weight import dense
+from liger_models.kernels.linear.projection import LOW_RANK, WEIGHT, ProjectionGradients, ProjectionNeeds
 from liger_models.kernels.matmul.row_linear import LowRank
 from liger_models.kernels.moe.dropout import draw_seed, drop
 from liger_models.kernels.moe.expert_act import _expert_act, check_expert_act, expert_act_reference
 from liger_models.kernels.moe.few import few_experts, few_product, takes_few, takes_few_copies
 from liger_models.kernels.moe.grouped_mm import grouped_mm, grouped_outer, grouped_sum, library_runs
 from liger_models.kernels.moe.permutation import MAX_COPIES, MAX_EXPERTS, permute, sort_by_expert, unpermute
-from liger_models.kernels.moe.quantized import SCHEMA, QuantizedExperts, dense, experts_for_op, experts_from_op
 
 ACT_BLOCK = 1024
 """Gate and up pairs per step of the activation's backward. A program walks a whole row: its dot product is one sum."""
@@ -307,11 +307,7 @@ def _low_rank_gradients(
     return dA, dB
 
 
-EXPERTS = Argument(
-    f"Tensor {{0}}, {SCHEMA.format('{0}_')}",
-    lambda matrices: (matrices.codes, *experts_for_op(matrices)[1]) if isinstance(matrices, QuantizedExperts) else None,
-    lambda matrices, *stored: experts_from_op(matrices.contiguous(), stored),
-)
+EXPERTS = WEIGHT._replace(from_op=lambda codes, *stored: WEIGHT.from_op(codes.contiguous(), *stored))
 COPIES = Argument("SymInt? {0}=None", lambda copies: (copies,), lambda copies: copies)
 
 
@@ -324,13 +320,13 @@ class ExpertProjection(NamedTuple):
         low_rank: ``(A [X, R, C], B [X, O, R])`` in the dtype of the weight.
     """
 
-    weight: Annotated[Tensor, EXPERTS]
+    weight: Annotated[Any, EXPERTS]
     bias: Tensor | None = None
     low_rank: Annotated[LowRank | None, LOW_RANK] = None
 
     def contiguous(self) -> "ExpertProjection":
         """The same projection, as the kernels read it."""
-        weight = self.weight if isinstance(self.weight, QuantizedExperts) else self.weight.contiguous()
+        weight = self.weight.contiguous() if isinstance(self.weight, Tensor) else self.weight
         low_rank = None if self.low_rank is None else (self.low_rank[0].contiguous(), self.low_rank[1].contiguous())
         return ExpertProjection(weight, None if self.bias is None else self.bias.contiguous(), low_rank)
 
@@ -606,7 +602,7 @@ def moe_mlp(
         weights: [N, K], from `route`.
         experts: [N, K] int64, in 0 to X − 1; see ``copies``.
         gate_up_weight: [X, 2 F, C]; in each expert row 2f is gate f and row 2f + 1 is up f. It and the next may be
-            frozen `QuantizedExperts`.
+            a `FrozenWeight`.
         down_weight: [X, C, F], in the dtype of gate_up_weight. That is also the dtype of y; it may differ from x's, and
             autocast does not change it.
         gate_up_bias: [X, 2 F], ordered as the rows of gate_up_weight; None for none.

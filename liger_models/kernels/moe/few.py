@@ -11,7 +11,7 @@ Nothing is sorted. A program belongs to a copy and to some rows of its expert's 
 have the same expert, and multiplies `FEW_ROWS` of them at once, or none if the program of an earlier copy does. The
 copies of a single token have different experts. Each is multiplied by itself, without matrix units, as in `row_linear`.
 
-Where rows are sorted because a backward follows, `few_product` multiplies them with quantised matrices in the same way.
+Where rows are sorted because a backward follows, `few_product` multiplies them with frozen matrices in the same way.
 Both read each matrix as it is stored, dense, in NF4 or in float8, and only if its expert has rows.
 """
 
@@ -23,11 +23,11 @@ from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, trit
 from liger_models.kernels.frozen.float8_blocks import _numbers, takes_width
 from liger_models.kernels.frozen.frozen_float8_linear import converts
 from liger_models.kernels.frozen.nf4_rows import nf4_scale
+from liger_models.kernels.frozen.weight import FrozenWeight, Weight
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.moe.expert_act import _expert_act
 from liger_models.kernels.moe.grouped_mm import _rows_of_tile, _tile, most_tiles
 from liger_models.kernels.moe.permutation import unpermute
-from liger_models.kernels.moe.quantized import QuantizedExperts
 from liger_models.kernels.overlap import await_previous, overlap
 
 FEW_ROWS = 16
@@ -194,27 +194,27 @@ def _few_kernel(
         _few_store(sums, expert, rows, inside, bias_ptr, out_ptr, OUT, limit, ACT, BIAS, BLOCK_ROWS, BLOCK_OUT)
 
 
-def _fits(weight: Tensor) -> bool:
-    """Whether the kernels read these matrices: in NF4 whole scales in each row, in float8 on GPUs that convert it.
+def _fits(weight: Weight) -> bool:
+    """Whether the kernels read these matrices: NF4 with whole scales in each row, float8 on GPUs that convert it.
 
-    The width of blocks must be one that `float8_blocks` multiplies.
+    The width of blocks must be one that `float8_blocks` multiplies. Other formats have no kernel here.
     """
-    if not isinstance(weight, QuantizedExperts):
+    if isinstance(weight, Tensor):
         return True
-    if weight.kind == "float8":
-        return converts(weight.codes.device) and (not weight.block or takes_width(weight.block))
-    _, out, width = weight.shape
-    codes_per_scale = out * width // weight.scales.shape[1]
-    return codes_per_scale == FEW_BLOCKS["nf4"][1] and width % codes_per_scale == 0
+    if weight.format.name == "nf4":
+        codes_per_scale, _ = weight.layout
+        return codes_per_scale == FEW_BLOCKS["nf4"][1] and weight.shape[2] % codes_per_scale == 0
+    takes = weight.format.name == "float8" or (weight.format.name == "blocks" and takes_width(weight.layout[0]))
+    return takes and converts(weight.device)
 
 
-def takes_few(rows: Tensor, weight: Tensor) -> bool:
-    """Whether `few_product` takes rows [S, C] and matrices [X, O, C]: few rows, and quantised matrices that fit."""
+def takes_few(rows: Tensor, weight: Weight) -> bool:
+    """Whether `few_product` takes rows [S, C] and matrices [X, O, C]: few rows, and frozen matrices that fit."""
     few = len(rows) <= FEW_ROWS * weight.shape[0]
-    return few and isinstance(weight, QuantizedExperts) and _fits(weight) and not is_batch_invariant()
+    return few and isinstance(weight, FrozenWeight) and _fits(weight) and not is_batch_invariant()
 
 
-def takes_few_copies(experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> bool:
+def takes_few_copies(experts: Tensor, gate_up_weight: Weight, down_weight: Weight) -> bool:
     """Whether `few_experts` takes the copies of experts [N, K]: few of them, and matrices that fit."""
     few = 0 < experts.numel() <= min(FEW_COPIES[-1], FEW_ROWS * gate_up_weight.shape[0])
     return few and _fits(gate_up_weight) and _fits(down_weight) and not is_batch_invariant()
@@ -225,14 +225,15 @@ def _launch(
     act: str = "", limit: float = 0.0, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch a kernel: the product of row s // K with the transposed matrix of its expert, for each result s."""
-    (X, out, width), quantized = weight.shape, isinstance(weight, QuantizedExperts)
-    kind = weight.kind if quantized else "dense"
+    (X, out, width), frozen = weight.shape, isinstance(weight, FrozenWeight)
+    kind = weight.format.name if frozen else "dense"
+    stored = weight.tensors if frozen else (weight, None)
+
+    # A step reads columns that share a scale: those of a block in NF4 and in "blocks", else any of a row.
     one_row = one_row and kind != "nf4"
-    blocks = weight.block if quantized else 0
-    tile = FEW_BLOCKS["blocks" if blocks else kind]
-    block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, tile)
+    block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[kind])
+    blocks = weight.layout[0] if kind == "blocks" else 0
     block_in = min(block_in, blocks or block_in)
-    stored = weight.stored if quantized else [weight, None]
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
     if is_sorted:
         tiles, count, block = most_tiles(results, X, FEW_ROWS), X, max(triton.next_power_of_2(X), 2)
@@ -246,9 +247,9 @@ def _launch(
         **overlap(rows),
     }  # fmt: skip
     if kind == "nf4":
-        kernel, constants["SCALES_PER_FACTOR"] = _few_nf4_kernel, weight.scales.shape[1] // weight.factors.shape[1]
+        kernel, constants["SCALES_PER_FACTOR"] = _few_nf4_kernel, weight.layout[1]
     else:
-        kernel, constants["SCALED"], constants["WIDTH"] = _few_kernel, quantized, blocks
+        kernel, constants["SCALED"], constants["WIDTH"] = _few_kernel, frozen, blocks
     result = rows.new_empty(results, out // 2 if act else out)
     with on_device_of(rows):
         kernel[(tiles * triton.cdiv(out, block_out),)](
@@ -263,7 +264,7 @@ def few_product(rows: Tensor, weight: Any, ends: Tensor) -> Tensor:
 
 
 def few_experts(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor,
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Weight, down_weight: Weight,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, limit: float,
 ) -> Tensor:  # fmt: skip
     """`moe_mlp` of few tokens without gradients, for contiguous tensors; x [N, C] has the dtype of the weights."""

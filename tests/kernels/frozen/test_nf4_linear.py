@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from liger_models.kernels.frozen.nf4_linear import BLOCK, nf4_linear
 from liger_models.kernels.frozen.nf4_rows import MOST_ROWS
+from liger_models.kernels.frozen.weight import FrozenWeight, quantized_linear, weight_for_op
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
 
@@ -98,6 +99,19 @@ def test_ptx_looks_up_what_other_devices_do(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_a_table_may_begin_anywhere(rows):
+    """As the end of the tensor that a layer stores it in, with factors and mean before it."""
+    weight = FrozenWeight.of(make((96, 1088), 102, torch.bfloat16, "cuda"))
+    *others, mean, table = weight.tensors
+    numbers = torch.cat([mean.view(1), table])
+    moved = weight._replace(tensors=(*others, numbers[0], numbers[1:]))
+    x = torch.randn(rows, 1088, device="cuda", dtype=torch.bfloat16)
+    assert moved.tensors[-1].data_ptr() % 4 == 2
+    assert torch.equal(quantized_linear(x, moved), quantized_linear(x, weight))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (3072, 2048)], ids=str)
 def test_real_sizes(shape):
     weight = make(shape, 256, torch.bfloat16, "cuda")
@@ -150,9 +164,8 @@ def test_autocast(backend):
 def test_opcheck(kernel_device):
     weight = make((5, 128), 2, torch.float32, kernel_device)
     x = torch.randn(3, 128, device=kernel_device, requires_grad=True)
-    packed = (weight.quantized_data, weight.quantized_scalers, weight.quantization_factor, weight.scaler_mean,
-              weight.nf4)  # fmt: skip
-    opcheck(torch.ops.liger_models.nf4_linear, (x, None, *packed, 5, 128, 64, 2))
+    codes, rest = weight_for_op(FrozenWeight.of(weight))
+    opcheck(torch.ops.liger_models.quantized_linear, (x, codes, None, *rest))
 
 
 def test_bad_input(backend):

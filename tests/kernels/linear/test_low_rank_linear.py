@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, dense
+from liger_models.kernels.frozen.weight import FrozenWeight, dense
 from liger_models.kernels.linear.low_rank_linear import FORWARD, LowRankLinearInputs, low_rank_linear
 from liger_models.kernels.linear.projection import Projection, linear
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
@@ -9,7 +9,7 @@ from liger_models.kernels.matmul.row_linear import MOST_RANKS
 
 from ...late import Late
 from ..frozen.test_nf4_linear import unrounded
-from ..frozen.test_quantized_weight import blocks, draw
+from ..frozen.test_weight import blocks, draw
 from ..oracle import opcheck_named
 
 quantization = Late("torchao.quantization", "4-bit weights need torchao")
@@ -24,12 +24,12 @@ def make(kind, rows, R, device, dtype, shape=(20, 128)):
     exact, low_rank = weight.double(), (A, draw(N, R, **options) / (8 * R))
     if kind == "nf4":
         stored = quantization.to_nf4(weight, 64, 1)
-        weight, exact = QuantizedWeight.of_nf4(stored), unrounded(stored)
+        weight, exact = FrozenWeight.of(stored), unrounded(stored)
     elif kind == "blocks":
         weight = blocks(N, K, device=device, dtype=dtype, width=32)
         exact = dense(weight.to(torch.float32)).double()
     elif kind == "float8":
-        weight = QuantizedWeight.of_float8(quantization.Float8Tensor.from_hp(weight))
+        weight = FrozenWeight.of(quantization.Float8Tensor.from_hp(weight))
         exact = weight.codes.double() * weight.scales.double()[:, None]
     return (x, weight, draw(N, **options), low_rank), exact
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
-from liger_models.kernels.moe.quantized import QuantizedExperts, quantize_experts
 
 from ..oracle import assert_close_to_truth
 
@@ -53,14 +53,14 @@ def quantise(weight, kind):
     if kind == "dense":
         return weight
     if kind != "blocks":
-        return quantize_experts(weight, kind)
+        return FrozenWeight.quantize(weight, kind)
     columns = weight.shape[2]
     blocks = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK)).unflatten(2, (-1, BLOCK))
     scales = blocks.abs().amax(3) / 448
     if not weight.is_cuda:  # Triton's interpreter truncates where torch rounds the numbers to bfloat16
         scales = scales.log2().ceil().exp2()
     codes = (blocks / scales[..., None]).flatten(2)[..., :columns].to(torch.float8_e4m3fn).contiguous()
-    return QuantizedExperts(codes, scales, None, None, None, weight.dtype, BLOCK)
+    return FrozenWeight(FORMATS["blocks"], (codes, scales), weight.shape, [BLOCK], weight.dtype)
 
 
 def with_biases(inputs, generator=0):

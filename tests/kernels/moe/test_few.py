@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from liger_models.kernels.frozen.weight import dense
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.experts import INFERENCE, ExpertProjection, MoEInputs
 from liger_models.kernels.moe.few import few_product, takes_few, takes_few_copies
 from liger_models.kernels.moe.permutation import sort_by_expert
-from liger_models.kernels.moe.quantized import dense
 
 from ..oracle import opcheck_named, wide
 from .cases import STORED, choose, dtypes, make, quantise, stored, with_biases, with_low_ranks
@@ -95,8 +95,7 @@ def test_what_the_kernels_take():
     assert not takes_few(rows[:1, :48], stored((4, 4, 48), "nf4"))
     assert takes_few(rows[:1, :48], stored((4, 4, 48), "float8"))
     for block, takes in ((8, False), (16, True), (24, False), (128, True), (2048, False)):
-        matrices = stored((4, 4, 48), "blocks")
-        matrices.block = block
+        matrices = stored((4, 4, 48), "blocks")._replace(layout=[block])
         assert takes_few(rows[:1, :48], matrices) == takes
     copies = torch.zeros(32, 2)
     assert takes_few_copies(copies, weight, weight.dense())

@@ -9,9 +9,9 @@ from liger_models.kernels.activation.gated_act import gated_act
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.kernels.frozen.float8_blocks import blocks_dense_reference
 from liger_models.kernels.frozen.frozen_float8_linear import MOST_ROWS, frozen_float8_linear, quantize_rows_reference
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight, dense, quantized_linear, weight_for_op
+from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight, dense, quantized_linear, weight_for_op
 from liger_models.kernels.linear import gated_mlp as module
-from liger_models.kernels.linear import norm_linear
+from liger_models.kernels.linear import norm_linear, projection
 from liger_models.kernels.linear.gated_mlp import gated_mlp
 from liger_models.kernels.linear.norm_linear import layer_norm_linear, rms_norm_linear
 from liger_models.kernels.linear.projection import Projection
@@ -31,21 +31,28 @@ def draw(*size, device="cpu", dtype=torch.float32):
     return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).to(device, dtype)
 
 
+def of(weight):
+    """A tensor of torchao's as ops take it."""
+    frozen = FrozenWeight.of(weight)
+    assert frozen is not None
+    return frozen
+
+
 def nf4(*size, device="cpu", dtype=torch.float32, block=64):
     weight = draw(*size, device=device, dtype=dtype) / size[-1] ** 0.5
-    return QuantizedWeight.of_nf4(quantization.to_nf4(weight, block, 1))
+    return of(quantization.to_nf4(weight, block, 1))
 
 
 def float8(*size, device="cpu", dtype=torch.float32):
     weight = draw(*size, device=device, dtype=dtype) / size[-1] ** 0.5
-    return QuantizedWeight.of_float8(quantization.Float8Tensor.from_hp(weight))
+    return of(quantization.Float8Tensor.from_hp(weight))
 
 
 def blocks(*size, device="cpu", dtype=torch.float32, width=24):
     """Scales are powers of 2, so that nothing is rounded to bfloat16: the interpreter truncates."""
     codes = draw(*size, device=device).mul_(64).to(torch.float8_e4m3fn)
     scales = draw(size[0], -(-size[1] // width), device=device).mul_(2).floor().exp2() / 512
-    return QuantizedWeight(codes, scales, None, None, None, [*size, width], dtype)
+    return FrozenWeight(FORMATS["blocks"], (codes, scales), torch.Size(size), [width], dtype)
 
 
 MAKERS = pytest.mark.parametrize("make", [nf4, float8, blocks])
@@ -60,7 +67,7 @@ def test_dense_weight_is_torchaos_bit_for_bit(backend, size, block, poisoned_emp
     # The interpreter truncates bfloat16 where hardware rounds.
     for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if backend == "cuda" else [])):
         weight = quantization.to_nf4(draw(*size, device=backend, dtype=dtype), block, 1)
-        ours = QuantizedWeight.of_nf4(weight)
+        ours = of(weight)
         assert torch.equal(dense(ours), weight.get_original_weight())
         for other in (torch.float16, torch.float32):
             assert torch.equal(dense(ours.to(other)), weight.get_original_weight().to(other))
@@ -70,13 +77,13 @@ def test_dense_weight_is_torchaos_bit_for_bit(backend, size, block, poisoned_emp
 @pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
 def test_dense_weight_of_blocks(backend, size, number, poisoned_empty):
     weight = blocks(*size, device=backend)
-    weight = weight._replace(scales=weight.scales.to(number))
+    weight = weight._replace(tensors=(weight.codes, weight.scales.to(number)))
     exact = weight.codes.double() * weight.scales.double().repeat_interleave(24, 1)[:, : size[1]]
     for dtype in (torch.float32, torch.bfloat16):
         assert dense(weight.to(dtype)).dtype == dtype
         assert torch.equal(dense(weight.to(dtype)).double(), exact)
     if backend == "cuda":  # which rounds as the reference does
-        weight = weight._replace(scales=draw(*weight.scales.shape, device=backend))
+        weight = weight._replace(tensors=(weight.codes, draw(*weight.scales.shape, device=backend)))
         wanted = blocks_dense_reference(weight.codes, weight.scales, 24, torch.float32)
         assert torch.equal(dense(weight.to(torch.float32)), wanted)
 
@@ -179,11 +186,12 @@ def test_few_rows_are_multiplied_with_codes(kernel_device, make, adapted, recomp
     wide_pairs = [each and tuple(one.float() for one in each) for each in pairs]
     names = "gate_up_low_rank", "down_low_rank"
     low_ranks, wide_low_ranks = (dict(zip(names, each, strict=True)) for each in (pairs, wide_pairs))
-    for name in ("nf4_dense", "float8_dense", "nf4_dense_reference", "blocks_dense"):
-        monkeypatch.delattr(f"liger_models.kernels.frozen.quantized_weight.{name}")
+    for name in ("nf4_linear.nf4_dense", "nf4_linear.nf4_dense_reference", "frozen_float8_linear.float8_dense"):
+        monkeypatch.delattr(f"liger_models.kernels.frozen.{name}")
+    monkeypatch.delattr("liger_models.kernels.frozen.float8_blocks.blocks_dense")
     activations = []
-    original = module.gated_act_forward
-    monkeypatch.setattr(module, "gated_act_forward", lambda *args: activations.append(1) or original(*args))
+    original = projection.gated_act_forward
+    monkeypatch.setattr(projection, "gated_act_forward", lambda *args: activations.append(1) or original(*args))
     for rows in (1, 2, 5):
         x, residual = draw(1, rows, C, **half), draw(rows, 1, C, **half).view(1, rows, C)
         y, _ = gated_mlp(x, residual, norm, *weights, bias, recompute=recompute, **low_ranks)
@@ -214,7 +222,7 @@ def test_float8_products_in_ops_are_those_of_the_layers(kernel_device, recompute
     low_rank = lambda x, A, B: torch.nn.functional.linear(torch.nn.functional.linear(x, A), B)
 
     def fused(x, *low_ranks):
-        weights = QuantizedWeight.of_float8(first), QuantizedWeight.of_float8(second)
+        weights = of(first), of(second)
         pairs = {"gate_up_low_rank": low_ranks[:2], "down_low_rank": low_ranks[2:]}
         return gated_mlp(x, x, norm, *weights, recompute=recompute, **pairs)
 
@@ -241,8 +249,8 @@ def test_only_what_is_stored_is_saved(kernel_device, make):
     norm_call, inputs, upstream = norm_linear_case(rms_norm_linear, kernel_device)
     mlp_call, mlp_inputs, mlp_upstream = gated_mlp_case(kernel_device, True)
     for call, given, held, stored in (
-        (norm_call, weight, inputs, weight.stored),
-        (mlp_call, weights, mlp_inputs, (*weights[0].stored, *weights[1].stored)),
+        (norm_call, weight, inputs, weight.tensors),
+        (mlp_call, weights, mlp_inputs, (*weights[0].tensors, *weights[1].tensors)),
     ):
         saved: list[torch.Tensor] = []
         leaves = [each.clone().requires_grad_() for each in held]

@@ -6,16 +6,11 @@ import math
 import pytest
 import torch
 
-from liger_models.kernels.frozen.quantized_weight import QuantizedWeight
+from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight, dense
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.experts import FORWARD, ExpertProjection, MoEInputs
-from liger_models.kernels.moe.quantized import (
-    QuantizedExperts,
-    bytes_of_experts,
-    dense,
-    quantize_experts,
-)
+from liger_models.layers.frozen import freeze
 
 from ...late import Late
 from ..oracle import opcheck_named, run
@@ -34,10 +29,10 @@ def test_each_expert_has_the_numbers_of_a_linear_layer(backend, size, kind, pois
         matrices = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(backend, dtype)
         if kind == "nf4" and size[1] * size[2] % 64:
             with pytest.raises(ValueError, match=rf"multiple of 64 elements, got \[{size[1]}, {size[2]}\]"):
-                quantize_experts(matrices, kind)
+                FrozenWeight.quantize(matrices, kind)
             continue
-        found = quantize_experts(matrices, kind)
-        assert found.nbytes == bytes_of_experts(matrices, kind) == sum(each.nbytes for each in found.stored)
+        found = FrozenWeight.quantize(matrices, kind)
+        assert found.nbytes == FORMATS[kind].nbytes(size, dtype) == sum(each.nbytes for each in found.tensors)
         for ours, matrix in zip(found.dense(), matrices, strict=True):
             if kind == "float8":
                 wide = matrix.float()
@@ -51,33 +46,36 @@ def test_each_expert_has_the_numbers_of_a_linear_layer(backend, size, kind, pois
 
 
 @STORED
-def test_it_is_a_parameter(kind):
-    weight = torch.nn.Parameter(stored((4, 6, 64), kind), requires_grad=False)
+def test_it_is_the_parameters_of_a_module(kind):
+    weight = stored((4, 6, 64), kind)
     module = torch.nn.Module()
-    module.weight = weight
-    assert isinstance(weight, torch.nn.Parameter)
+    module.weight = None
+    freeze(module, "weight", weight)
+    assert isinstance(module.weight, torch.nn.Parameter)
     assert (weight.shape, weight.dtype, dense(weight).shape) == ((4, 6, 64), torch.float32, (4, 6, 64))
     other = copy.deepcopy(module)
+    join = lambda module: module.stored.join(module.weight)
     assert isinstance(other.weight, torch.nn.Parameter)
-    assert isinstance(other.weight, QuantizedExperts)
+    assert isinstance(join(other), FrozenWeight)
     want = weight.dense()
-    assert torch.equal(torch.cat([each.dense() for each in weight.chunk(2)]), want)
+    assert torch.equal(torch.cat([each.dense() for each in weight.split(2)]), want)
     if kind == "blocks":
-        with pytest.raises(TypeError, match=r"aten\.copy_\.default has no meaning for codes"):
-            other.weight.copy_(torch.zeros(4, 6, 64))
-        other.weight.scales.zero_()
+        assert weight.format.is_kept
+        with pytest.raises(NotImplementedError):
+            other.stored.quantize(other.weight, lambda first, last: torch.zeros(last - first, 6, 64))
+        other.stored.scales.detach().zero_()
     else:
-        other.weight.copy_(torch.zeros(4, 6, 64))  # quantises
-    assert not other.weight.dense().any()
+        other.stored.quantize(other.weight, lambda first, last: torch.zeros(last - first, 6, 64))
+    assert not join(other).dense().any()
     assert torch.equal(weight.dense(), want)
     other.load_state_dict(module.state_dict())
-    assert torch.equal(other.weight.dense(), want)
+    assert torch.equal(join(other).dense(), want)
     module.to(torch.bfloat16)
-    assert module.weight.dtype == torch.bfloat16
-    assert torch.equal(module.weight.dense(), want.bfloat16())
-    assert repr(weight) == f"QuantizedExperts({weight.kind}, [4, 6, 64], dtype=torch.bfloat16, device='cpu')"
-    with pytest.raises(TypeError, match=r"QuantizedExperts: aten\.mul\.Tensor has no meaning for codes\. Call dense"):
-        torch.ops.aten.mul.Tensor(weight, 2)
+    assert join(module).dtype == torch.bfloat16
+    assert torch.equal(join(module).dense(), want.bfloat16())
+    assert repr(join(module)) == f"FrozenWeight({kind}, [4, 6, 64], dtype=torch.bfloat16, device='cpu')"
+    with pytest.raises(TypeError, match=r"got FrozenWeight|unsupported operand|must be Tensor"):
+        torch.mul(weight, 2)
 
 
 @pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
@@ -86,9 +84,9 @@ def test_blocks_are_those_of_a_linear_layer(backend, size, number):
     """The numbers of a checkpoint, rounded to bfloat16, in any dtype."""
     for dtype in dtypes(backend):
         found = stored(size, "blocks", backend, dtype)
-        found.scales = found.scales.to(number)
+        found = found._replace(tensors=(found.codes, found.scales.to(number)))
         for ours, codes, scales in zip(found.dense(), found.codes, found.scales, strict=True):
-            want = QuantizedWeight(codes, scales, None, None, None, [*size[1:], BLOCK], dtype).dense()
+            want = FrozenWeight(FORMATS["blocks"], (codes, scales), torch.Size(size[1:]), [BLOCK], dtype).dense()
             assert torch.equal(ours, want)
             assert want.any()
         assert found.nbytes == math.prod(size[:2]) * (size[2] + -(-size[2] // BLOCK) * number.itemsize)
@@ -137,7 +135,7 @@ def test_only_what_is_stored_is_saved(kernel_device, recompute, kind):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         options = {"gate_up_low_rank": (A, B), "down_low_rank": pair, "recompute": recompute, "dropout": 0.5}
         moe_mlp(x, weights, experts, *quantised, **options)
-    known = {each.data_ptr() for each in (*leaves, *quantised[0].stored, *quantised[1].stored)}
+    known = {each.data_ptr() for each in (*leaves, *quantised[0].tensors, *quantised[1].tensors)}
     others = [tuple(each.shape) for each in saved if each.data_ptr() not in known]
     kept = [] if recompute else [(20, 128)]
     # Order, slot, ends, gate and up, seeds of the dropout.
@@ -149,7 +147,7 @@ def test_decoding_dequantises_no_matrix(kernel_device, kind, monkeypatch):
     inputs, experts, _ = make(SHAPE, torch.float32, kernel_device)
     quantised = [quantise(each, kind) for each in inputs[2:]]
     want = moe_mlp(*inputs[:2], experts, *(each.dense() for each in quantised))
-    monkeypatch.setattr(QuantizedExperts, "dense", lambda _: pytest.fail("a matrix was dequantised"))
+    monkeypatch.setattr(FrozenWeight, "dense", lambda _: pytest.fail("a matrix was dequantised"))
     with torch.no_grad():
         torch.testing.assert_close(moe_mlp(*inputs[:2], experts, *quantised), want, rtol=1e-4, atol=1e-5)
 
@@ -158,7 +156,7 @@ def test_decoding_dequantises_no_matrix(kernel_device, kind, monkeypatch):
 def test_opcheck(kernel_device, kind):
     inputs, experts, _ = make((3, 2, 3, 64, 64), torch.float32, kernel_device)
     x, weights, *matrices = inputs
-    projections = (ExpertProjection(quantize_experts(each, kind)) for each in matrices)
+    projections = (ExpertProjection(FrozenWeight.quantize(each, kind)) for each in matrices)
     leaves = x.requires_grad_(), weights.requires_grad_(), experts
     opcheck_named(FORWARD, MoEInputs(*leaves, *projections, "silu", 0.0, False, None, 0.0))
 

@@ -1,0 +1,424 @@
+"""A frozen weight in fewer bits, and the formats that it may have.
+
+An op dequantizes such a weight right before each product, forward and backward, and frees it after the product. A
+forward of few rows, as in a step of decoding, multiplies with the codes instead. Only the stored tensors are saved for
+the backward, and they exist anyway.
+
+`FrozenWeight` is the only class that layers, ops, loading, saving and sharding know. A `Format` says what is different
+in one format, and is defined and registered in a single file::
+
+    nf4       `nf4_linear`: 4-bit codes with scales of 8 bits
+    float8    `frozen_float8_linear`: e4m3 with a scale for each row, multiplied in float8 where the device can
+    blocks    `float8_blocks`: e4m3 with the scales of a checkpoint, for blocks of it
+
+The defaults of `Format` are right for codes and scales by rows, so that a new format has to implement `quantize`,
+`tensors_like` and `dense`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.matmul import batch_invariance
+from liger_models.kernels.matmul.row_linear import LowRank, row_linear_forward, takes_low_rank, takes_row
+
+MAX_TENSORS = 5
+"""Number of tensors that a format may have: the codes and those in `SCHEMA`."""
+
+
+class FrozenWeight(NamedTuple):
+    """A frozen weight [O, C], or the frozen matrices [X, O, C] of X experts, in fewer bits. It has no gradient.
+
+    Ops and layers use it in place of a tensor, so it has some attributes of a tensor.
+
+    Attributes:
+        format: what the tensors mean.
+        tensors: the stored tensors, in the order of ``format.names``; the codes are first.
+        shape: of the dense weight.
+        layout: numbers that the format needs to read its tensors.
+        dtype: of the dense weight: float32, float16 or bfloat16.
+    """
+
+    format: "Format"
+    tensors: tuple[Tensor, ...]
+    shape: torch.Size
+    layout: Sequence[int]
+    dtype: torch.dtype
+
+    @classmethod
+    def quantize(cls, weight: Tensor, name: str, device: torch.device | str | None = None) -> "FrozenWeight":
+        """Quantize a dense weight [O, C], or matrices [X, O, C], each by itself.
+
+        Args:
+            weight: floating-point. On the meta device the result has no values either.
+            name: of the format.
+            device: the device to which the matrices are moved, one after the other, and where they are quantized.
+                Default: that of the weight.
+
+        Raises:
+            ImportError: the format needs torchao, which is not installed.
+            ValueError: the format does not take matrices of this size.
+        """
+        format_, shape = FORMATS[name], weight.shape
+        layout = format_.layout(shape[-2:])  # raises for a wrong size, before anything is computed
+        if weight.is_meta:
+            sizes = format_.tensors_like(shape, weight.dtype).values()
+            tensors = [weight.new_empty(size, dtype=dtype) for size, dtype in sizes]
+        elif weight.dim() == 2:
+            tensors = list(format_.quantize(weight.to(device)))
+        else:
+            experts = [format_.quantize_expert(matrix.to(device)) for matrix in weight]
+            tensors = [
+                each[0] if part in format_.shared else torch.stack(each)
+                for part, each in zip(format_.names, zip(*experts, strict=True), strict=True)
+            ]
+            tensors[0] = tensors[0].view(*shape[:2], -1)  # codes [X, O, ...]
+        return cls(format_, tuple(tensors), shape, layout, weight.dtype)
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "FrozenWeight | None":
+        """The weight that a tensor of torchao's holds, with which it shares memory; None for any other tensor."""
+        found = (each.of_torchao(weight) for each in FORMATS.values())
+        return next((each for each in found if each is not None), None)
+
+    @property
+    def codes(self) -> Tensor:
+        """The first of the tensors."""
+        return self.tensors[0]
+
+    @property
+    def scales(self) -> Tensor:
+        """The second of the tensors."""
+        return self.tensors[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the stored tensors."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a dense element."""
+        return self.dtype.itemsize
+
+    @property
+    def requires_grad(self) -> bool:
+        """Always False."""
+        return False
+
+    def dim(self) -> int:
+        """2, or 3 for experts."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Number of dense elements."""
+        return math.prod(self.shape)
+
+    def is_floating_point(self) -> bool:
+        """True, as for the dense weight."""
+        return True
+
+    def data_ptr(self) -> int:
+        """0, since the dense weight is newly allocated, and so is aligned."""
+        return 0
+
+    def to(self, dtype: torch.dtype) -> "FrozenWeight":
+        """The same weight, cast to ``dtype`` when it is dequantized."""
+        return self._replace(dtype=dtype)
+
+    def new_empty(self, *size: Any, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialized tensor like the dense weight."""
+        return self.scales.new_empty(*size, dtype=dtype or self.dtype)
+
+    def split(self, count: int) -> list["FrozenWeight"]:
+        """The matrices of experts, ``count`` experts at a time."""
+        X, *matrix = self.shape
+        return [
+            self._replace(
+                tensors=tuple(
+                    tensor if name in self.format.shared else tensor[first : first + count]
+                    for name, tensor in zip(self.format.names, self.tensors, strict=True)
+                ),
+                shape=torch.Size([min(count, X - first), *matrix]),
+            )
+            for first in range(0, X, count)
+        ]
+
+    def dense(self) -> Tensor:
+        """The weight in ``dtype``, newly allocated."""
+        return self.format.dense(self)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ Wᵀ + bias`` inside an op."""
+        rows = self.format.few_rows(self, x, bias)
+        return self.format.product(self, x, bias) if rows is None else rows[0]
+
+    def __repr__(self) -> str:
+        return f"FrozenWeight({self.format.name}, {list(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+
+
+class Format:
+    """How a weight is stored in fewer bits. `register` makes an instance known by its name.
+
+    A matrix [O, C] has codes and some other tensors. Those of experts have one dimension more, the first, except those
+    that are `shared`. As parameters, the tensors are sharded by their first dimension (`apply_fsdp`, `apply_ep`), or
+    as `slices` says (`apply_tp`).
+    """
+
+    name: ClassVar[str]
+    number: ClassVar[int]
+    """The format as an argument of ops. It must not change, since compiled graphs are cached."""
+    names: ClassVar[tuple[str, ...]] = ("codes", "scales")
+    """Names of the tensors, at most `MAX_TENSORS`; the codes are first."""
+    shared: ClassVar[tuple[str, ...]] = ()
+    """Names of the tensors that all experts have in common."""
+    by_column: ClassVar[tuple[str, ...]] = ()
+    """Names of the tensors besides the codes that have numbers for columns, in their last dimension."""
+    rounds_inputs: ClassVar[bool] = False
+    """Whether products round x, too, so that a row's result depends on the kernel that computes it."""
+    is_kept: ClassVar[bool] = False
+    """Whether the tensors are those of a checkpoint, read and saved as they are. Such a weight cannot be quantized."""
+    in_common: ClassVar[bool] = False
+    """Whether ranks that have parts of a matrix [O, C] quantize it together; see `quantize_part`."""
+    remedy: ClassVar[str] = "another format"
+    """What to use instead where a slice would end within a block."""
+
+    def layout(self, matrix: Sequence[int]) -> list[int]:
+        """Numbers that are needed to read the tensors of a matrix [O, C]; raises ValueError for a wrong size."""
+        return []
+
+    def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        """Name, shape and dtype of each tensor of a weight [O, C] or [X, O, C] whose dense dtype is ``dtype``."""
+        raise NotImplementedError
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes of the tensors of a weight [O, C] or [X, O, C]."""
+        return sum(math.prod(size) * kind.itemsize for size, kind in self.tensors_like(shape, dtype).values())
+
+    def quantize(self, matrix: Tensor) -> Sequence[Tensor]:
+        """The tensors of a dense matrix [O, C]."""
+        raise NotImplementedError
+
+    def quantize_expert(self, matrix: Tensor) -> Sequence[Tensor]:
+        """As `quantize`, for the matrix of one expert."""
+        return self.quantize(matrix)
+
+    def of_torchao(self, weight: Any) -> FrozenWeight | None:
+        """The weight in a tensor subclass of torchao's, with which it shares memory; None for any other tensor."""
+        return None
+
+    def dense(self, weight: FrozenWeight) -> Tensor:
+        """The weight in its dtype, newly allocated."""
+        raise NotImplementedError
+
+    def few_rows(
+        self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """As the function `few_rows`; None if the format has no such kernel for x."""
+        return None
+
+    def product(self, weight: FrozenWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ Wᵀ + bias`` for any number of rows."""
+        return F.linear(x, self.dense(weight), bias)
+
+    def input_product(self, weight: FrozenWeight, dy: Tensor) -> Tensor:
+        """``dy @ W``."""
+        return dy @ self.dense(weight)
+
+    def pack(self, weight: FrozenWeight) -> dict[str, Tensor]:
+        """The tensors by name, in the shapes in which they are sharded."""
+        return dict(zip(self.names, weight.tensors, strict=True))
+
+    def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:
+        """The inverse of `pack`, also of the tensors of one slice (`slices`), which has the given shape and layout."""
+        return tuple(tensors.values())
+
+    def block(self, layout: Sequence[int], *, rows: bool) -> int:
+        """A slice of rows must have a multiple of so many numbers, a slice of columns of so many columns."""
+        return 1
+
+    def slices(
+        self, tensors: dict[str, Tensor], shape: torch.Size, layout: list[int], dim: int, ranks: int
+    ) -> tuple[dict[str, Tensor], list[int], dict[str, int]]:
+        """Rearrange the tensors of `pack` so that equal parts of them are equal slices of the weight.
+
+        Args:
+            tensors: of the whole weight.
+            shape: of the whole weight, [O, C] or [X, O, C].
+            layout: of the whole weight.
+            dim: of the weight, along which it is sliced. Slices have whole blocks.
+            ranks: number of slices.
+
+        Returns:
+            The tensors, their layout, and the dimension along which each is sliced; the others are the same in every
+            slice.
+        """
+        if dim == len(shape) - 1:
+            return tensors, layout, dict.fromkeys(("codes", *self.by_column), dim)
+        return tensors, layout, {name: dim for name in tensors if name not in self.shared}
+
+    def quantize_part(self, numbers: Tensor, layout: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Quantize one rank's numbers [n, K] of a matrix, n rows of its codes, if ranks quantize it `in_common`.
+
+        Returns:
+            The codes, and statistics [n, m] that the ranks exchange; see `finish`.
+        """
+        raise NotImplementedError
+
+    def finish(self, statistics: Tensor, layout: Sequence[int]) -> Sequence[Tensor]:
+        """The tensors of the whole matrix besides its codes, from the statistics [N, m] of all ranks."""
+        raise NotImplementedError
+
+
+FORMATS: dict[str, Format] = {}
+"""Name -> format."""
+_NUMBERS: dict[int, Format] = {}
+
+
+def register(kind: type[Format]) -> type[Format]:
+    """Make a format known; a decorator of its class. Raises ValueError if its name or its number is taken."""
+    if kind.name in FORMATS or kind.number in _NUMBERS:
+        raise ValueError(f"register: name and number of a format must be new, got {kind.name!r} and {kind.number}.")
+    FORMATS[kind.name] = _NUMBERS[kind.number] = kind()
+    return kind
+
+
+Weight = Tensor | FrozenWeight
+"""A weight as ops take it: dense, or one that they dequantize for each product."""
+
+SCHEMA = (
+    "Tensor? {0}scales=None, Tensor? {0}factors=None, Tensor? {0}mean=None, Tensor? {0}table=None, int[] {0}layout=[],"
+    " ScalarType? {0}dtype=None"
+)
+"""Arguments of an op besides a weight. If they are given, the weight is a tensor of codes.
+
+The tensors have the names of NF4, and are those that the format has. The layout is the number of the format, the number
+of dimensions, the shape, and the layout of the format.
+"""
+
+
+def weight_for_op(weight: Weight) -> tuple[Tensor, tuple[Any, ...]]:
+    """A weight as arguments of an op: the tensor, and the arguments that `SCHEMA` has besides."""
+    if isinstance(weight, Tensor):
+        return weight, (None, None, None, None, [], None)
+    codes, *others = weight.tensors
+    missing = [None] * (MAX_TENSORS - len(weight.tensors))
+    layout = [weight.format.number, len(weight.shape), *weight.shape, *weight.layout]
+    return codes, (*others, *missing, layout, weight.dtype)
+
+
+def weight_from_op(weight: Tensor, rest: Sequence[Any]) -> Weight:
+    """The inverse of `weight_for_op`; ``rest`` is empty where the dispatcher has left out defaults."""
+    if not rest or rest[0] is None:
+        return weight
+    *others, (number, dims, *sizes), dtype = rest
+    tensors = weight, *(tensor for tensor in others if tensor is not None)
+    return FrozenWeight(_NUMBERS[number], tensors, torch.Size(sizes[:dims]), sizes[dims:], dtype)
+
+
+def dense(weight: Weight) -> Tensor:
+    """The weight as a tensor, to be multiplied with and freed."""
+    return weight if isinstance(weight, Tensor) else weight.dense()
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """``x @ Wᵀ + bias`` inside an op, for x [..., C] and bias in the dtype of the weight."""
+    if isinstance(weight, Tensor) or batch_invariance.is_batch_invariant():
+        return batch_invariance.product(x, dense(weight), bias)
+    return weight.product(x, bias)
+
+
+def few_rows(
+    x: Tensor, weight: Weight, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """`product` with a low-rank term, and ``act(gate) · up``, by one kernel; None if there is none."""
+    if not (takes_low_rank(x, low_rank) and use_triton(x)):
+        return None
+    if not isinstance(weight, Tensor):
+        return weight.format.few_rows(weight, x, bias, act, low_rank)
+    return row_linear_forward(x, weight, bias, act, low_rank=low_rank) if takes_row(x, weight, bias) else None
+
+
+def input_product(dy: Tensor, weight: Weight) -> Tensor:
+    """``dy @ W`` inside an op, for dy [..., O] in the dtype of the weight."""
+    return dy @ weight if isinstance(weight, Tensor) else weight.format.input_product(weight, dy)
+
+
+LIBRARY.define(f"quantized_linear(Tensor x, Tensor weight, Tensor? bias, {SCHEMA.format('')}) -> Tensor")
+LIBRARY.define(f"quantized_linear_backward(Tensor dy, Tensor weight, {SCHEMA.format('')}) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "quantized_linear", "CompositeExplicitAutograd")
+def _quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    return product(x, weight_from_op(weight, rest), bias)
+
+
+@torch.library.impl(LIBRARY, "quantized_linear_backward", "CompositeExplicitAutograd")
+def _quantized_linear_backward(dy: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return input_product(dy, weight_from_op(weight, rest))
+
+
+@torch.library.register_fake("liger_models::quantized_linear", lib=LIBRARY)
+def _quantized_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight_from_op(weight, rest).shape[0])
+
+
+@torch.library.register_fake("liger_models::quantized_linear_backward", lib=LIBRARY)
+def _quantized_linear_backward_fake(dy: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return dy.new_empty(*dy.shape[:-1], weight_from_op(weight, rest).shape[1])
+
+
+def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, codes, bias, *rest = inputs
+    ctx.has_bias, ctx.constants = bias is not None, rest[4:]
+    ctx.save_for_backward(codes, *rest[:4])
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    needs_x, _, needs_bias, *_ = ctx.needs_input_grad
+    weight = *ctx.saved_tensors, *ctx.constants
+    dx = torch.ops.liger_models.quantized_linear_backward(dy, *weight) if needs_x else None
+    return dx, None, dy.flatten(0, -2).sum(0) if ctx.has_bias and needs_bias else None, *[None] * 6
+
+
+register_autograd("quantized_linear", _backward, _setup)
+
+
+def quantized_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
+    """``x @ Wᵀ + bias`` with a frozen weight in fewer bits.
+
+    Args:
+        x: [..., C]; under autocast it is cast to autocast's dtype.
+        weight: [O, C], which gets no gradient.
+        bias: [O] or None.
+
+    Returns:
+        [..., O] in the dtype of x.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    rows, columns = weight.shape
+    if x.shape[-1] != columns:
+        raise ValueError(
+            f"quantized_linear: x must be [..., {columns}] for a weight [{rows}, {columns}], got {list(x.shape)}."
+        )
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if not use_triton(x):
+        return F.linear(x, weight.dense(), bias)
+    codes, rest = weight_for_op(weight)
+    y: Tensor = torch.ops.liger_models.quantized_linear(x, codes, bias, *rest)
+    return y

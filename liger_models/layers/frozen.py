@@ -1,0 +1,386 @@
+"""A frozen weight in fewer bits as the parameters of a layer.
+
+A layer's parameter holds the codes, and its submodule ``stored`` the other tensors of the format, as bytes. FSDP
+shards, gathers, casts nothing and offloads them like any other parameters::
+
+    layer.weight             codes     NF4 [blocks, bytes of a block]    float8 [O, C]
+    layer.stored.scales                NF4 [blocks, 1]                   float8 [O, bytes of the scales of a row]
+    layer.stored.factors               NF4: factors, mean and table, [numbers, bytes of one]
+
+The matrices of routed experts are stored in the same way, with the experts in the first dimension. ``stored`` then
+holds the tensors of both parameters, by their names::
+
+    layer.gate_up_weight                     codes     NF4 [X, O, C / 2]    float8 [X, O, C]
+    layer.stored.gate_up_weight.scales                 [X, bytes of an expert's scales]
+    layer.stored.gate_up_weight.factors      ...       NF4 [X, bytes of an expert's factors]
+
+`apply_fsdp` shards each tensor by its first dimension, and gathers all of them before the weight is used: the weight is
+the same on any number of ranks. After `apply_tp` and `apply_ep` each rank uses its own slice or its own experts without
+gathering them. A slice has whole blocks, so its numbers are those of the weight.
+
+A rank that reads its part of a checkpoint quantizes only that part. The scales of NF4 are quantized together, so the
+ranks exchange the largest number of each block, which is 1/64 of the weight.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels.frozen.weight import Format, FrozenWeight, quantized_linear
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import (
+    ColumnParallelLinear,
+    PartialLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    is_sharded,
+    local,
+    sharded_as,
+)
+
+
+class FrozenParameters(nn.Module):
+    """The tensors of a frozen weight besides its codes, as parameters of bytes, and what the weight is.
+
+    `freeze` makes one and puts it into a layer. ``codes`` is always the layer's parameter that holds the codes.
+
+    Args:
+        weight: the weight, whose memory the parameters share; on the meta device for a layer that is to be loaded.
+        like: a weight that `apply_ep` has sharded, of which ``weight`` has this rank's experts. Default: ``weight`` is
+            the whole weight.
+    """
+
+    def __init__(self, weight: FrozenWeight, like: Tensor | None = None) -> None:
+        super().__init__()
+        self.format, self.layout, self.dtype = weight.format, list(weight.layout), weight.dtype
+        self.shape = weight.shape if like is None else like.shape
+        """``[O, C]``, or ``[X, O, C]`` of experts, on all ranks together."""
+        self.sharded: tuple[int, int] | None = None
+        """The dimension along which `apply_tp` or `apply_ep` has sharded the weight, and the number of ranks."""
+        # `shard` changes the layout, and `apply_fsdp` the dtype. The weight is quantized again as it was at first.
+        self._quantized_dtype, self._quantized_layout = weight.dtype, self.layout
+        self._statistics: Tensor | None = None
+        self._views: dict[str, tuple[torch.dtype, bool]] = {}
+        """Name of each tensor -> its dtype, and whether it has one dimension."""
+        for name, parameter in self._as_parameters(self.format.pack(weight)).items():
+            # `apply_ep` has sharded the dense weight, so its tensors are sharded in the same way.
+            if is_sharded(like) and name not in self.format.shared:
+                self.sharded = 0, like.device_mesh.size()  # type: ignore[union-attr]
+                whole = torch.Size([self.shape[0], *parameter.shape[1:]])
+                parameter = nn.Parameter(sharded_as(like, parameter.detach(), whole), requires_grad=False)
+            self.register_parameter(name, parameter)
+
+    def _as_parameters(self, tensors: dict[str, Tensor]) -> dict[str, nn.Parameter]:
+        self._views = {name: (tensor.dtype, tensor.dim() == 1) for name, tensor in tensors.items()}
+        return {name: nn.Parameter(_bytes_of(tensor), requires_grad=False) for name, tensor in tensors.items()}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenParameters":
+        """Move the bytes, and change the dtype of the dense weight as that of any other weight (``model.to``)."""
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def extra_repr(self) -> str:
+        """Format and size, for ``print(model)``."""
+        return f"{self.format.name}, {list(self.shape)}, dtype={self.dtype}"
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Shape of this rank's slice or of its experts; without `apply_tp` and `apply_ep`, of the whole weight."""
+        sizes = list(self.shape)
+        if self.sharded is not None:
+            sizes[self.sharded[0]] //= self.sharded[1]
+        return torch.Size(sizes)
+
+    def join(self, codes: Tensor) -> FrozenWeight:
+        """The weight as ops take it.
+
+        It is gathered from all ranks if it is sharded, except after `apply_tp` and `apply_ep`, when each rank uses its
+        own part.
+        """
+        # FSDP adds a dimension of the mesh to the parameters that it shards. In the forward they are gathered.
+        if self.sharded is None or not is_sharded(codes) or codes.device_mesh.ndim > 1:  # type: ignore[attr-defined]
+            return self.whole(codes)
+        return self._join(local, codes, self.local_shape)
+
+    def whole(self, codes: Tensor) -> FrozenWeight:
+        """As `join`, but always gathered from all ranks."""
+        return self._join(_whole, codes, self.shape)
+
+    def _join(self, take: Callable[[Tensor], Tensor], codes: Tensor, shape: torch.Size) -> FrozenWeight:
+        # Views of the bytes: nothing is copied, unless `take` gathers.
+        parameters: Any = {"codes": codes, **self._parameters}
+        tensors = {name: take(parameters[name]).view(dtype) for name, (dtype, _) in self._views.items()}
+        tensors = {name: tensor.flatten() if self._views[name][1] else tensor for name, tensor in tensors.items()}
+        return FrozenWeight(
+            self.format, self.format.unpack(tensors, shape, self.layout), shape, self.layout, self.dtype
+        )
+
+    @torch.no_grad()
+    def shard(self, layer: nn.Module, name: str, dim: int, ranks: int) -> dict[str, int]:
+        """Expect the parameters to be sharded by `apply_tp` or `apply_ep`.
+
+        Args:
+            layer: whose weight it is.
+            name: of the layer's parameter that holds the codes, with the path of the layer, for errors.
+            dim: of the weight, along which it is sharded.
+            ranks: number of slices.
+
+        Returns:
+            Name of each parameter that is to be sharded, with its path -> the dimension along which it is sharded.
+
+        Raises:
+            ValueError: a slice would end within a block that shares a scale.
+        """
+        path, _, attribute = name.rpartition(".")
+        *_, rows, columns = self.shape
+        by_rows, by_columns = dim == len(self.shape) - 2, dim == len(self.shape) - 1
+        if by_rows or by_columns:  # a slice of whole experts has whole blocks anyway
+            count = rows * columns // ranks if by_rows else columns // ranks
+            block = self.format.block(self.layout, rows=by_rows)
+            part = f"{rows // ranks} rows of {columns} numbers" if by_rows else f"{count} of {columns} columns"
+            if count % block != 0:
+                raise ValueError(
+                    f"apply_tp: each rank's slice of a quantized weight must have a multiple of {block} "
+                    f"{'numbers' if by_rows else 'columns'}, which share a scale, got {part} of "
+                    f"{name if len(self.shape) == 3 else path} on each of {ranks} ranks. Use fewer ranks for tensor "
+                    f"parallelism, {self.format.remedy}, or apply_fsdp alone."
+                )
+
+        # New parameters, of which equal parts are the ranks' slices.
+        tensors = self.format.pack(self.whole(getattr(layer, attribute)))
+        tensors, self.layout, dims = self.format.slices(tensors, self.shape, self.layout, dim, ranks)
+        parameters = self._as_parameters(tensors)
+        setattr(layer, attribute, parameters.pop("codes"))
+        for part_name, parameter in parameters.items():
+            self.register_parameter(part_name, parameter)
+        self.sharded = dim, ranks
+
+        stored = f"{path}.stored" if attribute == "weight" else f"{path}.stored.{attribute}"
+        return {name if part == "codes" else f"{stored}.{part}": along for part, along in dims.items()}
+
+    @torch.no_grad()
+    def quantize(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> None:
+        """Quantize this rank's part of the weight. `finish` must follow, on all ranks.
+
+        Args:
+            codes: the parameter of the layer.
+            read: first row, last row + 1 -> these rows [n, C], or experts [n, O, C], of the dense weight.
+        """
+        first, count = offset_of(codes)[0], len(local(codes))
+
+        # Ranks quantize such a matrix together: each has the codes of its numbers now, and the rest in `finish`.
+        if self.format.in_common and len(self.shape) == 2:
+            numbers = self._numbers(codes, read)
+            part, self._statistics = self.format.quantize_part(numbers, self._quantized_layout)
+            local(codes).copy_(part.view(torch.uint8))
+            return
+
+        # A rank without any experts still has its part of the tensors that all of them share.
+        some = read(first, first + count) if count > 0 else torch.zeros(1, *self.shape[1:], device=local(codes).device)
+        weight = FrozenWeight.quantize(some.to(self._quantized_dtype), self.format.name)
+        self._copy_parts({"codes": codes, **self._parameters}, weight, first)
+
+    def _copy_parts(self, parameters: dict[str, Any], weight: FrozenWeight, first: int = 0) -> None:
+        """Copy this rank's part of a weight, whose first dimension begins at ``first``, into some parameters."""
+        tensors = self.format.pack(weight)
+        if self.sharded is not None:
+            tensors, *_ = self.format.slices(tensors, weight.shape, list(weight.layout), *self.sharded)
+        for name, parameter in parameters.items():
+            own, part = local(parameter), _bytes_of(tensors[name])
+            # Tensors that all experts share have no experts in their first dimension.
+            begin = 0 if name in self.format.shared else first
+            for dim, start in enumerate(offset_of(parameter)):
+                part = part.narrow(dim, start - begin if dim == 0 else start, own.shape[dim])
+            own.copy_(part)
+
+    def _numbers(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
+        """The numbers [n, K] that this rank's rows of the codes stand for: successive ones, or slices of rows."""
+        (first, column), (count, width) = offset_of(codes), local(codes).shape
+        columns, per_byte = self.shape[1], self.shape.numel() // codes.numel()
+        of_a_row = codes.shape[1] * per_byte
+
+        # Rows of the codes may begin and end within rows of the weight.
+        start, end = first * of_a_row // columns, -(-(first + count) * of_a_row // columns)
+        numbers = read(start, end).to(self._quantized_dtype).flatten()
+        numbers = numbers[first * of_a_row - start * columns :][: count * of_a_row].view(count, of_a_row)
+        return numbers[:, column * per_byte : (column + width) * per_byte]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Quantize the numbers that ranks quantize together, if there are any."""
+        if self._statistics is None:
+            return
+        statistics, self._statistics = self._statistics, None
+
+        # Gather the statistics, which are sharded as the scales are.
+        sharded: Any = self.scales
+        if is_sharded(sharded):
+            part = statistics.view(torch.uint8).to(sharded.device_mesh.device_type)
+            width = sharded.shape[1] * statistics.itemsize
+            statistics = _whole(sharded_as(sharded, part, torch.Size([len(sharded), width]))).view(statistics.dtype)
+
+        # The codes are in place: here they need no values.
+        shape, dtype = self.format.tensors_like(self.shape, self.dtype)["codes"]
+        tensors = (
+            torch.empty(shape, dtype=dtype, device="meta"),
+            *self.format.finish(statistics, self._quantized_layout),
+        )
+        weight = FrozenWeight(self.format, tensors, self.shape, self._quantized_layout, self.dtype)
+        self._copy_parts(self._parameters, weight)
+
+
+class FrozenLinear(nn.Linear, Layer):
+    """A linear layer with a frozen weight [O, C] in fewer bits.
+
+    Args:
+        linear: the layer that it replaces, whose bias it takes.
+        weight: its weight.
+    """
+
+    is_low_rank = True
+    """Fused ops take the weight, see `FrozenWeight`."""
+    stored: FrozenParameters
+    parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
+    """Kind of parallel layer -> the class that `PartialLinear.of` converts the layer into."""
+
+    def __init__(self, linear: nn.Linear, weight: FrozenWeight) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        freeze(self, "weight", weight)
+        self.bias = linear.bias
+
+    @property
+    def frozen_weight(self) -> FrozenWeight:
+        """The weight as ops take it."""
+        return self.stored.join(self.weight)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ Wᵀ + bias``."""
+        return quantized_linear(x, self.frozen_weight, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., O]."""
+        return self.product(x, self.bias)
+
+
+class FrozenColumnParallelLinear(FrozenLinear, ColumnParallelLinear):
+    """`ColumnParallelLinear` with a weight in fewer bits."""
+
+    forward = ColumnParallelLinear.forward
+
+
+class FrozenRowParallelLinear(FrozenLinear, RowParallelLinear):
+    """`RowParallelLinear` with a weight in fewer bits."""
+
+    forward = RowParallelLinear.forward
+
+
+class FrozenReplicatedLinear(FrozenLinear, ReplicatedLinear):
+    """`ReplicatedLinear` with a weight in fewer bits."""
+
+    is_low_rank = False
+    forward = ReplicatedLinear.forward
+
+
+FrozenLinear.parallel_kinds = {
+    ColumnParallelLinear: FrozenColumnParallelLinear,
+    RowParallelLinear: FrozenRowParallelLinear,
+    ReplicatedLinear: FrozenReplicatedLinear,
+}
+
+
+def freeze(layer: nn.Module, name: str, weight: FrozenWeight) -> None:
+    """Replace a layer's parameter by the codes of a frozen weight; the submodule ``stored`` gets the other tensors.
+
+    Args:
+        layer: a linear layer, or a layer with routed experts.
+        name: of the parameter: "weight", or that of the experts' matrices. It may be sharded by `apply_ep`.
+        weight: the whole weight, or the experts of this rank.
+    """
+    former = layer._parameters.get(name)
+    frozen = FrozenParameters(weight, former if is_sharded(former) else None)
+    codes = frozen._parameters.pop("codes")
+    if name == "weight":
+        layer.stored = frozen
+    else:
+        stored: Any = layer._modules.get("stored") or nn.ModuleDict()
+        stored[name] = frozen
+        layer.stored = stored
+    setattr(layer, name, codes)
+
+
+def frozen_parts(layer: nn.Module) -> dict[str, FrozenParameters]:
+    """The frozen weights of a layer, by the names of its parameters that hold their codes."""
+    stored = layer._modules.get("stored")
+    parts = {"weight": stored} if isinstance(stored, FrozenParameters) else getattr(stored, "_modules", {})
+    return {name: part for name, part in parts.items() if isinstance(part, FrozenParameters)}
+
+
+def frozen_weights(model: nn.Module) -> dict[str, FrozenParameters]:
+    """The frozen weights of a model, by the names of the parameters that hold their codes."""
+    parts = ((path, frozen_parts(layer)) for path, layer in model.named_modules())
+    return {f"{path}.{name}": frozen for path, of_layer in parts for name, frozen in of_layer.items()}
+
+
+@contextmanager
+def dequantized_to(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Context in which frozen weights are dequantized to ``dtype``."""
+    dtypes = {frozen: frozen.dtype for frozen in frozen_weights(model).values()}
+    try:
+        for frozen in dtypes:
+            frozen.dtype = dtype
+        yield
+    finally:
+        for frozen, former in dtypes.items():
+            frozen.dtype = former
+
+
+def frozen_format(linear: nn.Linear) -> Format | None:
+    """The format of a linear layer's weight, which may be a tensor of torchao's; None for a dense weight."""
+    frozen = frozen_parts(linear).get("weight")
+    if frozen is not None:
+        return frozen.format
+    weight = None if type(linear.weight) in (nn.Parameter, Tensor) else FrozenWeight.of(linear.weight)
+    return None if weight is None else weight.format
+
+
+def dtype_of(linear: nn.Linear) -> torch.dtype:
+    """The dtype of a layer's weight, also if the parameter ``weight`` holds codes."""
+    frozen = frozen_parts(linear).get("weight")
+    return linear.weight.dtype if frozen is None else frozen.dtype
+
+
+def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
+    """A module's own parameters, and the number of elements of each; of codes, the number of those of the weight."""
+    if isinstance(module, FrozenParameters):
+        return {}
+    frozen = frozen_parts(module)
+    return {
+        parameter: frozen[name].shape.numel() if name in frozen else parameter.numel()
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def offset_of(parameter: Any) -> tuple[int, ...]:
+    """Where this rank's part of a parameter starts in each dimension."""
+    if not is_sharded(parameter):
+        return (0,) * int(parameter.dim())
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
+
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(int(start) for start in offset)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor [rows, ...], which keeps its dimensions; of a flat one: [rows, bytes of one]."""
+    tensor = tensor.detach()
+    return (tensor[:, None] if tensor.dim() == 1 else tensor).contiguous().view(torch.uint8)
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return whole
