@@ -192,22 +192,22 @@ def verify(
     """
     from liger_models.cli.compare import LIMIT, verify_checkpoint
 
-    found = verify_checkpoint(folder, length=length, device=_device(device), progress=not as_json)
+    verification = verify_checkpoint(folder, length=length, device=_device(device), progress=not as_json)
     if as_json:
-        _print_json(found.as_json())
+        _print_json(verification.as_json())
     else:
-        screen.print(f"{found.tensors} tensors", highlight=False)
-        for difference in found.differences:
+        screen.print(f"{verification.tensors} tensors", highlight=False)
+        for difference in verification.differences:
             screen.print(str(difference), markup=False, highlight=False)
-        if found.logits_error is not None:
-            error = f"{found.logits_error:.1e} of their norm (limit {LIMIT:.0e})"
+        if verification.logits_error is not None:
+            error = f"{verification.logits_error:.1e} of their norm (limit {LIMIT:.0e})"
             screen.print(f"logits differ from transformers' by {error}")
-        elif found.not_compared:
-            screen.print(f"logits not compared: {found.not_compared}")
-        if found.place:
-            screen.print(f"first difference at {found.place}", highlight=False)
-        screen.print("[green]same[/]" if found.same else "[red]differs[/]")
-    if not found.same:
+        elif verification.not_compared:
+            screen.print(f"logits not compared: {verification.not_compared}")
+        if verification.place:
+            screen.print(f"first difference at {verification.place}", highlight=False)
+        screen.print("[green]same[/]" if verification.same else "[red]differs[/]")
+    if not verification.same:
         raise typer.Exit(DIFFERS)
 
 

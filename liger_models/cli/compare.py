@@ -112,6 +112,7 @@ def trace(theirs: Any, **inputs: Any) -> Trace:
     recorded = Trace([{} for _ in blocks], torch.empty(0), torch.empty(0))
 
     def record(parts: dict[str, tuple[Tensor, Tensor]], name: str, _: Any, args: Any, options: Any, out: Any) -> None:
+        # Attention is called with hidden_states by name, and returns its weights, too; mixtures return router logits.
         x = args[0] if args else options.get("hidden_states", options.get("x"))
         y = out[0] if isinstance(out, tuple) else out
         if isinstance(x, Tensor) and isinstance(y, Tensor) and name not in parts:
@@ -190,7 +191,7 @@ def _corrected_block(
         return (None, stream.view_as(residual), *others)
 
     def replace_output(_: Any, args: Any, out: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, residual, *others = out
+        x, residual, *others = out  # [B, T, C] twice, and a mixture's router logits
         total = residual if x is None else residual + x
         parts.add(place, "output", total, end)
         return (None, end.view_as(total), *others)
@@ -230,6 +231,7 @@ def _corrected_branch(
     taken, result = theirs
 
     def add_norm_and_run(norm: nn.Module | None, x: Tensor | None, residual: Tensor, *options: Any) -> Any:
+        # The norm sees our stream, a sum of transformers' outputs; the branch sees what transformers' branch does.
         normed, residual = add_norm(norm, x, residual)
         parts.add(place, names.get(id(norm), f"input of {name}"), normed, taken)
         y, _, *others = branch(None, None, taken.view_as(normed), *options)
@@ -310,22 +312,26 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
     """
     name = read_model_type(read_json_config(folder))
     empty, stored = empty_model(folder), read_headers(folder)
+
+    # The tensors, without reading any of them.
     parameters = dict(empty.named_parameters())
     weights = pick_map(format_of(type(empty)).file_maps(empty.config), stored, parameters)
     expected = weights.shapes(parameters)
     read = {
         tensor: header for tensor, header in stored.items() if tensor in expected or not weights.passes_over(tensor)
     }
-    found = Verification(len(stored), tensor_differences(expected, read))
+    result = Verification(len(stored), tensor_differences(expected, read))
 
+    # The oracle may not be there, or be older than the model.
     try:
         transformers: Any = importlib.import_module("transformers")
-        found.not_compared = "" if name in transformers.CONFIG_MAPPING else f"transformers does not know {name}"
+        result.not_compared = "" if name in transformers.CONFIG_MAPPING else f"transformers does not know {name}"
     except ImportError:
-        found.not_compared = "transformers is not installed"
-    if found.differences or found.not_compared:
-        return found
+        result.not_compared = "transformers is not installed"
+    if result.differences or result.not_compared:
+        return result
 
+    # One model after the other, so that the device needs room for one; ours is read again only to find the place.
     ids = random_text(empty.config, 2, length).to(device)
     options: dict[str, Any] = {"dtype": torch.float32, "device": device}
     with torch.no_grad():
@@ -335,11 +341,11 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
         recorded = trace(theirs, input_ids=ids)
         del theirs
         assert logits is not None
-        found.logits_error = relative_error(logits, recorded.logits)
-        if not found.same:
+        result.logits_error = relative_error(logits, recorded.logits)
+        if not result.same:
             ours = AutoLigerModel.from_pretrained(folder, progress=progress, **options).eval()
-            found.place = first_difference(part_errors(ours, recorded, input_ids=ids))
-    return found
+            result.place = first_difference(part_errors(ours, recorded, input_ids=ids))
+    return result
 
 
 def empty_model(folder: Path) -> CausalLM:

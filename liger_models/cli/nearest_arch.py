@@ -92,7 +92,7 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
     """
     hf = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     recorded = trace(theirs, input_ids=random_text(theirs.config, 2, 20))
-    found: list[Nearest] = []
+    candidates: list[Nearest] = []
     for name in built_in():
         model_class = get_arch(name)
         if Path(module_of(model_class).__file__).stem != name:  # it is spread over a folder
@@ -100,10 +100,10 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found += _compared(name, model_class, hf, folder, recorded)
+                candidates += _compared(name, model_class, hf, folder, recorded)
         except ValueError:  # it cannot have these settings
             continue
-    return min(found, key=lambda candidate: candidate.rank)
+    return min(candidates, key=lambda candidate: candidate.rank)
 
 
 def _compared(
@@ -120,6 +120,7 @@ def _compared(
     if model.visual is not None:
         return []
 
+    # Parts are compared only between models of the same tensors.
     shapes = format_of(model_class).weight_map(config).shapes(dict(model.named_parameters()))
     differences = tensor_differences(shapes, read_headers(folder))
     parts: dict[str, float] = {}
@@ -162,6 +163,7 @@ Differs from {old_prefix} (``arch/{old}.py``): TODO. Name the released models in
 Source: TODO the paper, transformers ``models/{name}``.
 """
     source = source.replace(f'"""{docstring}"""', f'"""{begun}"""', 1)
+    # Names of classes, the model type, and the keys that the copied config does not have.
     head, body = source.split("\n\n\n", 1)
     body = re.sub(rf"\b(Liger|_)?{old_prefix}(?=[A-Z]\w|\b(?!\.\d))", rf"\g<1>{prefix}", body)
     body = re.sub(r'model_type="\w+"', f'model_type="{name}"', body)

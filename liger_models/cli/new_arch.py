@@ -88,10 +88,11 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
             for parameter in theirs.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         theirs.save_pretrained(scratch)
-        found = nearest(theirs, Path(scratch))
-    unknown = sorted(own_keys({**small.to_dict(), **hf}, found.model_class.config_class))
-    source = copied_source(found.model_class, name, prefix, hf_class, config_class, unknown)
+        copied = nearest(theirs, Path(scratch))
+    unknown = sorted(own_keys({**small.to_dict(), **hf}, copied.model_class.config_class))
+    source = copied_source(copied.model_class, name, prefix, hf_class, config_class, unknown)
 
+    # The test data: config.json, shapes and frequencies at the released size.
     shapes, ropes = _oracle(oracle)
     weights = [file for pattern in (WEIGHTS, SHARDS) for file in config_file.parent.glob(pattern)]
     notes = [f"IGNORED_KEYS has {', '.join(unknown)}: make fields of those that change the model."] if unknown else []
@@ -117,8 +118,8 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
     imports = [f"from liger_models.arch.{name} import {public_name} as {public_name}" for public_name in public]
     return NewArch(
         [*map(str, files)],
-        found.model_class.__module__.rpartition(".")[2],
-        found.changes,
+        copied.model_class.__module__.rpartition(".")[2],
+        copied.changes,
         notes,
         imports,
     )
@@ -200,6 +201,7 @@ def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
             base[key] = min(value, LARGEST)
         elif isinstance(value, float):
             base[key] = value
+    # One layer of each type; a model whose windows are all the same gets one layer with and one without.
     types: Any = hf.get("layer_types")
     released = {}
     if types:
@@ -222,6 +224,7 @@ def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
             for key, value in switches.items()
         },
     }
+    # A rope scaling of the released model, with an original length below that of the tests' sequences.
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     kind = rope.pop("type", None)
     kind = rope.pop("rope_type", kind)
