@@ -101,7 +101,7 @@ def block_bytes(train: Step, mode: Mode) -> tuple[int, int]:
 
 
 def stored_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor, or of those inside a quantised one."""
+    """Bytes of a tensor, or of those inside a quantized one."""
     inner = tensor.data if isinstance(tensor, nn.Parameter) else tensor
     if not hasattr(inner, "__tensor_flatten__"):
         return inner.nbytes

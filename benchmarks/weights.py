@@ -65,13 +65,13 @@ def times(model: nn.Module, device: torch.device) -> Row:
 def measured(task: Callable[[], object], device: torch.device) -> float:
     found = []
     for _ in range(REPEATS):
-        begun = synchronised(device)
+        begun = synchronized(device)
         task()
-        found.append((synchronised(device) - begun) * 1000)
+        found.append((synchronized(device) - begun) * 1000)
     return round(min(found), 2)
 
 
-def synchronised(device: torch.device) -> float:
+def synchronized(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -22,7 +22,7 @@ VOCAB, ROWS, LENGTH, LEARNING_RATE = 64, 8, 32, 3e-3
 
 
 def start() -> torch.device:
-    """Return this process's device. Under torchrun, also initialise the process group."""
+    """Return this process's device. Under torchrun, also initialize the process group."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: a model learns to prefer one of two answers, and stays close to a frozen copy.
+"""Direct preference optimization: a model learns to prefer one of two answers, and stays close to a frozen copy.
 
     python examples/dpo.py [--steps N]
     torchrun --nproc-per-node 8 examples/dpo.py
@@ -26,7 +26,7 @@ PAIRS, LEARNING_RATE = 8, 1e-3
 
 
 def start() -> torch.device:
-    """Return this process's device. Under torchrun, also initialise the process group."""
+    """Return this process's device. Under torchrun, also initialize the process group."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":

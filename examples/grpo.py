@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation: sample answers, reward them, and make better ones more likely; no value model.
+"""Group-relative policy optimization: sample answers, reward them, and make better ones more likely; no value model.
 
     python examples/grpo.py [--steps N] [--deterministic]
     torchrun --nproc-per-node 8 examples/grpo.py
@@ -29,7 +29,7 @@ PROMPTS, GROUP, UPDATES = 8, 16, 2
 
 
 def start() -> torch.device:
-    """Return this process's device. Under torchrun, also initialise the process group."""
+    """Return this process's device. Under torchrun, also initialize the process group."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: a model learns from single answers marked good or bad, relative to a frozen copy.
+"""Kahneman-Tversky optimization: a model learns from single answers marked good or bad, relative to a frozen copy.
 
     python examples/kto.py [--steps N]
     torchrun --nproc-per-node 8 examples/kto.py
@@ -23,7 +23,7 @@ VOCAB, PROMPT, ANSWER, ROWS, LEARNING_RATE = 32, 4, 8, 16, 1e-3
 
 
 def start() -> torch.device:
-    """Return this process's device. Under torchrun, also initialise the process group."""
+    """Return this process's device. Under torchrun, also initialize the process group."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":

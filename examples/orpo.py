@@ -1,4 +1,4 @@
-"""Odds-ratio preference optimisation: a model learns to answer and which answers to prefer, without a reference model.
+"""Odds-ratio preference optimization: a model learns to answer and which answers to prefer, without a reference model.
 
     python examples/orpo.py [--steps N]
     torchrun --nproc-per-node 8 examples/orpo.py
@@ -24,7 +24,7 @@ VOCAB, PAIRS, LEARNING_RATE = 32, 8, 2e-3
 
 
 def start() -> torch.device:
-    """Return this process's device. Under torchrun, also initialise the process group."""
+    """Return this process's device. Under torchrun, also initialize the process group."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":

@@ -127,7 +127,7 @@ def describe(model: LigerQwen2VL, drawings: list[Drawing]) -> list[str]:
 
 def side_by_side(drawings: list[Drawing], zoom: int = 3) -> Image.Image:
     """One picture of all drawings in a row."""
-    whole = Image.new("RGB", (len(drawings) * (SIDE + 2) * zoom, SIDE * zoom), "grey")
+    whole = Image.new("RGB", (len(drawings) * (SIDE + 2) * zoom, SIDE * zoom), "gray")
     for place, drawing in enumerate(drawings):
         whole.paste(
             drawing.image.resize((SIDE * zoom, SIDE * zoom), Image.Resampling.NEAREST), (place * (SIDE + 2) * zoom, 0)

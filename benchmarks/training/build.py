@@ -148,7 +148,7 @@ def empty_hf(
 
 
 def adapt_hf(model: nn.Module, nf4: bool) -> nn.Module:
-    """Add PEFT's adapters. bitsandbytes quantises while it loads, so 4-bit weights take a detour over a checkpoint."""
+    """Add PEFT's adapters. bitsandbytes quantizes while it loads, so 4-bit weights take a detour over a checkpoint."""
     import peft
     from transformers import BitsAndBytesConfig
 

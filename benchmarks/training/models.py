@@ -62,7 +62,7 @@ def read_config(name: str) -> dict:
     """The config.json of a model, cut to its number of layers."""
     file, layers = (MODELS | FAMILIES)[name]
     config = json.loads((CONFIGS / file).read_text())
-    config.pop("quantization_config", None)  # the weights that are trained are not quantised
+    config.pop("quantization_config", None)  # the weights that are trained are not quantized
     config.pop("audio_config", None)  # a tower that is not trained
     if layers is not None:
         keep_layers(config, layers)

@@ -448,7 +448,7 @@ class UnpackedModel(Node):
 
     @property
     def prepare_inputs_for_generation(self) -> Callable[..., dict[str, Any]]:
-        """The method of the model, which PEFT replaces while it generates, to add the prompt tokens that it learnt.
+        """The method of the model, which PEFT replaces while it generates, to add the prompt tokens that it learned.
 
         This package's own ``generate`` calls none.
         """

@@ -110,7 +110,7 @@ class AutoLigerModel:
         kernels: KernelOptions | None = None,
         strict: bool = False,
     ) -> CausalLM:
-        """Build a model with newly initialised weights.
+        """Build a model with newly initialized weights.
 
         Args:
             config: an instance of an architecture's config class, or the content of a config.json.

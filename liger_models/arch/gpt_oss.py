@@ -88,7 +88,7 @@ class GptOssAttention(LigerAttention):
         return super().attention._replace(needs_flash=True)
 
     def draw(self, std: float) -> bool:
-        """Initialise the sinks from a normal distribution with ``std``."""
+        """Initialize the sinks from a normal distribution with ``std``."""
         nn.init.normal_(self.sinks, std=std)
         return True
 
@@ -164,7 +164,7 @@ def to_json(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_map(config: GptOssConfig) -> WeightMap:
-    """Maps the parameters of GPT-OSS to the tensors of a Hugging Face checkpoint without quantisation."""
+    """Maps the parameters of GPT-OSS to the tensors of a Hugging Face checkpoint without quantization."""
     experts = "model.layers.{i}.mlp.experts"
     return _map(config, *(Rearrange("x i o -> x o i", f"{experts}.{name}_proj") for name in ("gate_up", "down")))
 
@@ -204,7 +204,7 @@ add_family(
         model_type="gpt_oss",
         hf_class="GptOssForCausalLM",
         weight_map=weight_map,
-        quantised_maps={"mxfp4": mxfp4_map},
+        quantized_maps={"mxfp4": mxfp4_map},
         from_json=from_json,
         to_json=to_json,
         ignored_keys=IGNORED_KEYS,

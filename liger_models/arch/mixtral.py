@@ -1,7 +1,7 @@
 """Mixtral 8x7B, 8x22B: model_type ``mixtral``.
 
 Differs from Mistral: the MLP is a mixture of experts; each token passes through ``num_experts_per_tok`` of them, with
-renormalised routing weights. There is no attention window by default. With ``output_router_logits`` the load-balancing
+renormalized routing weights. There is no attention window by default. With ``output_router_logits`` the load-balancing
 loss is added to the loss.
 
 Source: https://arxiv.org/abs/2401.04088, transformers ``models/mixtral``.

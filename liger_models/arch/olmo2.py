@@ -1,7 +1,7 @@
 """OLMo 2: model_type ``olmo2``.
 
 Differs from Llama: attention and the MLP take the residual stream itself and have a norm after them instead of before;
-queries and keys are normalised before the rotation, over all heads of a token together; norms apply their weight in
+queries and keys are normalized before the rotation, over all heads of a token together; norms apply their weight in
 fp32.
 
 Source: https://arxiv.org/abs/2501.00656, transformers ``models/olmo2``.

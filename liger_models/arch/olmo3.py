@@ -1,7 +1,7 @@
 """OLMo 3: model_type ``olmo3``.
 
 Differs from Llama: attention and the MLP take the residual stream itself and have a norm after them instead of before;
-queries and keys are normalised before the rotation, over all heads of a token together; norms apply their weight in
+queries and keys are normalized before the rotation, over all heads of a token together; norms apply their weight in
 fp32; three of four layers attend only to the last ``sliding_window`` tokens, and rotate without ``rope_scaling``.
 
 Source: https://arxiv.org/abs/2512.13961, transformers ``models/olmo3``.

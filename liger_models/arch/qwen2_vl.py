@@ -2,7 +2,7 @@
 
 The language model is that of Qwen2 with positions in time, height and width; each of the three has a section of the
 rotary frequencies. The vision tower has pre-norm blocks with LayerNorm, attention within each frame, rotated by row and
-column, and a plain MLP. Two by two neighbouring patches, each of two frames, become one image token.
+column, and a plain MLP. Two by two neighboring patches, each of two frames, become one image token.
 
 Source: https://arxiv.org/abs/2409.12191, transformers ``models/qwen2_vl``.
 """

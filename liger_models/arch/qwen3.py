@@ -1,6 +1,6 @@
 """Qwen3, dense: model_type ``qwen3``.
 
-Differs from Llama: each head of q and k is normalised by an RMSNorm before the rotation, with one weight for all heads;
+Differs from Llama: each head of q and k is normalized by an RMSNorm before the rotation, with one weight for all heads;
 the head dimension is 128 whatever the hidden size. As in Qwen2, the layers from ``max_window_layers`` on can have an
 attention window, which no released checkpoint uses.
 

@@ -289,7 +289,7 @@ class CausalLM(Decoder):
         device: str | torch.device = "cpu",
         kernels: KernelOptions | None = None,
     ) -> "Self":
-        """Create a model with newly initialised weights on ``device`` in ``dtype``; seed with ``torch.manual_seed``."""
+        """Create a model with newly initialized weights on ``device`` in ``dtype``; seed with ``torch.manual_seed``."""
         with torch.device("meta"):
             model = cls(config, kernels).to(as_dtype("from_config: dtype", dtype))
         model.check_buffers()

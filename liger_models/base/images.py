@@ -1,4 +1,4 @@
-"""Reading, resizing and normalising images, with results bit-identical to transformers' Pillow backend."""
+"""Reading, resizing and normalizing images, with results bit-identical to transformers' Pillow backend."""
 
 import base64
 import contextlib

@@ -136,9 +136,9 @@ def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bo
     quantization = hf.get("quantization_config") or hf.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
-        if not (isinstance(method, str) and method in {*checkpoint.quantised_maps, "fp8"}):
+        if not (isinstance(method, str) and method in {*checkpoint.quantized_maps, "fp8"}):
             raise ValueError(
-                f"config.json: the checkpoint must not be quantised, got quantization_config ({method}). "
+                f"config.json: the checkpoint must not be quantized, got quantization_config ({method}). "
                 "Load the original checkpoint instead."
             )
         if method == "fp8":

@@ -16,8 +16,8 @@ class CheckpointFormat:
         hf_class: name of the class in transformers, for ``architectures`` in config.json.
         weight_map: maps a config to the `WeightMap` of the layout that is written, and read first.
         other_maps: maps a config to the `WeightMap` of each further layout. These are read and never written.
-        quantised_maps: maps the ``quant_method`` in config.json of a quantised checkpoint to what maps a config to the
-            `WeightMap` of its layout. The weights are read dequantised.
+        quantized_maps: maps the ``quant_method`` in config.json of a quantized checkpoint to what maps a config to the
+            `WeightMap` of its layout. The weights are read dequantized.
         from_json: renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.
@@ -29,7 +29,7 @@ class CheckpointFormat:
     hf_class: str
     weight_map: Callable[[Any], WeightMap]
     other_maps: Callable[[Any], list[WeightMap]] = lambda config: []
-    quantised_maps: Mapping[str, Callable[[Any], WeightMap]] = field(default_factory=dict)
+    quantized_maps: Mapping[str, Callable[[Any], WeightMap]] = field(default_factory=dict)
     from_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     ignored_keys: Collection[str] = ()
@@ -40,8 +40,8 @@ class CheckpointFormat:
         return [self.weight_map(config), *self.other_maps(config)]
 
     def file_maps(self, config: Any) -> list[WeightMap]:
-        """As `weight_maps`, and the layouts of quantised checkpoints, which exist only in files."""
-        return [*self.weight_maps(config), *(quantised(config) for quantised in self.quantised_maps.values())]
+        """As `weight_maps`, and the layouts of quantized checkpoints, which exist only in files."""
+        return [*self.weight_maps(config), *(quantized(config) for quantized in self.quantized_maps.values())]
 
     def module_map(self, config: Any) -> WeightMap:
         """The `WeightMap` under the names of transformers' modules in memory, which adapters are saved by.

@@ -166,7 +166,7 @@ def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap,
         ValueError: the checkpoint is not in MXFP4, or lacks scales.
     """
     quantization = read_json_config(folder).get("quantization_config") or {}
-    maps = format_of(model_class).quantised_maps
+    maps = format_of(model_class).quantized_maps
     method = quantization.get("quant_method")
     if method != "mxfp4" or "mxfp4" not in maps:
         raise ValueError(

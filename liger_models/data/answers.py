@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_models.data.batch import Batch, collate, make_row
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.encoding import Document, Encoder
-from liger_models.data.formats import mark_learnt
+from liger_models.data.formats import mark_learned
 from liger_models.data.media import BrokenMediaError, Medium, keep_whole
 from liger_models.data.packing import PackedRows, seeded_generator
 from liger_models.data.pixels import RowMaker, make_pixels
@@ -171,10 +171,10 @@ class AnswerDataset(PackedDataset):
         return AnswerRows(tokens, self._make_row, self.shuffle, self.seed)
 
     def _show(self, documents: list[list[int]]) -> str:
-        shown = mark_learnt(self.encoder.tokenizer, documents[0])
+        shown = mark_learned(self.encoder.tokenizer, documents[0])
         if self.formats == ("kto",):
             return f"{shown}\n    label: {bool(documents[1][0])}"
-        return f"chosen:\n{shown}\nrejected:\n{mark_learnt(self.encoder.tokenizer, documents[1])}"
+        return f"chosen:\n{shown}\nrejected:\n{mark_learned(self.encoder.tokenizer, documents[1])}"
 
     def _batch(self, rows: list[Batch]) -> Batch:
         rows = self._completed(rows) if self.complete else rows or [self._without_labels(self.rows[0])]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from liger_models.base.processor import Processor
 from liger_models.data.batch import Batch, collate
 from liger_models.data.encoding import Document, Encoder, Skipped
-from liger_models.data.formats import DOCUMENTS, Formats, mark_learnt
+from liger_models.data.formats import DOCUMENTS, Formats, mark_learned
 from liger_models.data.media import keep_whole
 from liger_models.data.mixture import MixedRows
 from liger_models.data.packing import WINDOW, PackedRows, has_target, pack, seeded_generator, split_documents
@@ -62,7 +62,7 @@ class PackedDataset(IterableDataset[Batch]):
         format: the format of all examples; default: recognized by the columns of each file's first example. "chat"
             (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca" (``instruction``, ``input``,
             ``output``) and "question-answer" learn the answers only. "text" gets the tokenizer's special tokens and the
-            end token. "input_ids" are taken unchanged, with ``labels`` beside them if not all are to be learnt.
+            end token. "input_ids" are taken unchanged, with ``labels`` beside them if not all are to be learned.
         formats: the formats that examples may have; others are refused.
         field: the field of an example to read instead, whose value decides how it is read: a text, messages or ids.
         max_samples: the most examples to read, for a short try; default: all. With ``shares``, of each source.
@@ -213,7 +213,7 @@ class PackedDataset(IterableDataset[Batch]):
         self.set_epoch(self.epoch + 1)
 
     def describe(self) -> str:
-        """Files, formats and number of the documents, and the first document with its learnt parts marked.
+        """Files, formats and number of the documents, and the first document with its learned parts marked.
 
         Raises:
             ValueError: the source is a stream.
@@ -278,7 +278,7 @@ class PackedDataset(IterableDataset[Batch]):
 
     def _show(self, documents: list[list[int]]) -> str:
         """The first example, for `describe`."""
-        return mark_learnt(self.encoder.tokenizer, documents[0])
+        return mark_learned(self.encoder.tokenizer, documents[0])
 
     def _completed(self, rows: list[Any]) -> list[Any]:
         """This rank's rows of a step, with rows from the beginning of the epoch for those that its end lacks."""

@@ -1,4 +1,4 @@
-"""Examples to token ids: texts, chats whose answers are learnt, and ids as they are."""
+"""Examples to token ids: texts, chats whose answers are learned, and ids as they are."""
 
 import itertools
 import json
@@ -46,7 +46,7 @@ class Text(NamedTuple):
     Attributes:
         where: where it is, for errors.
         text: with the tokens of its images.
-        spans: the characters that are learnt; None for all.
+        spans: the characters that are learned; None for all.
         special: whether the tokenizer adds its special tokens.
         media, counts: its images, and the number of tokens of each.
     """
@@ -187,17 +187,17 @@ class Encoder:
             raise ValueError(f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one.")
         prompt = prompt or ()
 
-        # The assistant's messages after the prompt are learnt, unless their weight is 0.
+        # The assistant's messages after the prompt are learned, unless their weight is 0.
         messages, sources = self.media.place(where, [*prompt, *answer], columns)
         messages = read_messages(where, messages, self.media.kinds)
         answers = [number >= len(prompt) and message["role"] == "assistant" for number, message in enumerate(messages)]
         if not any(answers):
             raise ValueError(f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
-        learnt = [
+        learned = [
             is_answer and message.get("weight", 1) == 1 for is_answer, message in zip(answers, messages, strict=True)
         ]
-        text, spans = render_answers(where, self.tokenizer, messages, learnt, example)
-        if not spans and any(learnt):
+        text, spans = render_answers(where, self.tokenizer, messages, learned, example)
+        if not spans and any(learned):
             raise ValueError(
                 f"{where}: the chat template must mark answers by {{% generation %}}, got none marked. Mark them, or "
                 "leave all marks out."
@@ -248,7 +248,7 @@ class Encoder:
             if ids is not None:
                 encoded[i] = ids
 
-        # The others on all cores; offsets, which cost time, only where spans are learnt.
+        # The others on all cores; offsets, which cost time, only where spans are learned.
         plain = [i for i, text in texts.items() if text.spans is None and i not in encoded]
         masked = [i for i, text in texts.items() if text.spans is not None and i not in encoded]
         encodings: Any = backend.encode_batch_fast([texts[i].text for i in plain])
@@ -257,7 +257,7 @@ class Encoder:
         for i, encoding in zip(masked, encodings, strict=True):
             encoded[i] = _masked(encoding.ids, encoding.offsets, texts[i].spans)
 
-        # Special tokens around a prompt and its answer are not learnt, except for the end.
+        # Special tokens around a prompt and its answer are not learned, except for the end.
         around = [i for i, text in texts.items() if text.spans is not None and text.special]
         before, after = self._special_tokens() if around else ([], [])
         for i in around:
@@ -378,11 +378,11 @@ def check_media_columns(
 
 
 def render_answers(
-    where: str, tokenizer: Tokenizer, messages: list[dict[str, Any]], learnt: list[bool], example: Mapping[str, Any]
+    where: str, tokenizer: Tokenizer, messages: list[dict[str, Any]], learned: list[bool], example: Mapping[str, Any]
 ) -> tuple[str, list[Span]]:
     """`Tokenizer.render_answers` with the variables of an example; errors begin with ``where``."""
     try:
-        return tokenizer.render_answers(messages, learnt=learnt, **read_variables(example))
+        return tokenizer.render_answers(messages, learned=learned, **read_variables(example))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
 
@@ -444,7 +444,7 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         weight = present.get("weight", 1)
         if weight not in (0, 1):
             raise ValueError(
-                f"{where}: message {number} must have weight 0 (not learnt) or 1, got {weight!r}. Correct it."
+                f"{where}: message {number} must have weight 0 (not learned) or 1, got {weight!r}. Correct it."
             )
         checked.append({**present, "content": content})
     return checked
@@ -475,8 +475,8 @@ def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] |
     """Token ids as a `TokenFile` stores them, with labels in ``spans`` only; None for all."""
     if spans is None:
         return array("i", ids)
-    learnt = answer_mask(offsets, spans)
-    return array("i", (token if is_learnt else ~token for token, is_learnt in zip(ids, learnt, strict=True)))
+    learned = answer_mask(offsets, spans)
+    return array("i", (token if is_learned else ~token for token, is_learned in zip(ids, learned, strict=True)))
 
 
 def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:

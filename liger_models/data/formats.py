@@ -204,7 +204,7 @@ class Formats:
 
         # The first format that fits and is allowed.
         fitting = [name for name in FORMATS if isinstance(record, Mapping) and FORMATS[name].fits(record)]
-        is_labeled = "kto" in fitting and "kto" not in self.allowed  # bad answers must not be learnt
+        is_labeled = "kto" in fitting and "kto" not in self.allowed  # bad answers must not be learned
         usable = [name for name in fitting if name in self.allowed and not (is_labeled and name == "prompt-completion")]
         if not usable and fitting:
             raise ValueError(
@@ -243,8 +243,8 @@ class Formats:
         return others | example
 
 
-def mark_learnt(tokenizer: Tokenizer, ids: Sequence[int], lines: int = 12) -> str:
-    """A document as text, indented, with the learnt parts between « and ».
+def mark_learned(tokenizer: Tokenizer, ids: Sequence[int], lines: int = 12) -> str:
+    """A document as text, indented, with the learned parts between « and ».
 
     Args:
         tokenizer: decodes the ids.
@@ -252,11 +252,11 @@ def mark_learnt(tokenizer: Tokenizer, ids: Sequence[int], lines: int = 12) -> st
         lines: the most lines of each part that are shown; a long line is cut, too.
     """
     text = ""
-    for learnt, run in itertools.groupby(ids[:SHOWN], lambda token: token >= 0):
-        part = tokenizer.decode([token if learnt else ~token for token in run], skip_special_tokens=False)
+    for learned, run in itertools.groupby(ids[:SHOWN], lambda token: token >= 0):
+        part = tokenizer.decode([token if learned else ~token for token in run], skip_special_tokens=False)
         shown = [line if len(line) <= 160 else line[:157] + "..." for line in part.split("\n")]
         if len(shown) > lines:
             omitted = f"... ({len(shown) - lines + 1} lines)"
             shown = [*shown[: lines // 2], omitted, *shown[len(shown) - lines // 2 + 1 :]]
-        text += "«{}»".format("\n".join(shown)) if learnt else "\n".join(shown)
+        text += "«{}»".format("\n".join(shown)) if learned else "\n".join(shown)
     return "\n".join("    " + line for line in text.split("\n"))

@@ -272,12 +272,12 @@ def _encode_chats(
         if not all(message.get("weight", 1) for message in answer):
             raise ValueError(
                 f"{where}: {name} must have no message with weight 0: answers are compared as a whole. Move messages "
-                "that are not learnt into the prompt, or leave the weight out."
+                "that are not learned into the prompt, or leave the weight out."
             )
 
         # Render the conversation, and find the tokens of the answer in it.
-        learnt = [False] * len(prompt) + [True] * len(answer)
-        text, spans = render_answers(where, tokenizer, [*prompt, *answer], learnt, pair)
+        learned = [False] * len(prompt) + [True] * len(answer)
+        text, spans = render_answers(where, tokenizer, [*prompt, *answer], learned, pair)
         check_characters(where, text)
         text, moved, counts = media.write(where, text, spans, images)
         encoding = tokenizer.backend.encode(text, add_special_tokens=False)

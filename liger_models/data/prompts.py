@@ -15,7 +15,7 @@ from liger_models.base.processor import Processor
 from liger_models.data.answers import AnswerRows
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.encoding import check_characters, is_messages, open_reader, read_messages, read_variables
-from liger_models.data.formats import mark_learnt
+from liger_models.data.formats import mark_learned
 from liger_models.data.media import BrokenMediaError, Medium
 from liger_models.data.packing import PackedRows
 from liger_models.data.pixels import make_pixels
@@ -124,7 +124,7 @@ class PromptDataset(PackedDataset):
         return ids, media
 
     def _show(self, documents: list[list[int]]) -> str:
-        return mark_learnt(self.encoder.tokenizer, documents[0])
+        return mark_learned(self.encoder.tokenizer, documents[0])
 
     def _batch(self, rows: list[Any]) -> Any:
         return self._completed(rows)

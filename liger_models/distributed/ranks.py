@@ -19,7 +19,7 @@ PATIENCE = timedelta(seconds=30)
 
 
 def is_distributed() -> bool:
-    """Whether a default process group is initialised."""
+    """Whether a default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 

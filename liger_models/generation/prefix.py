@@ -11,7 +11,7 @@ TOKENS = "tokens"
 def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
     """Keep of a cache only what the prompts begin with, and at most all but their last token.
 
-    Columns are compared, so that rows with other padding have nothing in common. Synchronises with the device.
+    Columns are compared, so that rows with other padding have nothing in common. Synchronizes with the device.
 
     Args:
         cache: a new cache, or one that `remember` has been called with.

@@ -84,14 +84,14 @@ class Rows:
             self.context[:, column] = tokens
 
     def _find(self, strings: StopStrings) -> None:
-        """End the rows in which the last token completes a stop string. Synchronises with the device."""
+        """End the rows in which the last token completes a stop string. Synchronizes with the device."""
         last = self.context[:, max(self.length - strings.window, 0) : self.length]
         rows = torch.cat([self.ended[:, None], last], 1).tolist()
         ended = [bool(done) or strings.completed_by_last(tokens) for done, *tokens in rows]
         self.ended, self._all_ended = torch.tensor(ended, device=last.device), all(ended)
 
     def all_ended(self) -> bool:
-        """Whether every row has ended. Synchronises with the device if rows can end."""
+        """Whether every row has ended. Synchronizes with the device if rows can end."""
         if self._all_ended is None:
             self._all_ended = bool(self.ended.all())
         return self._all_ended

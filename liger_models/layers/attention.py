@@ -215,7 +215,7 @@ class LigerQKNormAttention(LigerAttention):
 
     Args:
         norm: returns a `LigerRMSNorm` for a width.
-        whole_projection: normalise over all heads together (OLMo 2), not over each head (Qwen3, Gemma 3).
+        whole_projection: normalize over all heads together (OLMo 2), not over each head (Qwen3, Gemma 3).
         Others: as in `LigerAttention`.
     """
 

@@ -157,7 +157,7 @@ class BatchLayout:
                     f"forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got {kind}. "
                     "Pass mask.bool(); of a mask that is added to scores (0 and -inf), pass mask == 0."
                 )
-            # Reading the mask synchronises once, which costs far less than attention with a needless mask. Single
+            # Reading the mask synchronizes once, which costs far less than attention with a needless mask. Single
             # tokens and compiled graphs skip the check.
             if T == 1 or torch.compiler.is_compiling() or not bool(attention_mask.all()):
                 documents = mark_padding(attention_mask, device)

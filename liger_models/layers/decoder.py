@@ -200,7 +200,7 @@ class Decoder(nn.Module):
         return {"default": rotary}
 
     def post_init(self) -> None:
-        """Check the parts, tie and initialise the weights. A constructor that sets parts of its own calls it last.
+        """Check the parts, tie and initialize the weights. A constructor that sets parts of its own calls it last.
 
         Raises:
             ValueError: an attribute is missing, there is a buffer, or attention layers share a cache slot.
@@ -258,10 +258,10 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def reset_parameters(self) -> None:
-        """Initialise all weights.
+        """Initialize all weights.
 
         Linear layers and embeddings are drawn from a normal distribution with ``initializer_range``; their biases and
-        the embedding's row of the padding token are 0. Layers initialise their parameters by `Layer.draw`, all other
+        the embedding's row of the padding token are 0. Layers initialize their parameters by `Layer.draw`, all other
         modules by ``reset_parameters``, submodules first.
 
         Raises:
@@ -289,8 +289,8 @@ class Decoder(nn.Module):
             if parameters and reset in (None, Decoder.reset_parameters):
                 raise ValueError(
                     f"{type(self).__name__}: {type(module).__name__} must have a method reset_parameters that "
-                    f"initialises {', '.join(parameters)}, got none. Models are built on the meta device first, and "
-                    "then initialised."
+                    f"initializes {', '.join(parameters)}, got none. Models are built on the meta device first, and "
+                    "then initialized."
                 )
             if reset is not None and module is not self:
                 reset(module)
@@ -427,7 +427,7 @@ class Decoder(nn.Module):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
     ) -> CausalLMOutput:
-        """Compute logits, or the loss if ``labels`` are given, without materialising the logits.
+        """Compute logits, or the loss if ``labels`` are given, without materializing the logits.
 
         Args:
             input_ids: [B, T] int64.

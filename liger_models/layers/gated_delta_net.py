@@ -185,7 +185,7 @@ class LigerGatedDeltaNet(Layer):
         self.num_value_heads //= group.size
 
     def draw(self, std: float) -> bool:
-        """Initialise the convolution from a normal distribution with ``std``, and the decays as in the paper."""
+        """Initialize the convolution from a normal distribution with ``std``, and the decays as in the paper."""
         nn.init.normal_(self.conv_weight, std=std)
         nn.init.ones_(self.dt_bias)
         nn.init.uniform_(self.A_log, 0.01, 16)  # not from 0, whose logarithm is infinite

@@ -132,7 +132,7 @@ class Layer(nn.Module):
         return False
 
     def draw(self, std: float) -> bool:
-        """Initialise the layer's own parameters; ``std`` is the config's ``initializer_range``.
+        """Initialize the layer's own parameters; ``std`` is the config's ``initializer_range``.
 
         Returns:
             Whether the layer has done so. If not, its ``reset_parameters`` is called after those of its submodules.
@@ -148,7 +148,7 @@ class Layer(nn.Module):
         raise AttributeError(f"{type(self).__name__} has no adapters")
 
     def reset_adapters(self) -> None:
-        """Initialise adapters that were added to the layer, which the model's own checkpoint does not hold."""
+        """Initialize adapters that were added to the layer, which the model's own checkpoint does not hold."""
 
 
 def layers_of(module: nn.Module) -> Iterator[Layer]:
@@ -168,7 +168,7 @@ def named_layers(module: nn.Module, *, remove_duplicate: bool = True) -> list[tu
 
 
 def draw(module: nn.Module, std: float) -> bool:
-    """Initialise a module's own parameters by `Layer.draw`, and return whether it has done so."""
+    """Initialize a module's own parameters by `Layer.draw`, and return whether it has done so."""
     return isinstance(module, Layer) and module.draw(std)
 
 

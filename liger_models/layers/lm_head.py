@@ -78,7 +78,7 @@ class LabeledRows:
 
 
 class LigerLMHead(nn.Linear, Layer):
-    """Projection to the vocabulary; given targets, it returns their loss without materialising the logits.
+    """Projection to the vocabulary; given targets, it returns their loss without materializing the logits.
 
     The loss is computed inside the forward of this module, so that FSDP, which gathers the weight for the forward, has
     also gathered it for the loss.

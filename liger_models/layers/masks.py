@@ -43,14 +43,14 @@ class Segments:
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Segments":
-        """From the segment number of each token, [N] int64, ascending. Synchronises with the device once."""
+        """From the segment number of each token, [N] int64, ascending. Synchronizes with the device once."""
         counts = numbers.unique_consecutive(return_counts=True)[1]
         cu_seqlens, lengths = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), counts.tolist()
         return cls(cu_seqlens, max(lengths), lengths)
 
     @classmethod
     def of_parts(cls, visible: Tensor, part: Tensor, recurring: bool = False) -> "Segments":
-        """Group queries by the parts they attend to; arguments as in `parts_mask`. Synchronises with the device."""
+        """Group queries by the parts they attend to; arguments as in `parts_mask`. Synchronizes with the device."""
         B, T, _ = visible.shape
         row = torch.arange(B, device=visible.device)[:, None, None].expand(-1, T, -1)
         alike, number, counts = (

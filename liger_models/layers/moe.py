@@ -168,14 +168,14 @@ class LigerMoE(Layer):
         return True
 
     def draw(self, std: float) -> bool:
-        """Initialise the experts' weights from a normal distribution with ``std``."""
+        """Initialize the experts' weights from a normal distribution with ``std``."""
         self.reset_parameters(std)
         return True
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Draw the experts' weights from a normal distribution with ``std``, and set their biases to 0.
 
-        The router initialises itself.
+        The router initializes itself.
         """
         nn.init.normal_(self.gate_up_weight, std=std)
         nn.init.normal_(self.down_weight, std=std)

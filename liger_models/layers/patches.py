@@ -209,7 +209,7 @@ def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 
 def _between(index: Tensor, length: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The two neighbours of each position on a line of ``side`` points, and the distance from the first of them."""
+    """The two neighbors of each position on a line of ``side`` points, and the distance from the first of them."""
     position = index.float() * (side - 1) / (length - 1).clamp_min(1)
     first = position.floor()
     return first.long(), (first.long() + 1).clamp_max(side - 1), position - first

@@ -158,7 +158,7 @@ class RotaryEmbedding(Layer):
     """cos and sin of the position of every token, in fp32.
 
     The frequencies are computed in fp32 from the config. They are neither parameters nor buffers, so that no cast, meta
-    initialisation or checkpoint changes them, but they move with the module to its device.
+    initialization or checkpoint changes them, but they move with the module to its device.
 
     Args:
         width: number of dimensions that are rotated, even; the head dimension, or less for partial rotary.

@@ -51,14 +51,14 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Merges a square of neighbouring patches into one image token: ``fc2(gelu(fc1(concat(norm(patches)))))``.
+    """Merges a square of neighboring patches into one image token: ``fc2(gelu(fc1(concat(norm(patches)))))``.
 
     Args:
         norm: returns a norm for a width.
         hidden_size: C of a patch.
         out_size: width of an image token.
         merge: side of the square of patches that becomes one token.
-        norm_of_all: normalise the concatenated patches, not each patch.
+        norm_of_all: normalize the concatenated patches, not each patch.
         kernels: which parts run on fused kernels.
     """
 

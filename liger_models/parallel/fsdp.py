@@ -94,7 +94,7 @@ def apply_fsdp(
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            "apply_fsdp: the process group must be initialised. Call torch.distributed.init_process_group() first, in "
+            "apply_fsdp: the process group must be initialized. Call torch.distributed.init_process_group() first, in "
             "processes started by torchrun."
         )
     if isinstance(model, FSDPModule):

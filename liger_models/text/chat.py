@@ -41,7 +41,7 @@ def render_answers(
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     special_tokens: Sequence[str],
-    learnt: Sequence[bool] | None = None,
+    learned: Sequence[bool] | None = None,
 ) -> tuple[str, list[Span]]:
     """A conversation as text, and the spans of its answers; `Tokenizer.render_answers` says how they are found.
 
@@ -50,7 +50,7 @@ def render_answers(
         messages: dicts with ``role`` and ``content``.
         variables: what else the template reads.
         special_tokens: tokens that may end an answer.
-        learnt: for each message, whether it is an answer whose spans are needed; default: the assistant's.
+        learned: for each message, whether it is an answer whose spans are needed; default: the assistant's.
 
     Raises:
         ValueError: the template refuses the messages, or the position of an answer cannot be determined.
@@ -59,7 +59,7 @@ def render_answers(
 
     # The messages of the assistant, and those whose position is needed.
     answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
-    needed = answers if learnt is None else [index for index in answers if learnt[index]]
+    needed = answers if learned is None else [index for index in answers if learned[index]]
 
     def end_of(number: int) -> int:
         """Where the first ``number`` messages end in ``text``."""

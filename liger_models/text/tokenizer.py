@@ -533,7 +533,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        learnt: Sequence[bool] | None = None,
+        learned: Sequence[bool] | None = None,
         **variables: Any,
     ) -> tuple[str, list[Span]]:
         """A conversation as text, and the parts of it that the assistant writes, which a model is trained on.
@@ -545,7 +545,7 @@ class Tokenizer:
 
         Args:
             messages, tools, **variables: as for `apply_chat_template`.
-            learnt: for each message, whether it is an answer to find; default: all messages of the assistant.
+            learned: for each message, whether it is an answer to find; default: all messages of the assistant.
 
         Returns:
             The text, and the first and last + 1 character of each part. `answer_mask` finds their tokens.
@@ -556,7 +556,7 @@ class Tokenizer:
         """
         special = [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
         template, variables = self._chat_template(tools, variables)
-        return render_answers(template, messages, variables, special, learnt)
+        return render_answers(template, messages, variables, special, learned)
 
     def _chat_template(self, tools: object, variables: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The template, and all its variables but the messages."""

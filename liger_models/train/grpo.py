@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation: answers are sampled, rewarded by a function, and better ones made more likely."""
+"""Group-relative policy optimization: answers are sampled, rewarded by a function, and better ones made more likely."""
 
 import importlib
 import importlib.util
@@ -35,7 +35,7 @@ Reward = Callable[..., Any]
 
 
 class GRPOObjective(Objective):
-    """Group-relative policy optimisation, on answers that the model samples itself."""
+    """Group-relative policy optimization, on answers that the model samples itself."""
 
     formats = ("prompt",)
     shares_rows, compares = False, True

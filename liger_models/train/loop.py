@@ -59,7 +59,7 @@ from liger_models.train.train_options import STORED, TrainOptions
 def train(options: TrainOptions) -> None:
     """Train from the last checkpoint in ``options.output``, or from the start, and export the model.
 
-    Every rank must call it. It initialises the process group if there is none: torchrun's, or one of this process only.
+    Every rank must call it. It initializes the process group if there is none: torchrun's, or one of this process only.
     After SIGINT (Ctrl-C) or SIGTERM it saves a checkpoint and exports nothing; a second signal ends it at once.
 
     Raises:
@@ -209,7 +209,7 @@ def select_device() -> torch.device:
 
 
 def start_group(device: torch.device) -> bool:
-    """Initialise the process group unless there is one; returns whether it did."""
+    """Initialize the process group unless there is one; returns whether it did."""
     if dist.is_initialized():
         return False
     by_torchrun = "RANK" in os.environ

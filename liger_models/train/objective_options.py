@@ -42,7 +42,7 @@ class ObjectiveOptions:
     """
 
     objective: str = option(
-        "what is learnt: sft, pretrain, dpo, orpo, cpo, simpo, kto, distill or grpo", "sft", choices=tuple(OBJECTIVES)
+        "what is learned: sft, pretrain, dpo, orpo, cpo, simpo, kto, distill or grpo", "sft", choices=tuple(OBJECTIVES)
     )
     beta: float | None = _of(
         "dpo, orpo, cpo, simpo, kto, distill, grpo",
@@ -58,7 +58,7 @@ class ObjectiveOptions:
     simpo_gamma: float | None = _of("simpo", "margin of the rewards (default: 0.5)")
     desirable_weight: float | None = _of("kto", "weight of good answers (default: 1)")
     undesirable_weight: float | None = _of("kto", "weight of bad answers (default: 1)")
-    teacher: str | None = _of("distill", "model whose distributions are learnt: a folder, or a name on the hub")
+    teacher: str | None = _of("distill", "model whose distributions are learned: a folder, or a name on the hub")
     divergence: str | None = _of("distill", "jsd (default), forward_kl, reverse_kl, tvd or cosine")
     temperature: float | None = _of("distill, grpo", "divisor of the logits (default: 1)")
     weight_hard_loss: float | None = _of("distill", "weight of the cross entropy (default: 0.5)")

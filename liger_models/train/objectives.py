@@ -173,7 +173,7 @@ class Compared(Objective):
         return AnswerDataset(source, reader_of(model), formats=self.formats, **options)
 
     def eval_dataset(self, source: Any, model: CausalLM, **options: Any) -> PackedDataset:
-        """See `Objective.eval_dataset`. Each pair counts once; labelled answers need others in their batch."""
+        """See `Objective.eval_dataset`. Each pair counts once; labeled answers need others in their batch."""
         return super().eval_dataset(source, model, complete=self.formats != ("preference",), **options)
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
@@ -218,19 +218,19 @@ class Compared(Objective):
 
 
 class DPOObjective(Compared):
-    """Direct preference optimisation."""
+    """Direct preference optimization."""
 
     make, needs_reference = LigerFusedLinearDPOLoss, True
 
 
 class ORPOObjective(Compared):
-    """Odds-ratio preference optimisation."""
+    """Odds-ratio preference optimization."""
 
     make = LigerFusedLinearORPOLoss
 
 
 class CPOObjective(Compared):
-    """Contrastive preference optimisation."""
+    """Contrastive preference optimization."""
 
     make: Callable[..., Any] = LigerFusedLinearCPOLoss
     alpha = 1.0
@@ -250,7 +250,7 @@ class SimPOObjective(CPOObjective):
 
 
 class KTOObjective(Compared):
-    """Kahneman-Tversky optimisation."""
+    """Kahneman-Tversky optimization."""
 
     formats = ("kto",)
     make, needs_reference, rows_of_example = LigerFusedLinearKTOLoss, True, 1
@@ -340,7 +340,7 @@ class DistillObjective(Objective):
             hidden, head, _ = self.teacher(**batch, loss_function=lambda *inputs: inputs).loss
 
         def compare(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, Tensor]:
-            # Quantised weights are not sharded on one GPU; adapters then compute in float32, unlike the teacher.
+            # Quantized weights are not sharded on one GPU; adapters then compute in float32, unlike the teacher.
             return self.function(x, weight, hidden.to(x.dtype), head.to(x.dtype), target), (target != -100).sum()
 
         # Without a backward the teacher's head stays gathered, so the student's loss can use it.

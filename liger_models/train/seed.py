@@ -32,5 +32,5 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
         torch.use_deterministic_algorithms(True)
         settings: Any = torch.utils.deterministic
-        settings.fill_uninitialized_memory = False  # no kernel reads uninitialised memory
+        settings.fill_uninitialized_memory = False  # no kernel reads uninitialized memory
         torch.backends.cudnn.benchmark = False

@@ -35,7 +35,7 @@ class DataOptions:
     eval_data: list[str] = option("files or folders to evaluate on", [])
     length: int = option("tokens in a packed row", 4096, at_least=2)
     overflow: str | None = option("split (default) or truncate documents longer than a row", None, choices=OVERFLOWS)
-    format: str | None = option("format of the examples, such as alpaca; default: recognised by their columns", None)
+    format: str | None = option("format of the examples, such as alpaca; default: recognized by their columns", None)
     field: str | None = option("column to read instead, whatever others there are", None)
     data_shares: list[float] = option(
         "share of each entry of data in an epoch, such as 0.7 0.3; default: all of each", []

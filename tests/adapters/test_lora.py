@@ -115,7 +115,7 @@ def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str
     return tokens(arch, next(iter(tiny(arch))), 2, 12), {}, {}
 
 
-def learnt_by(theirs) -> dict[str, torch.Tensor]:
+def learned_by(theirs) -> dict[str, torch.Tensor]:
     """The gradients of PEFT's adapters, under the names in its files."""
     return {
         name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): parameter.grad
@@ -133,16 +133,16 @@ def assert_equal_to_peft(ours, theirs, ids, our_inputs=None, their_inputs=None) 
     got = ours(ids, **our_inputs).loss
     assert error(got, want) <= LIMIT
     got.backward()
-    grads, learnt = under_peft_names(ours, lambda parameter: parameter.grad), learnt_by(theirs)
-    assert grads.keys() == learnt.keys()
-    beyond = [name for name, gradient in learnt.items() if error(grads[name], gradient) > LIMIT]
+    grads, learned = under_peft_names(ours, lambda parameter: parameter.grad), learned_by(theirs)
+    assert grads.keys() == learned.keys()
+    beyond = [name for name, gradient in learned.items() if error(grads[name], gradient) > LIMIT]
     if beyond:  # sums whose terms cancel are rounded on both sides: PEFT in fp64 judges them, by the same limit
         wide = copy.deepcopy(theirs).double()
         wide.set_experts_implementation("eager")  # the others have no fp64
         wide.zero_grad()
         given = {name: x.double() if x.is_floating_point() else x for name, x in their_inputs.items()}
         wide(input_ids=ids, **given).loss.backward()
-        exact = learnt_by(wide)
+        exact = learned_by(wide)
         for name in beyond:
             assert error(grads[name], exact[name]) <= LIMIT, name
     assert all((p.grad is None) == (not p.requires_grad) for p in ours.parameters())
@@ -391,8 +391,8 @@ def test_fused_ops_with_and_without_adapters(targets, kernel_device):
 
 @pytest.mark.parametrize("dtype", ["nf4", "float8"])
 @pytest.mark.parametrize("policy", CHECKPOINTING_POLICIES)
-def test_fused_ops_on_a_quantised_base(policy, dtype, kernel_device, monkeypatch):
-    """Loss and gradients are those of the same ops with the dequantised weights, dense, and of the references."""
+def test_fused_ops_on_a_quantized_base(policy, dtype, kernel_device, monkeypatch):
+    """Loss and gradients are those of the same ops with the dequantized weights, dense, and of the references."""
     pytest.importorskip("torchao")
     from liger_models.kernels import dispatch
     from liger_models.kernels.linear import norm_linear
@@ -472,18 +472,18 @@ def test_a_block_with_adapters_keeps_what_a_trained_one_does(policy):
 
 @pytest.mark.parametrize("dtype", ["nf4", "float8"])
 @pytest.mark.parametrize("policy", ["none", "selective"])
-def test_a_block_on_a_quantised_base_keeps_what_a_dense_one_does(policy, dtype, kernel_device):
-    """As autograd counts it: no input of an adapter and no dequantised weight."""
+def test_a_block_on_a_quantized_base_keeps_what_a_dense_one_does(policy, dtype, kernel_device):
+    """As autograd counts it: no input of an adapter and no dequantized weight."""
     pytest.importorskip("torchao")
 
-    def measured(tokens, quantised):
+    def measured(tokens, quantized):
         model = llama(LoRAConfig(r=4), hidden_size=64, intermediate_size=128)
-        model = (quantize_base(model, dtype=dtype) if quantised else model).to(kernel_device)
+        model = (quantize_base(model, dtype=dtype) if quantized else model).to(kernel_device)
         model.set_checkpointing(policy)
         return measured_bytes(model, torch.ones(1, tokens, dtype=torch.int64, device=kernel_device))
 
-    dense, quantised = ([measured(tokens, each) for tokens in (16, 48)] for each in (False, True))
-    assert quantised[1] - quantised[0] == dense[1] - dense[0] > 0
+    dense, quantized = ([measured(tokens, each) for tokens in (16, 48)] for each in (False, True))
+    assert quantized[1] - quantized[0] == dense[1] - dense[0] > 0
 
 
 def assert_blocks_compile(model) -> None:
@@ -541,9 +541,9 @@ def test_nf4_base():
     sizes = {"hidden_size": 128, "intermediate_size": 256}
     model = quantize_base(llama(LoRAConfig(r=4), **sizes))
     rounded = llama(LoRAConfig(r=4), **sizes)
-    quantised = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, LoRALinear)]
-    assert len(quantised) == 2 * 4
-    for path, layer in quantised:
+    quantized = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, LoRALinear)]
+    assert len(quantized) == 2 * 4
+    for path, layer in quantized:
         other = rounded.get_submodule(path).weight
         assert 0 < error(layer.dense_weight(), other) < 0.15
         other.data.copy_(layer.dense_weight())
@@ -611,20 +611,20 @@ def test_products_in_float8_learn_as_those_in_bfloat16(use_dora, kernel_device, 
     assert torch.cosine_similarity(*joined, dim=0) > 0.99
 
 
-def test_quantised_weights_can_be_loaded_again():
+def test_quantized_weights_can_be_loaded_again():
     pytest.importorskip("torchao")
     model = llama(LoRAConfig(r=4), hidden_size=64, intermediate_size=128).to(torch.bfloat16)
     dense = {name: each.clone() for name, each in hf_tensors(model, merge=False)}
-    quantised = dict(hf_tensors(quantize_base(model, dtype="float8"), merge=False))
+    quantized = dict(hf_tensors(quantize_base(model, dtype="float8"), merge=False))
     load_hf_tensors(model, dense)
     again = dict(hf_tensors(model, merge=False))
-    assert all(torch.equal(again[name], tensor) for name, tensor in quantised.items())
+    assert all(torch.equal(again[name], tensor) for name, tensor in quantized.items())
     assert not all(torch.equal(again[name], tensor) for name, tensor in dense.items())
 
 
 @pytest.mark.parametrize("dtype", ["nf4", "float8"])
-def test_weights_that_are_quantised_as_they_are_read(dtype, tmp_path):
-    """The model equals one that is quantised after loading: weights, loss, tokens, and the merged model."""
+def test_weights_that_are_quantized_as_they_are_read(dtype, tmp_path):
+    """The model equals one that is quantized after loading: weights, loss, tokens, and the merged model."""
     pytest.importorskip("torchao")
     from liger_models.train.report import estimate
 
@@ -700,7 +700,7 @@ def test_nf4_on_a_gpu_is_as_on_the_cpu(policy):
 @pytest.mark.gpu
 def test_nf4_on_the_way_to_a_gpu_takes_no_room_for_dense_weights():
     pytest.importorskip("torchao")
-    # Quantising one weight takes about as much as seven copies of it in bf16, so there must be many.
+    # Quantizing one weight takes about as much as seven copies of it in bf16, so there must be many.
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
     model = llama(LoRAConfig(r=4), **sizes).to(torch.bfloat16)
     dense = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, LoRALinear))

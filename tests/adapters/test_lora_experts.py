@@ -357,7 +357,7 @@ def test_states_of_adapters_without_experts_are_described_as_before():
 
 
 WIDE = MIXTURE | {"hidden_size": 64, "intermediate_size": 64}
-QUANTISED = pytest.mark.parametrize("dtype", ["nf4", "float8"])
+QUANTIZED = pytest.mark.parametrize("dtype", ["nf4", "float8"])
 
 
 def with_dense_weights(model):
@@ -374,17 +374,17 @@ def with_dense_weights(model):
     return model
 
 
-def quantised(config, dtype, hf=WIDE, **options):
+def quantized(config, dtype, hf=WIDE, **options):
     pytest.importorskip("torchao")
     return quantize_base(mixture(hf, config, **options), dtype=dtype)
 
 
-@QUANTISED
+@QUANTIZED
 @pytest.mark.parametrize(
     ("arch", "variant"),
     [("mixtral", None), ("qwen3_moe", None), ("gpt_oss", None), ("gemma4", "experts"), ("qwen3_5_moe", None)],
 )
-def test_quantised_experts_of_every_family(arch, variant, dtype, root):
+def test_quantized_experts_of_every_family(arch, variant, dtype, root):
     pytest.importorskip("torchao")
     folder, found = make_folder(arch, variant or next(iter(tiny(arch))), root), []
     for change in (lambda model: model, with_dense_weights):
@@ -405,11 +405,11 @@ def test_quantised_experts_of_every_family(arch, variant, dtype, root):
     assert all("experts" in name and error(stored[name], plain[name]) < 0.15 for name in changed)
 
 
-@QUANTISED
+@QUANTIZED
 @pytest.mark.parametrize("parameters", [EXPERTS, EXPERTS[1:], ()], ids=str)
 def test_merge_and_unmerge_quantized_experts(parameters, dtype, tmp_path):
-    """Frozen experts are quantised with adapters and without; merging makes all of them dense."""
-    model = quantised(experts(target_parameters=parameters), dtype)
+    """Frozen experts are quantized with adapters and without; merging makes all of them dense."""
+    model = quantized(experts(target_parameters=parameters), dtype)
     assert all(len(frozen_parts(layer)) == 2 for layer in routed_layers(model))
     logits, tensors = model(IDS).logits, get_hf_state_dict(model)
     save_adapter(model, tmp_path / "adapter")
@@ -424,8 +424,8 @@ def test_merge_and_unmerge_quantized_experts(parameters, dtype, tmp_path):
     assert quantize_base(again, dtype=dtype)(IDS).logits.equal(logits)
 
 
-def test_quantised_experts_can_be_loaded_again():
-    model = quantised(experts(target_modules=[]), "float8")
+def test_quantized_experts_can_be_loaded_again():
+    model = quantized(experts(target_modules=[]), "float8")
     before, dense = get_hf_state_dict(model, merge=False), get_hf_state_dict(mixture(WIDE))
     load_hf_tensors(model, {name: tensor * 0 for name, tensor in dense.items()})
     assert not any(get_hf_state_dict(model, merge=False)[name].any() for name in before if "experts" in name)
@@ -435,8 +435,8 @@ def test_quantised_experts_can_be_loaded_again():
         quantize_base(model)
 
 
-@QUANTISED
-def test_experts_are_quantised_as_they_are_read(dtype, tmp_path):
+@QUANTIZED
+def test_experts_are_quantized_as_they_are_read(dtype, tmp_path):
     """On the meta device before the checkpoint is read, or afterwards."""
     pytest.importorskip("torchao")
     plain = mixture(WIDE)
@@ -448,9 +448,9 @@ def test_experts_are_quantised_as_they_are_read(dtype, tmp_path):
     assert {each.device.type for each in read.parameters()} == {"cpu"}
 
 
-@QUANTISED
+@QUANTIZED
 def test_decoding_with_quantized_experts(dtype):
-    model, prompts = quantised(experts(), dtype).eval(), [[5, 3, 9], [7, 8, 2, 4, 1]]
+    model, prompts = quantized(experts(), dtype).eval(), [[5, 3, 9], [7, 8, 2, 4, 1]]
     options = {"max_new_tokens": 5, "eos_token_id": []}
     got = generate(model, prompts, **options)
     rolled = rollout(model, prompts, batch_size=2, chunk_size=4, **options)
@@ -459,11 +459,11 @@ def test_decoding_with_quantized_experts(dtype):
 
 
 @pytest.mark.parametrize(("policy", "dtype"), [("none", "nf4"), ("selective", "float8")])
-def test_a_block_on_quantised_experts_keeps_what_a_dense_one_does(policy, dtype, kernel_device):
+def test_a_block_on_quantized_experts_keeps_what_a_dense_one_does(policy, dtype, kernel_device):
     """Also with dropout, of which two seeds a layer are kept."""
 
     def measured(tokens, config, dense):
-        model = quantised(config, dtype)
+        model = quantized(config, dtype)
         model = (with_dense_weights(model) if dense else model).to(kernel_device)
         model.set_checkpointing(policy)
         return measured_bytes(model, torch.ones(1, tokens, dtype=torch.int64, device=kernel_device))
@@ -475,8 +475,8 @@ def test_a_block_on_quantised_experts_keeps_what_a_dense_one_does(policy, dtype,
     assert plain[1] - plain[0] == dropped[1] - dropped[0] == dense[1] - dense[0] > 0
 
 
-@QUANTISED
-def test_memory_of_quantised_experts_is_counted(dtype):
+@QUANTIZED
+def test_memory_of_quantized_experts_is_counted(dtype):
     model = mixture(WIDE, experts(), dtype=torch.bfloat16)
     kinds = {"four_bit": dtype == "nf4", "float8": dtype == "float8"}
     found = estimate(model, 64, **kinds)
@@ -485,28 +485,28 @@ def test_memory_of_quantised_experts_is_counted(dtype):
     quantize_base(model, dtype=dtype)
     parts = [layer.matrices(name) for layer in routed_layers(model) for name in frozen_parts(layer)]
     assert sum(each.nbytes for each in parts) == sum(quantized_bytes(each, dtype) for each in quantized_experts(model))
-    quantised_ones = {model.get_parameter(name) for name in frozen_weights(model)}
-    quantised_ones |= {each for weight in frozen_weights(model).values() for each in weight.parameters()}
-    others = sum(each.nbytes for each in model.parameters() if each not in quantised_ones)
+    quantized_ones = {model.get_parameter(name) for name in frozen_weights(model)}
+    quantized_ones |= {each for weight in frozen_weights(model).values() for each in weight.parameters()}
+    others = sum(each.nbytes for each in model.parameters() if each not in quantized_ones)
     assert found.weights == others + linear + sum(each.nbytes for each in parts)
     assert found.temporary == 2 * 4 * 128 * 64  # gate and up of one layer, in 16 bits
     assert estimate(model, 64, **kinds).weights == found.weights
 
 
 @pytest.mark.compile
-@QUANTISED
-def test_blocks_with_quantised_experts_compile(dtype):
-    model = quantised(experts(target_modules=[]), dtype, WIDE | {"num_hidden_layers": 1})
+@QUANTIZED
+def test_blocks_with_quantized_experts_compile(dtype):
+    model = quantized(experts(target_modules=[]), dtype, WIDE | {"num_hidden_layers": 1})
     assert_blocks_compile(model)
 
 
 @pytest.mark.gpu
-@QUANTISED
+@QUANTIZED
 @pytest.mark.parametrize("policy", ["none", "selective"])
-def test_quantised_experts_on_a_gpu_are_those_of_the_cpu(policy, dtype):
+def test_quantized_experts_on_a_gpu_are_those_of_the_cpu(policy, dtype):
     found = []
     for device in ("cpu", "cuda"):
-        model = quantised(experts(), dtype).to(device)
+        model = quantized(experts(), dtype).to(device)
         model.set_checkpointing(policy)
         ids = IDS.to(device)
         loss = model(ids, labels=ids).loss

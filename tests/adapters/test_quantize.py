@@ -12,7 +12,7 @@ from liger_models.layers.frozen import FrozenLinear
 
 from ..late import Late
 
-torchao = Late("torchao", "quantised weights need torchao")
+torchao = Late("torchao", "quantized weights need torchao")
 SIZES = {
     "vocab_size": 50, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.1,
@@ -82,7 +82,7 @@ def test_adapters_may_be_added_later(dtype):
 
 @DTYPES
 @EXPERTS
-def test_weights_that_are_quantised_as_they_are_read(dtype, experts, tmp_path):
+def test_weights_that_are_quantized_as_they_are_read(dtype, experts, tmp_path):
     model = plain(experts)
     model.save_pretrained(tmp_path)
     read = type(model).from_pretrained(tmp_path, progress=False, shard=lambda model: quantize_base(model, dtype=dtype))
@@ -98,7 +98,7 @@ def test_weights_that_are_quantised_as_they_are_read(dtype, experts, tmp_path):
 @DTYPES
 @EXPERTS
 def test_decoding_on_a_gpu(dtype, experts):
-    """A model on the CPU that is quantised on the GPU, in graphs of few rows, beside its own forward."""
+    """A model on the CPU that is quantized on the GPU, in graphs of few rows, beside its own forward."""
     model = quantize_base(plain(experts).to(torch.bfloat16), "cuda", dtype=dtype).eval()
     assert {p.device.type for p in model.parameters()} == {"cuda"}
     found = model.generate(IDS[:, :7].cuda(), max_new_tokens=9, eos_token_id=[], return_logprobs=True)
@@ -108,14 +108,14 @@ def test_decoding_on_a_gpu(dtype, experts):
 
 
 def test_deterministic_rollouts():
-    """As under adapters: 4 bits are dequantised for all rows alike, float8 is refused."""
+    """As under adapters: 4 bits are dequantized for all rows alike, float8 is refused."""
     (found,) = quantize_base(plain()).rollout([[3, 4]], max_new_tokens=2, eos_token_id=[], deterministic=True)
     assert len(found.tokens) == 2
     with pytest.raises(ValueError, match=r"linear layers must not be float8, got layers\.0\.self_attn\.qkv_proj"):
         quantize_base(plain(), dtype="float8").rollout([[3, 4]], max_new_tokens=2, deterministic=True)
 
 
-def test_what_cannot_be_quantised():
+def test_what_cannot_be_quantized():
     with pytest.raises(ValueError, match="must not be quantized yet"):
         quantize_base(quantize_base(plain()))
     with pytest.raises(ValueError, match="must have adapters on layers of the blocks, or no adapters"):

@@ -482,7 +482,7 @@ def put(name: str, module: Any) -> Any:
     [
         (
             put("extra", Scale),
-            r"Scale must have a method reset_parameters that initialises layers\.1\.extra\.scale, got none",
+            r"Scale must have a method reset_parameters that initializes layers\.1\.extra\.scale, got none",
         ),
         (lambda model: setattr(model, "scale", nn.Parameter(torch.ones(1))), "Changed must have a method reset_param"),
         (put("norm", lambda: nn.BatchNorm1d(3)), r"must have no buffers.* layers\.1\.norm\.running_mean"),

@@ -104,7 +104,7 @@ def changed(root, tmp_path, variant, value):
 
 @pytest.mark.parametrize("variant", ["shared", "clipped"])
 def test_constants_of_the_tower(root, tmp_path, variant):
-    """Bounds of linear layers, and what standardises image tokens, differ from layer to layer."""
+    """Bounds of linear layers, and what standardizes image tokens, differ from layer to layer."""
     generator = torch.Generator().manual_seed(0)
 
     def value(name, tensor):

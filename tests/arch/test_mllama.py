@@ -179,9 +179,9 @@ def test_generate(pair, use_cache):
     ids, _, inputs = rows[0]
     again = ours.generate(ids, use_cache=use_cache, eos_token_id=[], **inputs, **options)
     assert torch.equal(again[0], got[0, -again.shape[1] :])
-    penalised = ours.generate(ids, eos_token_id=[], repetition_penalty=1e9, **inputs, **options)[0, ids.shape[1] :]
-    assert not torch.isin(penalised, ids).any()
-    assert len(penalised.unique()) == len(penalised)
+    penalized = ours.generate(ids, eos_token_id=[], repetition_penalty=1e9, **inputs, **options)[0, ids.shape[1] :]
+    assert not torch.isin(penalized, ids).any()
+    assert len(penalized.unique()) == len(penalized)
 
 
 @one_case

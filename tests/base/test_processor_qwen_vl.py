@@ -109,7 +109,7 @@ def test_frames_that_share_out_a_number_of_tokens(of):
 
 
 def test_settings_that_are_left_out_are_those_of_transformers_classes():
-    """Qwen3-VL's videos are normalised otherwise than Qwen2-VL's images and videos."""
+    """Qwen3-VL's videos are normalized otherwise than Qwen2-VL's images and videos."""
     for of, mean in (("image", CLIP_MEAN), ("frame", CLIP_MEAN), ("video", (0.5, 0.5, 0.5))):
         assert QwenVLImages({}, of=of).normalize.mean.flatten().tolist() == pytest.approx(mean)
 

@@ -360,10 +360,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         ValueError,
         r"LigerLlama: model_type in config.json must be 'llama', got 'mistral'. AutoLigerModel",
     ),
-    "quantised": (
+    "quantized": (
         lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "awq"}),
         ValueError,
-        r"must not be quantised, got .*awq",
+        r"must not be quantized, got .*awq",
     ),
     "weights missing": (
         lambda f: (f / "model.safetensors").unlink(),
@@ -413,7 +413,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "fp8": (
         lambda f: rewrite(f, lambda t: t.update({"lm_head.weight": torch.ones(96, 32).to(torch.float8_e4m3fn)})),
         ValueError,
-        r"lm_head.weight must have one of the dtypes .* got F8_E4M3. If the checkpoint is quantised",
+        r"lm_head.weight must have one of the dtypes .* got F8_E4M3. If the checkpoint is quantized",
     ),
     "parts of two dtypes": (
         lambda f: rewrite(f, lambda t: t.update({(k := "model.layers.0.mlp.up_proj.weight"): t[k].half()})),

@@ -135,7 +135,7 @@ def test_written_config_reads_the_same(config_file: Path) -> None:
     assert hf.items() - {("torch_dtype", hf["torch_dtype"])} <= written.items() if _flat(hf) else True
     ours, theirs = (transformers.AutoConfig.for_model(**c).to_dict() for c in (written, hf))
     assert ours.pop("dtype") == "float16"
-    theirs.pop("quantization_config", None)  # read dequantised
+    theirs.pop("quantization_config", None)  # read dequantized
     for config in (theirs, theirs.get("text_config", {}), theirs.get("vision_config", {})):
         config.pop("dtype", None)
     assert _changed(theirs, ours) == {}
@@ -376,7 +376,7 @@ def test_an_unknown_key_is_named() -> None:
         ({"rope_parameters": {"full": {}, "sliding": {}}}, r"must be the same for all layers, got .*full, sliding"),
         ({"rope_scaling": ["linear", 2.0]}, r"rope_scaling must be an object of values, got \['linear', 2\.0\]"),
         ({"hidden_act": "gelu_new"}, r"hidden_act must be 'silu' or 'swish', got 'gelu_new'"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"must not be quantised, got .*gptq"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"must not be quantized, got .*gptq"),
         ({"hidden_size": "32"}, r"hidden_size must be int, got '32'"),
         ({"tie_word_embeddings": 1}, r"tie_word_embeddings must be bool, got 1"),
         ({"vocab_size": True}, r"vocab_size must be int, got True"),

@@ -20,7 +20,7 @@ from .conftest import assert_same_bits, edit_json, read_tensors
 CASES = ["llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3", "qwen3_next"]
 
 
-def quantised(arch: str, to: Path, *args: Any, **options: Any) -> tuple[Path, Path]:
+def quantized(arch: str, to: Path, *args: Any, **options: Any) -> tuple[Path, Path]:
     """A small checkpoint of a family, as `in_float8` writes it."""
     return in_float8(make_folder(arch, next(iter(tiny(arch))), to), to, *args, **options)
 
@@ -66,7 +66,7 @@ def in_float8(
 @pytest.mark.parametrize("arch", CASES)
 def test_read_and_saved_as_what_it_stands_for(arch: str, tmp_path: Path) -> None:
     """Blocks that end within rows and columns; the ranks of FSDP read parts of blocks."""
-    codes, dense = quantised(arch, tmp_path, (24, 20))
+    codes, dense = quantized(arch, tmp_path, (24, 20))
     want = AutoLigerModel.from_pretrained(dense, progress=False)
     got = AutoLigerModel.from_pretrained(codes, progress=False)
     assert_same_bits(dict(got.named_parameters()), dict(want.named_parameters()))
@@ -78,8 +78,8 @@ def test_read_and_saved_as_what_it_stands_for(arch: str, tmp_path: Path) -> None
     assert_same_bits({n: p.bfloat16() for n, p in in_fp32.named_parameters()}, dict(want.named_parameters()))
 
 
-def test_tensors_of_no_parameter_are_dequantised_too(tmp_path: Path) -> None:
-    codes, dense = quantised("qwen3_next", tmp_path, (24, 20))
+def test_tensors_of_no_parameter_are_dequantized_too(tmp_path: Path) -> None:
+    codes, dense = quantized("qwen3_next", tmp_path, (24, 20))
     for folder, suffixes in ((codes, ("", "_scale_inv")), (dense, ("",))):
         tensors = read_tensors(folder)
         other = "model.layers.0.mlp.shared_expert.gate_proj.weight"
@@ -92,7 +92,7 @@ def test_tensors_of_no_parameter_are_dequantised_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_shards_are_parts_of_it(arch: str, tmp_path: Path) -> None:
-    codes, dense = quantised(arch, tmp_path, (24, 20))
+    codes, dense = quantized(arch, tmp_path, (24, 20))
     want = AutoLigerModel.from_pretrained(dense, progress=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -105,7 +105,7 @@ def test_shards_are_parts_of_it(arch: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_the_numbers_are_those_of_transformers(arch: str, tmp_path: Path) -> None:
-    codes, _ = quantised(arch, tmp_path, (8, 8))
+    codes, _ = quantized(arch, tmp_path, (8, 8))
     options = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(8, 8))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(codes, quantization_config=options, dtype=torch.bfloat16)
     ours = AutoLigerModel.from_pretrained(codes, progress=False)
@@ -114,7 +114,7 @@ def test_the_numbers_are_those_of_transformers(arch: str, tmp_path: Path) -> Non
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    codes, _ = quantised("qwen3", tmp_path, (24, 20))
+    codes, _ = quantized("qwen3", tmp_path, (24, 20))
 
     def refuses(message: str, **quantization: object) -> None:
         edit_json(codes / "config.json", quantization_config=quantization or None)

@@ -168,7 +168,7 @@ def test_a_shard_that_is_not_there(hub: HubServer, make_checkpoint: Make) -> Non
 def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(hub: HubServer, make_checkpoint: Make) -> None:
     source = make_checkpoint()
     cases = [
-        ({"quantization_config": {"quant_method": "gptq"}}, "must not be quantised"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "must not be quantized"),
         ({"quantization_config": None, "rope_parameters": {"rope_type": "new"}}, "got 'new'"),
         ({"rope_parameters": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
     ]

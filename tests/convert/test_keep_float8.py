@@ -1,4 +1,4 @@
-"""Weights in float8 with scales of blocks that stay as they are: what they compute is what the dequantised ones do."""
+"""Weights in float8 with scales of blocks that stay as they are: what they compute is what the dequantized ones do."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from liger_models.train.metrics import flops
 from liger_models.train.report import estimate
 
 from .conftest import assert_same_bits, read_tensors
-from .test_fp8 import CASES, quantised
+from .test_fp8 import CASES, quantized
 
 BLOCK = 24, 20
 """Blocks end within rows, columns, heads, and the parts of fused tensors."""
@@ -31,7 +31,7 @@ IDS = torch.arange(2, 14).view(2, 6)
 
 @pytest.fixture(autouse=True)
 def _tiles_of_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are dequantised in tiles of their size: the interpreter takes as long for elements that are masked."""
+    """Weights are dequantized in tiles of their size: the interpreter takes as long for elements that are masked."""
     monkeypatch.setattr(float8_blocks, "ROWS", 32)
     monkeypatch.setattr(float8_blocks, "COLUMNS", 64)
 
@@ -66,8 +66,8 @@ def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("arch", [*CASES, "mixtral", "qwen3_vl_moe", "gpt_oss"])
-def test_computes_as_the_dequantised_model(arch: str, tmp_path: Path) -> None:
-    codes, _ = quantised(arch, tmp_path, BLOCK)
+def test_computes_as_the_dequantized_model(arch: str, tmp_path: Path) -> None:
+    codes, _ = quantized(arch, tmp_path, BLOCK)
     dense, kept = load(codes), load(codes, keep_float8=True)
     assert len(frozen_weights(kept)) > 0
     assert kept.num_parameters() == dense.num_parameters()
@@ -100,8 +100,8 @@ def test_computes_as_the_dequantised_model(arch: str, tmp_path: Path) -> None:
         ("qwen3_next", "selective"),
     ],
 )
-def test_adapters_train_as_on_the_dequantised_model(arch: str, policy: str, tmp_path: Path, kernel_device: str) -> None:
-    codes, _ = quantised(arch, tmp_path, BLOCK, powers=True)
+def test_adapters_train_as_on_the_dequantized_model(arch: str, policy: str, tmp_path: Path, kernel_device: str) -> None:
+    codes, _ = quantized(arch, tmp_path, BLOCK, powers=True)
     options = {"dtype": "float32", "device": kernel_device}
     dense, kept = stirred(load(codes, **options)), stirred(load(codes, keep_float8=True, **options))
     batch = {"input_ids": IDS, "labels": IDS, "cu_seqlens": torch.tensor([0, 6, 12])}
@@ -145,7 +145,7 @@ def test_generates_from_codes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Few tokens make no weight dense. Single rows in fp32, several in 16 bits; only the order of the sums differs."""
-    codes, _ = quantised(arch, tmp_path, (24, 32), powers=True)
+    codes, _ = quantized(arch, tmp_path, (24, 32), powers=True)
     dtype = "float32" if len(prompts) == 1 else "float16"
     dense, kept = (load(codes, dtype=dtype, device=kernel_device, keep_float8=each) for each in (False, True))
     monkeypatch.delattr(float8_blocks, "blocks_dense")
@@ -173,7 +173,7 @@ def without_scales(codes: Path, dense: Path, name: str) -> None:
 def test_saved_as_it_was(arch: str, number: torch.dtype, tmp_path: Path) -> None:
     """Bit for bit, with its scales; a mixture of which some experts are not kept as the numbers that it stands for."""
     kept = arch not in ("gpt_oss", "partly")
-    codes, dense = quantised("qwen3_moe" if arch == "partly" else arch, tmp_path, BLOCK, number)
+    codes, dense = quantized("qwen3_moe" if arch == "partly" else arch, tmp_path, BLOCK, number)
     if arch == "partly":
         without_scales(codes, dense, "model.layers.1.mlp.experts.2.up_proj.weight")
     model = load(codes, keep_float8=True)
@@ -190,7 +190,7 @@ def test_saved_as_it_was(arch: str, number: torch.dtype, tmp_path: Path) -> None
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_memory_is_counted(arch: str, tmp_path: Path) -> None:
     """The estimate counts stored weights, and the largest dense weight that is made of them."""
-    codes, _ = quantised(arch, tmp_path, BLOCK)
+    codes, _ = quantized(arch, tmp_path, BLOCK)
     dense, kept = (stirred(load(codes, keep_float8=each)) for each in (False, True))
     kinds = [each for each in as_stored(kept).values() if not each.requires_grad]
     counted, without = estimate(kept, 64), estimate(dense, 64)
@@ -206,7 +206,7 @@ def test_memory_is_counted(arch: str, tmp_path: Path) -> None:
 
 @pytest.mark.compile
 def test_blocks_with_experts_compile(tmp_path: Path) -> None:
-    codes, _ = quantised("qwen3_moe", tmp_path, BLOCK, powers=True)
+    codes, _ = quantized("qwen3_moe", tmp_path, BLOCK, powers=True)
     model = stirred(load(codes, keep_float8=True, dtype="float32"))
     want = step(model)
     compile_blocks(model, backend="eager")
@@ -217,7 +217,7 @@ def test_blocks_with_experts_compile(tmp_path: Path) -> None:
 
 
 def test_what_does_not_work_is_named(tmp_path: Path) -> None:
-    codes, dense = quantised("qwen3", tmp_path, BLOCK)
+    codes, dense = quantized("qwen3", tmp_path, BLOCK)
     with pytest.raises(
         ValueError, match=r"keep_float8 needs linear layers or experts in float8 .* got a checkpoint without any"
     ):

@@ -85,8 +85,8 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
-def test_loads_as_transformers_dequantises(folder: Path, tmp_path: Path, dtype: torch.dtype | None) -> None:
-    """And saves a checkpoint without quantisation, which transformers reads."""
+def test_loads_as_transformers_dequantizes(folder: Path, tmp_path: Path, dtype: torch.dtype | None) -> None:
+    """And saves a checkpoint without quantization, which transformers reads."""
     model = load(folder, dtype=dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype or torch.bfloat16}
     model.save_pretrained(tmp_path / "plain")
@@ -137,7 +137,7 @@ def test_merged_adapters_of_attention_leave_the_experts_in_mxfp4(folder: Path, t
     }
 
 
-def test_the_model_of_transformers_is_no_longer_quantised(folder: Path, tmp_path: Path) -> None:
+def test_the_model_of_transformers_is_no_longer_quantized(folder: Path, tmp_path: Path) -> None:
     """Neither in memory, where trainers would ask for adapters, nor in what it saves."""
     from liger_models.hf import GptOssForCausalLM
 
@@ -183,7 +183,7 @@ def test_blocks_of_another_dtype_are_refused(folder: Path) -> None:
 
 def test_other_families_and_other_methods_stay_refused(folder: Path) -> None:
     edit_json(folder / "config.json", quantization_config={"quant_method": "gptq"})
-    with pytest.raises(ValueError, match=r"must not be quantised, got quantization_config \(gptq\)"):
+    with pytest.raises(ValueError, match=r"must not be quantized, got quantization_config \(gptq\)"):
         load(folder)
 
 

@@ -226,7 +226,7 @@ def test_weights_in_4_bits() -> None:
     with torch.no_grad():
         load_hf_tensors(model, {name: tensor * 0 for name, tensor in plain.items()})
     assert not get_hf_state_dict(model, merge=False)[q].any()
-    load_hf_tensors(model, hf_tensors(tiny_llama().to(torch.bfloat16)))  # quantised again
+    load_hf_tensors(model, hf_tensors(tiny_llama().to(torch.bfloat16)))  # quantized again
     assert_same_bits(get_hf_state_dict(model, merge=False), plain)
 
 

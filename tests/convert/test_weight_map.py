@@ -55,7 +55,7 @@ def test_maps_onto_the_hub_checkpoint(config_file: Path) -> None:
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     maps = format_of(type(model)).file_maps(model.config)
     weights = pick_map(maps, tensors, dict(model.named_parameters()))
-    # What is written is the hub's layout, unless that is quantised.
+    # What is written is the hub's layout, unless that is quantized.
     assert maps.index(weights) == (len(maps) - 1 if "quantization_config" in config_file.read_text() else 0)
 
     unpacked = weights.shapes(dict(model.named_parameters()))

@@ -1,4 +1,4 @@
-"""Which tokens an example becomes, which of them are learnt, and what a malformed example is called."""
+"""Which tokens an example becomes, which of them are learned, and what a malformed example is called."""
 
 import random
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_a_field_by_name(make):
     assert counted(make(examples, field="body")) == counted(make([{"text": example["body"]} for example in examples]))
 
 
-def test_answers_are_learnt_and_nothing_else(make, tokenizer):
+def test_answers_are_learned_and_nothing_else(make, tokenizer):
     chat = [
         {"role": "user", "content": "Grüße?"},
         {"role": "assistant", "content": "你好"},
@@ -39,13 +39,13 @@ def test_answers_are_learnt_and_nothing_else(make, tokenizer):
     ((found,),) = (list(documents(batch)) for batch in make([{"messages": chat}], length=128))
     ids, labels = found
     assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.apply_chat_template(chat, tokenize=False)
-    learnt = [token for token in labels if token != -100]
-    assert tokenizer.decode(learnt, skip_special_tokens=False) == "你好</s>Ciao</s>"
+    learned = [token for token in labels if token != -100]
+    assert tokenizer.decode(learned, skip_special_tokens=False) == "你好</s>Ciao</s>"
     assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
 
 
 def test_a_prompt_whose_answers_the_template_changes(make, tokenizer):
-    """Only the positions of answers that are learnt must be known."""
+    """Only the positions of answers that are learned must be known."""
     tokenizer.chat_template = CHAT.replace(
         "{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}"
     )
@@ -56,8 +56,8 @@ def test_a_prompt_whose_answers_the_template_changes(make, tokenizer):
             {"messages": [*chat[:1], {**chat[1], "weight": 0}, *chat[2:]]},
         ):
             ((found,),) = (list(documents(batch)) for batch in make([example], length=128))
-            learnt = [token for token in found[1] if token != -100]
-            assert tokenizer.decode(learnt, skip_special_tokens=False) == "assistant 1</s>"
+            learned = [token for token in found[1] if token != -100]
+            assert tokenizer.decode(learned, skip_special_tokens=False) == "assistant 1</s>"
         (batch,) = AnswerDataset(
             [{"prompt": chat[:3], "chosen": chat[3:], "rejected": chat[1:2]}],
             tokenizer,
@@ -65,8 +65,8 @@ def test_a_prompt_whose_answers_the_template_changes(make, tokenizer):
             formats=["preference"],
             progress=False,
         )
-        learnt = [tokenizer.decode(row[row != -100]) for row in batch["labels"]]
-        assert learnt == ["assistant 1", "assistant 0"]
+        learned = [tokenizer.decode(row[row != -100]) for row in batch["labels"]]
+        assert learned == ["assistant 1", "assistant 0"]
     finally:
         tokenizer.chat_template = CHAT
 
@@ -262,7 +262,7 @@ def prose(number: int) -> str:
 
 
 @pytest.mark.parametrize("kind", ["words", "whole text"])
-def test_a_long_text_is_tokenised_in_windows(kind, monkeypatch):
+def test_a_long_text_is_tokenized_in_windows(kind, monkeypatch):
     own = trained(kind)
     long, short = prose(5000), "short"
     chat = [{"role": "user", "content": long}, {"role": "assistant", "content": prose(4000)}]
@@ -279,7 +279,7 @@ def test_a_long_text_is_tokenised_in_windows(kind, monkeypatch):
     assert 0 < sum(id < 0 for id in expected[2].ids) < len(expected[2].ids)
 
 
-def test_a_long_text_whose_windows_do_not_join_is_tokenised_as_a_whole(monkeypatch):
+def test_a_long_text_whose_windows_do_not_join_is_tokenized_as_a_whole(monkeypatch):
     own = trained("words")
     digits = "1" * 5000  # in groups of three from its beginning
     expected = list(Encoder(own, None).encode([("1", digits)]))

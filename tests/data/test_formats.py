@@ -1,4 +1,4 @@
-"""Formats of examples: each becomes the documents of the format that it means, and is recognised by its columns."""
+"""Formats of examples: each becomes the documents of the format that it means, and is recognized by its columns."""
 
 import pytest
 
@@ -13,7 +13,7 @@ CALLS = "{% for m in messages %}<{{ m.role }}>{% if m.content is none %}{{ m.too
 
 @pytest.fixture
 def read(tokenizer, tmp_path):
-    """All text of the documents of a file, and what of it is learnt."""
+    """All text of the documents of a file, and what of it is learned."""
 
     def made(example, *more, template=CALLS, **options):
         own = Tokenizer(tokenizer.backend, {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template})
@@ -21,9 +21,10 @@ def read(tokenizer, tmp_path):
         options = {"length": 512, "cache_dir": tmp_path / "cache", "progress": False, "shuffle": False, **options}
         data = PackedDataset(path, own, **options)
         found = [document for batch in data for document in documents(batch)]
-        learnt = [[token for token in labels if token != -100] for _, labels in found]
+        learned = [[token for token in labels if token != -100] for _, labels in found]
         texts = [
-            [own.decode(ids, skip_special_tokens=False) for ids in each] for each in ([ids for ids, _ in found], learnt)
+            [own.decode(ids, skip_special_tokens=False) for ids in each]
+            for each in ([ids for ids, _ in found], learned)
         ]
         return [pair for pair in zip(*texts, strict=True) if pair[0]], data
 
@@ -31,7 +32,7 @@ def read(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("example", "text", "learnt"),
+    ("example", "text", "learned"),
     [
         ({"messages": [ASKED, ANSWERED]}, "<user>2 + 2?</s><assistant>4</s>", "4</s>"),
         (
@@ -94,20 +95,20 @@ def read(tokenizer, tmp_path):
         ({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, None, None),
     ],
 )
-def test_each_format(read, example, text, learnt):
+def test_each_format(read, example, text, learned):
     found, _ = read(example)
     if text is None:
         assert len(found) == 1
     else:
-        assert found == [(text, learnt)]
+        assert found == [(text, learned)]
 
 
 def test_alpaca_without_a_chat_template(read):
     for given in ("", "2, 2"):
-        ((text, learnt),), _ = read({"instruction": "Add.", "input": given, "output": "4"}, template=None)
+        ((text, learned),), _ = read({"instruction": "Add.", "input": given, "output": "4"}, template=None)
         between = "### Input:\n2, 2\n\n" if given else ""
         asked = f"{ALPACA.format(ALPACA_INPUT if given else '')}\n\n### Instruction:\nAdd.\n\n{between}### Response:\n"
-        assert (text, learnt) == (f"<s>{asked}4</s>", "4</s>")
+        assert (text, learned) == (f"<s>{asked}4</s>", "4</s>")
     with pytest.raises(ValueError, match=r"line 1: system needs a chat template, and the tokenizer has none"):
         read({"instruction": "Add.", "output": "4", "system": "S"}, template=None)
 

@@ -85,10 +85,10 @@ def test_preference_batch_of_chats(tokenizer):
     pair = {"prompt": prompt, "chosen": [{"role": "assistant", "content": "yes"}]}
     batch = preference_batch([{**pair, "rejected": [{"role": "assistant", "content": "n"}]}], tokenizer)
     for ids, labels, answer in zip(batch["input_ids"], batch["labels"], ("yes", "n"), strict=True):
-        learnt = [*tokenizer.encode(answer, add_special_tokens=False), EOS]
-        assert labels[labels != -100].tolist() == learnt
+        learned = [*tokenizer.encode(answer, add_special_tokens=False), EOS]
+        assert labels[labels != -100].tolist() == learned
         before = "<user>a</s>\n<assistant>b</s>\n<user>c</s>\n<assistant>"
-        whole = [*tokenizer.encode(before, add_special_tokens=False), *learnt]
+        whole = [*tokenizer.encode(before, add_special_tokens=False), *learned]
         assert ids[: len(whole)].tolist() == whole
     together = {side: [*prompt, {"role": "assistant", "content": side}] for side in SIDES}
     apart = {side: each[3:] for side, each in together.items()} | {"prompt": prompt}
@@ -161,7 +161,7 @@ def test_messages_are_those_of_training_data(tokenizer):
 
 @pytest.mark.parametrize("name", ["chosen", "rejected", "completion"])
 def test_weights_of_messages(name, tokenizer):
-    """In a prompt nothing is learnt anyway. An answer is compared as a whole, so that none of it can be left out."""
+    """In a prompt nothing is learned anyway. An answer is compared as a whole, so that none of it can be left out."""
     chat = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
     answer = [{"role": "assistant", "content": "b", "weight": 1}, {"role": "user", "content": "c", "weight": None}]
     names = ("completion",) if name == "completion" else SIDES

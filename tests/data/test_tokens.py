@@ -1,4 +1,4 @@
-"""A source is tokenised once, whoever else runs or has died."""
+"""A source is tokenized once, whoever else runs or has died."""
 
 import errno
 import json
@@ -46,7 +46,7 @@ def test_what_a_run_that_died_has_left_is_in_nobodys_way(make, tmp_path):
     assert made.is_dir()
 
 
-def test_two_runs_tokenise_at_the_same_time(make, tmp_path, monkeypatch):
+def test_two_runs_tokenize_at_the_same_time(make, tmp_path, monkeypatch):
     write_tokens = TokenFile.write
 
     def slow(*arguments: Any) -> None:
@@ -80,7 +80,7 @@ def test_memory_does_not_grow_with_the_file(make, tmp_path, monkeypatch):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_ranks_of_a_process_group_tokenise_once(tmp_path, tokenizer):
+def test_ranks_of_a_process_group_tokenize_once(tmp_path, tokenizer):
     script = """
 import sys
 from pathlib import Path
@@ -140,7 +140,7 @@ def test_a_damaged_cache_says_what_to_delete(make, tmp_path, damage):
 
 
 @pytest.mark.slow
-def test_what_killed_tokenisation_has_left_is_removed(make, tmp_path, tokenizer):
+def test_what_killed_tokenization_has_left_is_removed(make, tmp_path, tokenizer):
     (tmp_path / "tokenizer.json").write_text(tokenizer.backend.to_str())
     script = """
 import sys, time

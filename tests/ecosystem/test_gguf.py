@@ -24,7 +24,7 @@ NAME, VERSION = "llama-cpp-python", "0.3.36"
 """Its source distribution holds llama.cpp, with the converter."""
 WANTED = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/")
 FAMILIES = ("llama", "mixtral", "phi3", "gemma2")
-"""Those of the converter that take a SentencePiece file: it recognises other tokenizers by hashes of released ones."""
+"""Those of the converter that take a SentencePiece file: it recognizes other tokenizers by hashes of released ones."""
 
 
 @pytest.fixture(scope="session")

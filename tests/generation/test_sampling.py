@@ -246,7 +246,7 @@ def test_draws_with_seeds_have_the_probabilities_of_the_logits(ours):
     assert noise.min() > 0
     assert abs(noise.mean() - 1) < 5e-3
     assert abs(noise.var() - 1) < 2e-2
-    flat = torch.stack([noise[:-1, :-1], noise[1:, :-1], noise[:-1, 1:]]).flatten(1)  # neighbours are independent
+    flat = torch.stack([noise[:-1, :-1], noise[1:, :-1], noise[:-1, 1:]]).flatten(1)  # neighbors are independent
     assert (flat.corrcoef() - torch.eye(3)).abs().max() < 5e-3
 
 

@@ -176,7 +176,7 @@ PUBLISHED = [
     if not file.name.endswith((".index.json", ".shapes.json", "tiny.json"))
     and "model_type" in json.loads(file.read_text(encoding="utf-8"))
 ]
-SPELT_OUT = {"layer_types", "head_dim", "sliding_window", "partial_rotary_factor", "hidden_act"}
+SPELLED_OUT = {"layer_types", "head_dim", "sliding_window", "partial_rotary_factor", "hidden_act"}
 """Fields that transformers fills in where a file leaves them to the defaults."""
 
 
@@ -187,7 +187,7 @@ def test_published_configurations_through_the_classes_of_transformers(file):
     want = read_config(get_arch(content["model_type"]).config_class, content)
     got = hf_config.to_liger(hf_config.config_class(content["model_type"]).from_dict(content))
     for field in dataclasses.fields(want):
-        assert field.name in SPELT_OUT or getattr(got, field.name) == getattr(want, field.name), field.name
+        assert field.name in SPELLED_OUT or getattr(got, field.name) == getattr(want, field.name), field.name
     assert got.head_size == want.head_size
     if hasattr(want, "window"):
         layers = range(want.num_hidden_layers)

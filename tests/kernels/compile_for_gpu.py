@@ -232,12 +232,12 @@ def run_experts(X: int, K: int, F: int) -> None:
         pairs["down_low_rank"] = draw(X, 16, F), draw(X, 256, 16)
         frozen = weights.detach(), experts, *(each.detach() for each in matrices)
         differentiate(moe_mlp(x, *frozen, *biases, **pairs, act=act, limit=7.0, dropout=0.1))
-        quantised = [[FrozenWeight.quantize(each.detach(), kind) for each in matrices] for kind in ("nf4", "float8")]
-        quantised.append([with_blocks(each) for each in quantised[1]])
-        for stored in quantised:
+        quantized = [[FrozenWeight.quantize(each.detach(), kind) for each in matrices] for kind in ("nf4", "float8")]
+        quantized.append([with_blocks(each) for each in quantized[1]])
+        for stored in quantized:
             differentiate(moe_mlp(x, *frozen[:2], *stored, *biases, **pairs, act=act, limit=7.0))
         with torch.no_grad():
-            for stored in (matrices, *quantised):
+            for stored in (matrices, *quantized):
                 for N in (1, 5):
                     moe_mlp(x[:N], weights[:N], experts[:N], *stored, *biases, act=act, limit=7.0)
 

@@ -154,7 +154,7 @@ def test_a_tiled_mlp_in_a_block(tiled, whole, backend):
 
 
 class Doubled(nn.Linear):
-    """Stands for an adapter or a quantised linear: another computation behind the same weight."""
+    """Stands for an adapter or a quantized linear: another computation behind the same weight."""
 
     def forward(self, x):
         return 2 * super().forward(x)

@@ -146,7 +146,7 @@ def test_the_plain_path_recomputes_the_experts_alone():
     assert not calls
 
 
-def test_parameters_and_initialisation():
+def test_parameters_and_initialization():
     moe = LigerMoE(40, 30, 5, 2, normalize=True)
     shapes = {name: tuple(parameter.shape) for name, parameter in moe.named_parameters()}
     assert shapes == {"gate_up_weight": (5, 60, 40), "down_weight": (5, 40, 30), "gate.weight": (5, 40)}

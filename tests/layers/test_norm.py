@@ -82,7 +82,7 @@ def test_autocast(make_norm, backend):
     torch.testing.assert_close(y, expected)
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """A user's own norm: a module, and nothing else that fused ops know."""
 
     def __init__(self, C):
@@ -106,7 +106,7 @@ def test_any_module_is_a_norm(x, backend):
     residual = torch.randn(3, 8, device=backend)
     x = None if x is None else x.to(backend)
     total = residual if x is None else residual + x
-    norm, linear = Centred(8).to(backend), nn.Linear(8, 5).to(backend)
+    norm, linear = Centered(8).to(backend), nn.Linear(8, 5).to(backend)
     mlps = LigerMLP(8, 12, act="gelu").to(backend), GatedMLP(8, 12).to(backend)
     for branch in (linear, *mlps):
         add_norm = partial(add_norm_linear, linear=linear) if branch is linear else branch.add_norm

@@ -424,7 +424,7 @@ def test_grpo(models, case, on_policy):
 
 
 @pytest.mark.parametrize("merges", [[], [("i", "Ġ")]], ids=["bytes", "a token over the prompt's end"])
-def test_pairs_are_tokenised_as_by_trl(tokenizer, merges):  # noqa: F811
+def test_pairs_are_tokenized_as_by_trl(tokenizer, merges):  # noqa: F811
     """Texts and chats, with the prompt apart or as what both answers begin with; the collator's batch; older names."""
     tokenizer = copy.deepcopy(tokenizer)
     vocab = tokenizer.backend.get_vocab()
@@ -457,9 +457,9 @@ def test_pairs_are_tokenised_as_by_trl(tokenizer, merges):  # noqa: F811
             assert (batch["labels"][0] == -100).tolist()[:4] == [True, True, not merges, False]
         else:  # TRL learns what the template writes behind an answer: here a line's end
             for ours, theirs in zip(batch["labels"], ids["labels"], strict=True):
-                learnt = theirs[theirs != -100].tolist()
-                assert ours[ours != -100].tolist() == learnt[:-1]
-                assert tokenizer.decode(learnt[-1:]) == "\n"
+                learned = theirs[theirs != -100].tolist()
+                assert ours[ours != -100].tolist() == learned[:-1]
+                assert tokenizer.decode(learned[-1:]) == "\n"
             mine = batch["attention_mask"].sum(1)
             for row, length in enumerate(mine):
                 assert torch.equal(batch["input_ids"][row, :length], ids["input_ids"][row, :length])

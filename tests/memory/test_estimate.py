@@ -315,8 +315,8 @@ def test_memory_of_adapters_is_what_was_measured():
     assert whole.peak("none") - quantized.peak("none") == saved
 
 
-def test_activations_under_4_bits_are_estimated_before_and_after_quantising():
-    """Fused ops dequantise such weights themselves, so that blocks save what they save with dense ones."""
+def test_activations_under_4_bits_are_estimated_before_and_after_quantizing():
+    """Fused ops dequantize such weights themselves, so that blocks save what they save with dense ones."""
     model = apply_lora(small(), LoRAConfig(r=4))
     dense, expected = training_memory(model, 64).activations, estimate(model, 64, four_bit=True).activations
     assert training_memory(quantize_base(model), 64).activations == expected == dense

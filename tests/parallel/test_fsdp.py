@@ -442,7 +442,7 @@ def refuse() -> None:
 
 def test_errors(two):
     two(refuse)
-    with pytest.raises(ValueError, match="process group must be initialised"):
+    with pytest.raises(ValueError, match="process group must be initialized"):
         apply_fsdp(tiny())
 
 

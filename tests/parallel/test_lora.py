@@ -241,16 +241,16 @@ def test_a_run_with_experts_goes_on_from_its_state(two, tmp_path):
     assert all(two(experts_resumed, str(tmp_path)))
 
 
-def quantised_experts(dtype: str, quantise_first: bool, policy: str, folder: str) -> tuple[dict[str, Tensor], Any, Any]:
+def quantized_experts(dtype: str, quantize_first: bool, policy: str, folder: str) -> tuple[dict[str, Tensor], Any, Any]:
     """Experts alone have adapters: linear layers in fewer bits are not sharded."""
     model = stir(apply_lora(mixture(), LoRAConfig(**EXPERTS | {"target_modules": []})))
-    if quantise_first:
+    if quantize_first:
         quantize_base(model, dtype=dtype)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks > 1:
         mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "ep"))
         apply_ep(model, mesh["ep"])
-    if not quantise_first:
+    if not quantize_first:
         quantize_base(model, dtype=dtype)
     if ranks > 1:
         apply_fsdp(model, mesh, param_dtype=None)
@@ -262,12 +262,12 @@ def quantised_experts(dtype: str, quantise_first: bool, policy: str, folder: str
 
 
 @pytest.mark.parametrize(("dtype", "first"), [("nf4", True), ("float8", False)])
-def test_quantised_experts_on_ranks_are_one(two, dtype, first, tmp_path):
-    """Quantised before they are distributed, or on each rank: gradients, files and merged tensors of one process."""
+def test_quantized_experts_on_ranks_are_one(two, dtype, first, tmp_path):
+    """Quantized before they are distributed, or on each rank: gradients, files and merged tensors of one process."""
     pytest.importorskip("torchao")
-    want, merged, stored = quantised_experts(dtype, True, "none", str(tmp_path / "one"))
+    want, merged, stored = quantized_experts(dtype, True, "none", str(tmp_path / "one"))
     assert stored == [4, 4]
-    for got, tensors, part in two(quantised_experts, dtype, first, "selective", str(tmp_path / "two")):
+    for got, tensors, part in two(quantized_experts, dtype, first, "selective", str(tmp_path / "two")):
         assert part == [2, 2]
         assert got.keys() == want.keys()
         for name, gradient in want.items():

@@ -82,7 +82,7 @@ def train(model: Any, optimizer: LigerMuon, steps: range) -> dict[str, Tensor]:
 
 
 def run(case: dict[str, Any], *, sharded: bool) -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
-    """Weights and momentum, and the stacks that this rank has orthogonalised in the last step."""
+    """Weights and momentum, and the stacks that this rank has orthogonalized in the last step."""
     stacks: list[tuple[int, ...]] = []
 
     def count(x: Tensor) -> Tensor:

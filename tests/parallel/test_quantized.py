@@ -22,13 +22,13 @@ from liger_models.parallel import apply_fsdp, compile_blocks, targets_per_rank, 
 from liger_models.train.report import estimate
 
 from ..convert.conftest import assert_same_bits, read_tensors
-from ..convert.test_fp8 import quantised
+from ..convert.test_fp8 import quantized
 from ..late import Late
 from .comparison import assert_same
 from .models import TINY, batch, gradients, share, stir, tiny
 from .test_lora import goes_on, over_experts, run, trained
 
-quantization = Late("torchao.quantization", "quantised weights need torchao")
+quantization = Late("torchao.quantization", "quantized weights need torchao")
 pytestmark = pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")
 
 CONFIG: dict[str, Any] = {"r": 4, "target_modules": "all-linear"}
@@ -145,7 +145,7 @@ def test_gathered_codes_are_bytes_whatever_the_others_are_cast_to(two, experts, 
 
 
 def loaded(folder: str, dtype: str, shard: bool) -> dict[str, Tensor]:
-    """The dequantised weights."""
+    """The dequantized weights."""
 
     def prepare(model: LigerLlama) -> None:
         quantize_base(apply_lora(model, LoRAConfig(**CONFIG)), dtype=dtype)
@@ -168,7 +168,7 @@ def dense(model: LigerLlama) -> dict[str, Tensor]:
 @DTYPES
 @pytest.mark.parametrize("number", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("sizes", [SIZES, SIZES | {"hidden_size": 40, "intermediate_size": 56}], ids=str)
-def test_each_rank_quantises_its_part_to_the_same_weights(two, dtype, number, sizes, tmp_path):
+def test_each_rank_quantizes_its_part_to_the_same_weights(two, dtype, number, sizes, tmp_path):
     """Also where blocks of 64 go over the ends of rows."""
     quantization.to_nf4  # noqa: B018  skips without torchao
     model = tiny(**sizes).to(number)
@@ -245,7 +245,7 @@ def stir_sharded(model: Any) -> Any:
 )
 def test_float8_of_a_checkpoint_on_ranks(two, arch, parallel, tmp_path):
     """Shards end within blocks, whose scales are those of their rows; experts may be distributed by `apply_ep`."""
-    codes, _ = quantised(arch, tmp_path, (24, 20))
+    codes, _ = quantized(arch, tmp_path, (24, 20))
     experts = arch == "qwen3_moe"
     want, expected = step_on_float8(str(codes), "", experts, parallel)
     for loss, found in two(step_on_float8, str(codes), str(tmp_path / "saved"), experts, parallel):
@@ -361,7 +361,7 @@ def test_experts_on_kernels(two_with_kernels, dtype):
 
 
 def experts_loaded(folder: str, dtype: str, shard: bool) -> list[Any]:
-    """The base as it is read and quantised, twice that, tokens, and an adapted step of the latter."""
+    """The base as it is read and quantized, twice that, tokens, and an adapted step of the latter."""
 
     def prepare(model: Any) -> None:
         quantize_base(apply_lora(model, LoRAConfig(**OF_EXPERTS)), dtype=dtype)
@@ -382,7 +382,7 @@ def experts_loaded(folder: str, dtype: str, shard: bool) -> list[Any]:
 @DTYPES
 @pytest.mark.parametrize("number", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("experts", [1, 3])
-def test_each_rank_quantises_its_experts_to_the_same_weights(two, dtype, number, experts, tmp_path):
+def test_each_rank_quantizes_its_experts_to_the_same_weights(two, dtype, number, experts, tmp_path):
     """Also a rank that has none."""
     quantization.to_nf4  # noqa: B018
     model = mixed(experts).to(number)

@@ -23,8 +23,8 @@ from liger_models.layers.moe import MATRICES, LigerMoE
 from liger_models.parallel import apply_fsdp, apply_tp, compile_blocks, load_state, save_state, targets_per_rank
 
 from ..convert.conftest import assert_same_bits, read_tensors
-from ..convert.test_fp8 import quantised
-from ..kernels.moe.cases import quantise
+from ..convert.test_fp8 import quantized
+from ..kernels.moe.cases import quantize
 from ..late import Late
 from .comparison import assert_same, batch_for, mesh_of
 from .models import TINY, batch, gradients, init_device_mesh, share, stir, tiny, whole
@@ -33,7 +33,7 @@ from .test_quantized import CONFIG
 from .test_tensor_lora import CASES as CASES_OF_FAMILIES
 from .test_tensor_lora import adapted as of_family
 
-quantization = Late("torchao.quantization", "quantised weights need torchao")
+quantization = Late("torchao.quantization", "quantized weights need torchao")
 pytestmark = pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 384, "head_dim": 32, "num_hidden_layers": 2}
@@ -159,7 +159,7 @@ def test_slices_of_experts(dtype, dim):
     """In which factors begin and end: of 5 blocks a row."""
     quantization.to_nf4  # noqa: B018  skips without torchao
     weight = torch.randn(3, 32, 320, generator=torch.Generator().manual_seed(0))
-    experts = quantise(weight, dtype)
+    experts = quantize(weight, dtype)
     ranks = 5 if dim == 2 else 4
     layer = torch.nn.Module()
     layer.weight = None
@@ -178,7 +178,7 @@ def test_slices_of_experts(dtype, dim):
 
 
 def loaded(folder: Path, dtype: str, experts: bool, shape: tuple[int, ...]) -> list[dict[str, Tensor]]:
-    """The base of a model that ranks quantise as they read it, and again of twice its weights."""
+    """The base of a model that ranks quantize as they read it, and again of twice its weights."""
 
     def prepare(model: Any) -> None:
         config = {**CONFIG, "use_dora": not experts}
@@ -194,7 +194,7 @@ def loaded(folder: Path, dtype: str, experts: bool, shape: tuple[int, ...]) -> l
 @pytest.mark.parametrize("number", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @DTYPES
-def test_each_rank_quantises_its_part_to_the_same_weights(two, four, dtype, experts, number, tmp_path):
+def test_each_rank_quantizes_its_part_to_the_same_weights(two, four, dtype, experts, number, tmp_path):
     quantization.to_nf4  # noqa: B018
     plain(experts).to(number).save_pretrained(tmp_path)
     want = loaded(tmp_path, dtype, experts, ())
@@ -229,7 +229,7 @@ def step_on_float8(folder: Path, shape: tuple[int, ...], targets: Any, saved: Pa
 )
 def test_float8_of_a_checkpoint_on_ranks(two, four, arch, targets, tmp_path):
     """Blocks are whole in a slice of columns, and not in one of rows. Some layers have no adapters."""
-    codes, _ = quantised(arch, tmp_path / arch, (24, 4))
+    codes, _ = quantized(arch, tmp_path / arch, (24, 4))
     want = step_on_float8(codes, (), targets, None)
     for group, shape in zip((two, four), SHAPES, strict=True):
         saved = tmp_path / str(len(shape))
@@ -301,7 +301,7 @@ def test_a_run_goes_on_on_any_ranks_and_generates(two, four, dtype, tmp_path):
 
 
 def on_kernels(dtype: str, sequence_parallel: bool, policy: str, experts: bool) -> None:
-    """The fused ops with slices of quantised weights; gate and up are recomputed in several chunks."""
+    """The fused ops with slices of quantized weights; gate and up are recomputed in several chunks."""
     assert dispatch.INTERPRET
     inputs = {key: value[:2, :6] for key, value in batch(0).items()}
     results = []
@@ -424,8 +424,8 @@ def refused(codes: Path, mixed: Path) -> None:
 
 def test_bad_input(two, tmp_path):
     quantization.to_nf4  # noqa: B018
-    mixed, _ = quantised("qwen3_moe", tmp_path / "moe", (24, 16))
-    two(refused, quantised("qwen3", tmp_path, (24, 20))[0], mixed)
+    mixed, _ = quantized("qwen3_moe", tmp_path / "moe", (24, 16))
+    two(refused, quantized("qwen3", tmp_path, (24, 20))[0], mixed)
 
 
 def gathered_tower() -> Tensor:

@@ -164,7 +164,7 @@ def test_notebooks_run(file, request, tiny_hub, own_registry, tmp_path):
             if "parameters" in cell["metadata"].get("tags", ()):
                 assert TINY[file.stem].keys() <= namespace.keys()
                 namespace |= TINY[file.stem]
-    if file.stem == "word_problems":  # both have learnt the same
+    if file.stem == "word_problems":  # both have learned the same
         assert namespace["ours"] == pytest.approx(namespace["theirs"], rel=2e-2)
 
 

@@ -131,7 +131,7 @@ def test_answers_are_those_of_transformers(make_folder: Callable[..., Path], kin
     expected = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     assert encoding.ids == expected["input_ids"]
     mask = answer_mask(encoding.offsets, spans)
-    assert [int(learnt) for learnt in mask] == expected["assistant_masks"]
+    assert [int(learned) for learned in mask] == expected["assistant_masks"]
     assert 0 < sum(mask) < len(mask)
 
 
@@ -186,20 +186,20 @@ def test_answers_of_several_parts(make_folder: Callable[..., Path]) -> None:
     text, spans = ours.render_answers(chat)
     encoding = ours.backend.encode(text, add_special_tokens=False)
     expected = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-    assert [int(learnt) for learnt in answer_mask(encoding.offsets, spans)] == expected["assistant_masks"]
+    assert [int(learned) for learned in answer_mask(encoding.offsets, spans)] == expected["assistant_masks"]
 
     last = ["(t)", "b<|eot_id|>", "<|begin_of_text|>"]
-    for learnt, want in ({1: [" 你好 🙂 the<|eot_id|>"], 3: last}).items():
-        text, spans = ours.render_answers(chat, learnt=[number == learnt for number in range(4)])
+    for learned, want in ({1: [" 你好 🙂 the<|eot_id|>"], 3: last}).items():
+        text, spans = ours.render_answers(chat, learned=[number == learned for number in range(4)])
         assert [text[start:end] for start, end in spans] == want
 
 
-def test_only_the_answers_that_are_learnt_need_positions(make_folder: Callable[..., Path]) -> None:
+def test_only_the_answers_that_are_learned_need_positions(make_folder: Callable[..., Path]) -> None:
     forgetful = UNMARKED.replace(
         "message.content +", "(message.content if loop.last or message.role == 'user' else '') +"
     )
     tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=forgetful))
-    text, spans = tokenizer.render_answers(CHAT, learnt=[False, False, False, True])
+    text, spans = tokenizer.render_answers(CHAT, learned=[False, False, False, True])
     assert [text[start:end] for start, end in spans] == ["quick\n\n<|eot_id|>"]
 
 

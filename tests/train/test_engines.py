@@ -273,9 +273,9 @@ def test_peft_merges_into_a_checkpoint_of_the_hub(folder):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.01
-    learnt = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
-    assert len(learnt) == 2 * 7 * 2
-    assert all("lora_" in name for name in learnt)
+    learned = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert len(learned) == 2 * 7 * 2
+    assert all("lora_" in name for name in learned)
 
     with torch.no_grad():
         expected = adapted(input_ids=batch["input_ids"]).logits

@@ -283,7 +283,7 @@ def test_two_ranks_train_adapters_and_go_on(folder, two, dtype):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["lora_4bit", "lora_float8"])
-def test_two_ranks_train_adapters_on_shards_of_quantised_weights(folder, two, kind):  # noqa: F811
+def test_two_ranks_train_adapters_on_shards_of_quantized_weights(folder, two, kind):  # noqa: F811
     pytest.importorskip("torchao")
     options = {kind: True}
     two(partial(train_adapters, **options), folder, kind)
@@ -314,7 +314,7 @@ def test_two_ranks_share_batches(folder, two, options):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["lora_4bit", "lora_keep_float8"])
-def test_two_ranks_share_layers_with_quantised_weights(folder, two, kind, tmp_path):  # noqa: F811
+def test_two_ranks_share_layers_with_quantized_weights(folder, two, kind, tmp_path):  # noqa: F811
     pytest.importorskip("torchao")
     save_llama(
         tmp_path / "wide",

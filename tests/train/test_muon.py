@@ -66,7 +66,7 @@ CASES += [
 
 @pytest.mark.parametrize(("arch", "variant", "options"), CASES)
 def test_steps_are_torchs_on_the_matrices_of_the_checkpoint(arch, variant, options, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's orthogonalises in bf16
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's orthogonalizes in bf16
     config = transformers.AutoConfig.for_model(arch, **tiny(arch)[variant]).to_dict()
     torch.manual_seed(0)
     model = AutoLigerModel.from_config(config).double()

@@ -207,10 +207,10 @@ def test_each_objective_on_a_gpu(folder, tmp_path, objective, data, options):
         assert gpu[0]["loss"] == pytest.approx(cpu[0]["loss"], rel=2e-2)
 
 
-def test_distillation_into_adapters_on_quantised_weights(folder, tmp_path):
+def test_distillation_into_adapters_on_quantized_weights(folder, tmp_path):
     """They compute in float32 on one device, unlike the teacher."""
     losses = []
-    for name, options in (("plain", {"dtype": "float32"}), ("quantised", {"lora_float8": True})):
+    for name, options in (("plain", {"dtype": "float32"}), ("quantized", {"lora_float8": True})):
         train_on(folder, str(tmp_path / name), "distill", "text", teacher="teacher", lora_r=4, steps=2, **options)
         losses.append(log(tmp_path / name)[0]["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=5e-2)
@@ -321,7 +321,7 @@ def test_answers_are_those_of_preference_batch(folder, tokenizer):  # noqa: F811
     assert "are cut" not in described
 
 
-def test_labelled_answers(folder, tokenizer):  # noqa: F811
+def test_labeled_answers(folder, tokenizer):  # noqa: F811
     place = {"cache_dir": folder / "cache", "progress": False, "formats": ("kto",), "shuffle": False}
     data = AnswerDataset(folder / "marked.jsonl", tokenizer, length=64, batch_size=3, **place)
     batch = next(iter(data))

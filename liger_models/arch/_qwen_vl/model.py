@@ -213,7 +213,7 @@ class MRopeModel(VisionLanguageModel):
         videos: tuple[Tensor, Tensor] | None,
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Raise ValueError unless placeholders and patches match. Synchronises with the device once."""
+        """Raise ValueError unless placeholders and patches match. Synchronizes with the device once."""
         side, width = self.config.vision_config.spatial_merge_size, self.visual.patch_embed.in_features
         media = (
             ("image", images, self.config.image_token_id, "pixel_values", "image_grid_thw"),

@@ -2,7 +2,7 @@
 
 The language model is that of ``gemma3_text``, except that the tokens of an image attend to each other in both
 directions. The vision tower is SigLIP's: images of one size, learned positions, pre-norm blocks with LayerNorm and
-biases, no rotation. Its output is averaged over squares of patches, normalised and projected.
+biases, no rotation. Its output is averaged over squares of patches, normalized and projected.
 
 Source: https://arxiv.org/abs/2503.19786, https://arxiv.org/abs/2303.15343, transformers ``models/gemma3``.
 """

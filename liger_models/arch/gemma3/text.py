@@ -1,6 +1,6 @@
 """Gemma 3, the text models (270M, 1B): model_type ``gemma3_text``.
 
-Differs from Llama: attention and the MLP have a norm before and a norm after them, each head of q and k is normalised
+Differs from Llama: attention and the MLP have a norm before and a norm after them, each head of q and k is normalized
 before the rotation, and all norms scale by 1 + weight, in fp32; five of six layers attend only to the last
 ``sliding_window`` tokens and use a rotary base of their own (``rope_local_base_freq``), without rope scaling; scores
 are divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension); embeddings are multiplied by

@@ -32,7 +32,7 @@ class Gemma4Router(Layer):
         self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
 
     def draw(self, std: float) -> bool:
-        """Set the factors to 1; norm and projection initialise themselves."""
+        """Set the factors to 1; norm and projection initialize themselves."""
         nn.init.ones_(self.per_expert_scale)
         return True
 

@@ -159,7 +159,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
     def _check_counts(
         self, input_ids: Tensor, here: Tensor, images: tuple[Tensor, Tensor] | None, cu_seqlens: Tensor | None
     ) -> None:
-        """Raise ValueError unless placeholders and patches match. Synchronises with the device once."""
+        """Raise ValueError unless placeholders and patches match. Synchronizes with the device once."""
         vision = self.config.vision_config
         positions = here.new_zeros((0, 1, 2), dtype=torch.int64) if images is None else images[1].to(input_ids.device)
         # Patches of an image form a rectangle of whole image tokens, and padding follows them.

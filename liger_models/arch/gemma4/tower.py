@@ -3,7 +3,7 @@
 Images keep their shape. A patch has a learned position for its column and one for its row, and the heads of queries and
 keys are rotated by both. Blocks have norms before and after attention and MLP; values are normed, too. In E2B and E4B
 the inputs and outputs of linear layers are clipped. The output is averaged over squares of patches, multiplied by
-sqrt(C), in 26B-A4B and 31B standardised, normed and projected.
+sqrt(C), in 26B-A4B and 31B standardized, normed and projected.
 
 Source: transformers ``models/gemma4``.
 """

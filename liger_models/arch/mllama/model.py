@@ -172,7 +172,7 @@ class MllamaGlobalBlock(VisionBlock):
         self.gate_attn, self.gate_ffn = (nn.Parameter(torch.empty(1)) for _ in range(2))
 
     def reset_parameters(self) -> None:
-        """Initialise the gates close to 0."""
+        """Initialize the gates close to 0."""
         nn.init.normal_(self.gate_attn, std=self.std)
         nn.init.normal_(self.gate_ffn, std=self.std)
 
@@ -508,7 +508,7 @@ class LigerMllama(VisionLanguageModel):
         )  # fmt: skip
 
     def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
-        """The number of images; raises ValueError unless placeholders match. Synchronises with the device once."""
+        """The number of images; raises ValueError unless placeholders match. Synchronizes with the device once."""
         if pixels is None or ratios is None:
             found = int(here.sum())
             if found != 0:

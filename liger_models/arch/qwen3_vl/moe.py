@@ -1,7 +1,7 @@
 """Qwen3-VL with a mixture of experts (30B-A3B, 235B-A22B): model_type ``qwen3_vl_moe``.
 
 The vision tower, the positions and DeepStack are those of dense Qwen3-VL. The language model has the blocks of
-Qwen3-MoE, but always renormalises routing weights and has no attention window.
+Qwen3-MoE, but always renormalizes routing weights and has no attention window.
 
 Source: https://arxiv.org/abs/2511.21631, transformers ``models/qwen3_vl_moe``.
 """
@@ -72,7 +72,7 @@ class LigerQwen3VLMoE(Qwen3VLModel):
 
 IGNORED_KEYS = (
     *names.IGNORED_KEYS,
-    "norm_topk_prob",  # routing weights are always renormalised
+    "norm_topk_prob",  # routing weights are always renormalized
     "sliding_window",  # there are no windows
     "use_sliding_window",
 )

@@ -39,11 +39,11 @@ ROWS, COLUMNS, TILES = 64, 128, 4
 """Tile of a program, and the number of tiles that a program takes one after the other to find maxima of columns."""
 
 FLAT, FLAT_BLOCKS = 2048, 4
-"""Elements of a block, which are neighbours, and blocks of a program that finds the maximum of a tensor."""
+"""Elements of a block, which are neighbors, and blocks of a program that finds the maximum of a tensor."""
 
 WRITE_ROWS, WRITE_COLUMNS, WRITE_TILES = 128, 64, 8
 """Tile of a program that rounds, and tiles beside each other that run together. With columns as rows, 128 bytes of each
-are neighbours."""
+are neighbors."""
 
 ROW_BLOCK = 2048
 """Columns of a row that a program rounds at a time. It reads the row twice, the second time from the cache."""
@@ -275,7 +275,7 @@ def _round_kernel(
     PRODUCT_LIMIT: tl.constexpr, TINY: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # Programs that run together take tiles beside each other, so that they read neighbours in memory.
+    # Programs that run together take tiles beside each other, so that they read neighbors in memory.
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     start = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * COLUMNS
     is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0

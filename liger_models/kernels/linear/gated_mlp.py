@@ -450,7 +450,7 @@ def gated_mlp(
         norm_bias: [C], of a LayerNorm; None for none.
         recompute: gate and up are not saved but recomputed in the backward, for one more matrix product. The gradients
             are the same. (The reference backend ignores it.)
-        result: False, with ``recompute``, for a y of which only the gradient is used: it is left uninitialised. (The
+        result: False, with ``recompute``, for a y of which only the gradient is used: it is left uninitialized. (The
             reference backend ignores it.)
         ranks: tensor parallel ranks, each with its own pairs of gate and up; None for one rank. y is then the rank's
             part of a sum, so down_bias must be None and is added to the sum. With ``ranks.sequence`` x and residual

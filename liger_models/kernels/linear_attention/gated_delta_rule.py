@@ -1,6 +1,6 @@
 """Gated delta rule: a layer that is linear in the tokens, whose state is a matrix for each head.
 
-Forward, for each value head and token in fp32, with S [Dk, Dv] the state, q̂ and k̂ the L2-normalised query and key::
+Forward, for each value head and token in fp32, with S [Dk, Dv] the state, q̂ and k̂ the L2-normalized query and key::
 
     S ← exp(g) · S,   d = β · (v − k̂ᵀ S),   S ← S + k̂ dᵀ,   o = scale · q̂ᵀ S
 

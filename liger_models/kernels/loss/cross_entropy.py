@@ -43,7 +43,7 @@ as many rows are in progress, and these stay in the L2 cache until they are read
 0.79 (128,256) and 0.72 (256,000) of the speed of one read and one write."""
 
 VECTOR = 8
-"""Neighbours that one thread holds: 16 bytes in half precision. The running maximum and sum are per such group, so
+"""Neighbors that one thread holds: 16 bytes in half precision. The running maximum and sum are per such group, so
 threads of a row do not wait for each other."""
 
 LOWEST = -1e38
@@ -401,7 +401,7 @@ def token_scale(
     num_items: Tensor | float | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Factor [N] of each token's loss under ``reduction``: weight over divisor, without host synchronisation.
+    """Factor [N] of each token's loss under ``reduction``: weight over divisor, without host synchronization.
 
     The divisor of "mean" is ``num_items`` if given. Otherwise it is the sum over non-ignored tokens of token weight
     times the target's class weight; without weights, their number. If it is 0, the factor is 0.

@@ -15,7 +15,7 @@ a scalar loss one kernel reads both tensors once, sums the terms of each block o
 dtype of the student. Terms that are not summed, and compiled graphs, read both tensors again in the backward. Saved:
 the inputs and that gradient.
 
-Source: https://arxiv.org/abs/1503.02531, generalised JSD https://arxiv.org/abs/2306.13649, tvd
+Source: https://arxiv.org/abs/1503.02531, generalized JSD https://arxiv.org/abs/2306.13649, tvd
 https://arxiv.org/abs/2307.15190.
 """
 

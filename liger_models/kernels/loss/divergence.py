@@ -19,7 +19,7 @@ The rows are processed in the chunks of `linear_cross_entropy`, with logits of b
 gradients are computed in the forward: four products in all. Logits are fp32 even for half-precision inputs, because
 divergences are small differences of them. Only the student gets gradients. Saved: as in `linear_cross_entropy`.
 
-Source: https://arxiv.org/abs/1503.02531, generalised JSD https://arxiv.org/abs/2306.13649, tvd
+Source: https://arxiv.org/abs/1503.02531, generalized JSD https://arxiv.org/abs/2306.13649, tvd
 https://arxiv.org/abs/2307.15190.
 """
 

@@ -45,7 +45,7 @@ TILES = {2: Tile(128, 128, 64, 8, 4), 4: Tile(64, 64, 32, 4, 3)}
 """By the bytes of an element. Nothing else may choose it, least of all the number of rows."""
 
 GROUPED_TILES = 8
-"""Tiles of rows whose programs are neighbours, so that they find the weight in the L2 cache."""
+"""Tiles of rows whose programs are neighbors, so that they find the weight in the L2 cache."""
 
 
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -353,7 +353,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: [..., K], up to 16 rows in float16 or bfloat16, or one in float32.
-        weight: [N, K] in the dtype of x; the elements of a row are neighbours in memory.
+        weight: [N, K] in the dtype of x; the elements of a row are neighbors in memory.
         bias: [N] in the dtype of x.
 
     Returns:

@@ -84,7 +84,7 @@ def moe_mlp_reference(
     """`moe_mlp` in plain torch (differentiable; fp64 stays fp64).
 
     The loop over the experts is an op of its own, so a compiler need not trace it: the host must wait for the experts'
-    row counts. Quantised matrices are dequantised first, both of them. Dropout draws other elements than `moe_mlp`.
+    row counts. Quantized matrices are dequantized first, both of them. Dropout draws other elements than `moe_mlp`.
     """
     gate_up_weight, down_weight = dense(gate_up_weight), dense(down_weight)
     N, K = experts.shape

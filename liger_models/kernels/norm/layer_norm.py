@@ -10,7 +10,7 @@ Backward, with g = dy · w and dh the gradient of the new residual stream::
 
     dx = r · (g − mean(g) − n · mean(g · n)) + dh,   dw = Σ_rows dy · n,   db = Σ_rows dy
 
-Saved: h in its own dtype, and each row's statistics [μ, r] in fp32. The forward normalises by the rounded μ that it
+Saved: h in its own dtype, and each row's statistics [μ, r] in fp32. The forward normalizes by the rounded μ that it
 saves, so that rows recomputed from the statistics have the same bits. `row_norm.py` has the kernels.
 
 Source: https://arxiv.org/abs/1607.06450.

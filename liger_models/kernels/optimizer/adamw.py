@@ -129,7 +129,7 @@ def _tensor_at(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _draw(start, seed, stream, step, BLOCK: tl.constexpr):
     """Random numbers from 0 to 65535 for BLOCK elements, starting at ``start``."""
-    # One call makes 16 bits for each of 8 neighbours, which one thread holds.
+    # One call makes 16 bits for each of 8 neighbors, which one thread holds.
     eight = start // 8 + tl.arange(0, BLOCK // 8)
     low, high = eight.to(tl.uint32), (eight >> 32).to(tl.uint32)
     a, b, c, d = tl.philox(seed, low, high, stream.to(tl.uint32), step.to(tl.uint32), 7)

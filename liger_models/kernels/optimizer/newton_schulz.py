@@ -1,4 +1,4 @@
-"""Orthogonalise matrices: five steps of a Newton-Schulz iteration, with half of each symmetric product.
+"""Orthogonalize matrices: five steps of a Newton-Schulz iteration, with half of each symmetric product.
 
 A matrix with the singular values σ gets singular values near 1 and keeps its singular vectors::
 

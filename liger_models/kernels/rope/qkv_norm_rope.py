@@ -201,7 +201,7 @@ def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
 
 
 def _heads(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised q, k and v."""
+    """Uninitialized q, k and v."""
     shared = num_kv_heads if packed.shape[-1] > num_heads * head_dim else 0
     q, k, v = (packed.new_empty(*packed.shape[:2], heads, head_dim) for heads in (num_heads, shared, shared))
     return q, k, v

@@ -289,7 +289,7 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool)
 
 
 def empty_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised q, k and v for the packed projection ``qkv``."""
+    """Uninitialized q, k and v for the packed projection ``qkv``."""
     q, k, v = (
         torch.empty(*qkv.shape[:2], heads, head_dim, dtype=qkv.dtype, device=qkv.device)
         for heads in (num_heads, num_kv_heads, num_kv_heads)

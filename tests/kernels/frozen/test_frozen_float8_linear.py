@@ -25,7 +25,7 @@ from ...late import Late
 quantization = Late("torchao.quantization", "float8 weights need torchao")
 
 ODD = torch.float32, torch.float16
-"""Dtypes whose products are computed with the dequantised weight."""
+"""Dtypes whose products are computed with the dequantized weight."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def make(shape, dtype=torch.bfloat16, device="cpu"):
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (5, 96), (3, 4096), (2, 14337)], ids=str)
-def test_rows_are_quantised(kernel_device, shape, poisoned_empty):
+def test_rows_are_quantized(kernel_device, shape, poisoned_empty):
     for dtype in (torch.float32, torch.bfloat16):
         x = (draw(*shape) * torch.logspace(-3, 3, shape[0])[:, None]).to(kernel_device, dtype)
         x[-1, 0] = 0
@@ -148,7 +148,7 @@ def test_few_rows_are_not_taken_where_bits_must_not_depend_on_the_batch(kernel_d
         assert not takes_float8_rows(x[:1], codes)
 
 
-def test_other_products_are_those_of_the_dequantised_weight(backend):
+def test_other_products_are_those_of_the_dequantized_weight(backend):
     """Other dtypes, odd sizes, no rows; and the reference backend, always."""
     cases = [((35, 64), 48, dtype) for dtype in ODD] + [((35, 60), 48, torch.bfloat16), ((0, 64), 48, torch.bfloat16)]
     for shape, out, dtype in cases:

@@ -158,7 +158,7 @@ def test_gated_mlp(backend, recompute, chunk, make, poisoned_empty, monkeypatch)
 
 @pytest.mark.parametrize("op", [rms_norm_linear, layer_norm_linear])
 def test_without_a_low_rank_term_and_gradients(backend, op):
-    """A single row, as in decoding, is multiplied as the weight is dequantised: only the order of the sum differs."""
+    """A single row, as in decoding, is multiplied as the weight is dequantized: only the order of the sum differs."""
     call, (x, residual, *_), _ = norm_linear_case(op, backend)
     weight, call = nf4(F, C, device=backend), functools.partial(op, norm_weight=draw(C, device=backend))
     call = functools.partial(call, norm_bias=None) if op is layer_norm_linear else call
@@ -243,7 +243,7 @@ def test_float8_products_in_ops_are_those_of_the_layers(kernel_device, recompute
 
 @MAKERS
 def test_only_what_is_stored_is_saved(kernel_device, make):
-    """No dense weight and no normed rows; what is dequantised exists during a product alone."""
+    """No dense weight and no normed rows; what is dequantized exists during a product alone."""
     weight = make(F, C, device=kernel_device)
     weights = make(2 * F, C, device=kernel_device), make(C, F, device=kernel_device)
     norm_call, inputs, upstream = norm_linear_case(rms_norm_linear, kernel_device)

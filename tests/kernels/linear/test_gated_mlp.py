@@ -20,7 +20,7 @@ from liger_models.kernels.norm.fused_norm import FusedNorm
 
 from ..oracle import assert_close_to_truth, opcheck_named, run
 
-FLAVOURS = [
+FLAVORS = [
     pytest.param({"act": "silu", "eps": 1e-6}, id="llama"),
     pytest.param({"act": "gelu", "eps": 1e-5, "scale_in_fp32": True}, id="erf"),
     pytest.param({"act": "gelu_tanh", "eps": 1e-6, "weight_offset": 1.0, "scale_in_fp32": True}, id="gemma"),
@@ -101,26 +101,26 @@ def without(inputs, *missing):
 
 
 @MODES
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavor", FLAVORS)
 @pytest.mark.parametrize(("shape", "width", "out"), SHAPES, ids=str)
-def test_matches_fp64(backend, shape, width, out, flavour, recompute, chunk, poisoned_empty):
+def test_matches_fp64(backend, shape, width, out, flavor, recompute, chunk, poisoned_empty):
     for dtype in dtypes(backend):
         inputs, upstream = make(shape, width, out, dtype, backend)
         for missing in ((), ("gate_up_bias", "down_bias"), ("x", "down_bias"), ("norm_weight",), ("x", "norm_weight")):
             left, names = without(inputs, *missing)
-            check(left, upstream, names, recompute, **flavour)
-            if "norm" in flavour and "norm_weight" in names:
+            check(left, upstream, names, recompute, **flavor)
+            if "norm" in flavor and "norm_weight" in names:
                 left, names = with_norm_bias(left, names)
-                check(left, upstream, names, recompute, **flavour)
+                check(left, upstream, names, recompute, **flavor)
 
 
 @pytest.mark.gpu
 @RECOMPUTE
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_real_sizes(flavour, recompute, poisoned_empty):
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_real_sizes(flavor, recompute, poisoned_empty):
     for dtype in GPU_DTYPES[1:]:
         inputs, upstream = make((2, 32, 2048), 5632, 2048, dtype, "cuda")
-        check(inputs, upstream, recompute=recompute, **flavour)
+        check(inputs, upstream, recompute=recompute, **flavor)
 
 
 @MODES

@@ -29,7 +29,7 @@ LAYER = (
 )
 PLAIN = (*LAYER[:2], RMS[2])  # a LayerNorm without bias
 OPS = pytest.mark.parametrize("op", [RMS, LAYER, PLAIN], ids=["rms", "layer", "layer-no-bias"])
-FLAVOURS = [
+FLAVORS = [
     pytest.param(RMS, {"eps": 1e-6}, id="llama"),
     pytest.param(RMS, {"eps": 1e-5, "scale_in_fp32": True}, id="olmo2"),
     pytest.param(RMS, {"eps": 1e-6, "weight_offset": 1.0, "scale_in_fp32": True}, id="gemma"),
@@ -94,22 +94,22 @@ def norm_of(op, named, eps=1e-6, weight_offset=0.0, scale_in_fp32=False):
     return FusedNorm(named["norm_weight"], named.get("norm_bias"), kind, eps, weight_offset, scale_in_fp32)
 
 
-@pytest.mark.parametrize(("op", "flavour"), FLAVOURS)
+@pytest.mark.parametrize(("op", "flavor"), FLAVORS)
 @pytest.mark.parametrize(("shape", "out"), SHAPES, ids=str)
-def test_matches_fp64(backend, shape, out, op, flavour, poisoned_empty):
+def test_matches_fp64(backend, shape, out, op, flavor, poisoned_empty):
     for dtype in dtypes(backend):
         named, upstream = make(op, shape, out, dtype, backend)
-        check(op, named, upstream, **flavour)
-        check(op, named, upstream, ("bias",), **flavour)
-        check(op, named, upstream, ("x",), **flavour)
+        check(op, named, upstream, **flavor)
+        check(op, named, upstream, ("bias",), **flavor)
+        check(op, named, upstream, ("x",), **flavor)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("op", "flavour"), FLAVOURS)
-def test_real_sizes(op, flavour, poisoned_empty):
+@pytest.mark.parametrize(("op", "flavor"), FLAVORS)
+def test_real_sizes(op, flavor, poisoned_empty):
     for dtype in GPU_DTYPES[1:]:
         named, upstream = make(op, (2, 32, 4096), 6144, dtype, "cuda")
-        check(op, named, upstream, **flavour)
+        check(op, named, upstream, **flavor)
 
 
 @OPS
@@ -186,12 +186,12 @@ def test_empty_and_single_rows(backend, op):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize(("op", "flavour"), FLAVOURS)
+@pytest.mark.parametrize(("op", "flavor"), FLAVORS)
 @pytest.mark.parametrize(("rows", "width"), [(40, 32), (5, 65), (5, 5000)])
-def test_normed_activations_are_recomputed_bit_for_bit(kernel_device, op, flavour, rows, width, poisoned_empty):
+def test_normed_activations_are_recomputed_bit_for_bit(kernel_device, op, flavor, rows, width, poisoned_empty):
     for stream in dtypes(kernel_device):
         named, (dn, dh) = make(op, (rows, width), width, stream, kernel_device)
-        norm = norm_of(op, named, **flavour)
+        norm = norm_of(op, named, **flavor)
         for x in (named["x"], named["x"] + 20):  # and with a mean far from zero
             normed, h, statistics = norm.forward(x, named["residual"])
             assert tuple(statistics.shape) == norm.statistics_shape((rows,))

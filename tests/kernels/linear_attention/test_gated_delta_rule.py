@@ -153,7 +153,7 @@ def test_no_decay_and_complete_decay(backend, decay):
 
 
 def test_equal_keys(backend):
-    """(I + M)⁻¹ is then a difference of neighbours, and the powers of M have entries of up to 1e17."""
+    """(I + M)⁻¹ is then a difference of neighbors, and the powers of M have entries of up to 1e17."""
     inputs, upstream, options = make((1, 64, 1, 1, 16, 16), device=backend)
     inputs[1] = inputs[1][:, :1].expand(-1, 64, -1, -1).contiguous()
     inputs[3], inputs[4] = torch.zeros_like(inputs[3]), torch.full_like(inputs[4], 0.999)

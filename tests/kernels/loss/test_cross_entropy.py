@@ -477,7 +477,7 @@ def test_logits_of_more_than_two_billion_elements():
 
 
 @pytest.mark.gpu
-def test_no_host_synchronisation():
+def test_no_host_synchronization():
     (x, w), b = linear_inputs("cuda", torch.bfloat16)
     leaves = [t.requires_grad_() for t in (x, w, b)]
     target = targets("cuda")

@@ -29,13 +29,13 @@ def three_blocks_a_row(monkeypatch):
     monkeypatch.setattr("liger_models.kernels.loss.distribution_divergence.TERMS_BLOCK", 16)
 
 
-@pytest.mark.parametrize("labelled", [False, True], ids=["", "labels"])
+@pytest.mark.parametrize("labeled", [False, True], ids=["", "labels"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", [*DISTRIBUTION_KINDS, "jsd 0.1"])
-def test_matches_fp64(backend, kind, reduction, labelled, poisoned_empty, three_blocks_a_row):
+def test_matches_fp64(backend, kind, reduction, labeled, poisoned_empty, three_blocks_a_row):
     kind, _, beta = kind.partition(" ")
     options = {"beta": float(beta or 0.5), "eps": 1e-3, "reduction": reduction, "ignore_index": 7}
-    labels = targets(ignore_index=7).to(backend) if labelled else None
+    labels = targets(ignore_index=7).to(backend) if labeled else None
     upstream = draw(N, V).to(backend) if reduction == "none" else torch.tensor(0.37, device=backend)
     for dtype in dtypes(backend):
         student, teacher = distributions(kind, dtype, backend)

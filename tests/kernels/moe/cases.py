@@ -45,10 +45,10 @@ def make(shape, dtype, device, weight_dtype=None, kind="any"):
 
 def stored(size, kind, device="cpu", dtype=torch.float32):
     weight = torch.randn(size, generator=torch.Generator().manual_seed(sum(size))) / size[-1] ** 0.5
-    return quantise(weight.to(device, dtype), kind)
+    return quantize(weight.to(device, dtype), kind)
 
 
-def quantise(weight, kind):
+def quantize(weight, kind):
     """Matrices in NF4, in float8, or in float8 with the scales that a checkpoint would have; "dense" as they are."""
     if kind == "dense":
         return weight

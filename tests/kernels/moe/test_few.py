@@ -12,7 +12,7 @@ from liger_models.kernels.moe.few import few_product, takes_few, takes_few_copie
 from liger_models.kernels.moe.permutation import sort_by_expert
 
 from ..oracle import opcheck_named, wide
-from .cases import STORED, choose, dtypes, make, quantise, stored, with_biases, with_low_ranks
+from .cases import STORED, choose, dtypes, make, quantize, stored, with_biases, with_low_ranks
 
 
 def no_sort(monkeypatch):
@@ -27,7 +27,7 @@ def test_few_tokens_are_not_sorted(kernel_device, shape, kind, monkeypatch, pois
     for dtype, act in zip(dtypes(kernel_device), ("clamped_swiglu", "gelu_tanh", "silu"), strict=False):
         inputs, experts, _ = make(shape, dtype, kernel_device, kind="some")
         biases = with_biases(inputs)[4:] if act == "clamped_swiglu" else []
-        matrices = [quantise(each, kind) for each in inputs[2:]]
+        matrices = [quantize(each, kind) for each in inputs[2:]]
         with torch.no_grad():
             got = moe_mlp(*inputs[:2], experts, *matrices, *biases, act=act, limit=0.75)
             x, weights, *others = map(wide, (*inputs[:2], *map(dense, matrices), *biases))
@@ -40,7 +40,7 @@ def test_few_tokens_are_not_sorted(kernel_device, shape, kind, monkeypatch, pois
 def test_odd_sizes_an_expert_twice_and_strides(kernel_device, kind, monkeypatch, poisoned_empty):
     no_sort(monkeypatch)
     (x, weights, *matrices), experts, _ = make((9, 2, 5, 37, 21), torch.float32, kernel_device)
-    experts[0], matrices = experts[1, 0], [quantise(each, kind) for each in matrices]
+    experts[0], matrices = experts[1, 0], [quantize(each, kind) for each in matrices]
     t = lambda tensor: tensor.t().contiguous().t()
     for N in (1, 9):
         with torch.no_grad():

@@ -14,7 +14,7 @@ from liger_models.layers.frozen import freeze
 
 from ...late import Late
 from ..oracle import opcheck_named, run
-from .cases import BLOCK, KINDS, RECOMPUTE, STORED, dtypes, make, quantise, stored, with_biases, with_low_ranks
+from .cases import BLOCK, KINDS, RECOMPUTE, STORED, dtypes, make, quantize, stored, with_biases, with_low_ranks
 
 quantization = Late("torchao.quantization", "4-bit weights need torchao")
 
@@ -102,7 +102,7 @@ def test_the_op_is_that_of_the_dense_matrices(backend, few, kind, recompute, mon
     options = {"act": "clamped_swiglu", "limit": 0.75} if biased else {}
     x, weights, gate_up, down, *low_ranks = with_low_ranks(inputs)
     biases = with_biases(inputs)[4:] if biased else ()
-    quantised = [quantise(each, kind) for each in (gate_up, down)]
+    quantized = [quantize(each, kind) for each in (gate_up, down)]
     if not few:
         monkeypatch.setattr(experts_module, "takes_few", lambda *_: False)
 
@@ -113,11 +113,11 @@ def test_the_op_is_that_of_the_dense_matrices(backend, few, kind, recompute, mon
 
         return run(inner, [x, weights, *low_ranks, *biases], [dy])
 
-    got = call(moe_mlp, quantised, recompute=recompute)
+    got = call(moe_mlp, quantized, recompute=recompute)
     for want in (
-        call(moe_mlp_reference, [each.dense() for each in quantised]),
-        call(moe_mlp, [each.dense() for each in quantised], recompute=recompute),
-        call(moe_mlp, [quantised[0].dense(), quantised[1]], recompute=recompute),
+        call(moe_mlp_reference, [each.dense() for each in quantized]),
+        call(moe_mlp, [each.dense() for each in quantized], recompute=recompute),
+        call(moe_mlp, [quantized[0].dense(), quantized[1]], recompute=recompute),
     ):
         for a, b in zip(got, want, strict=True):  # sums in another order
             assert (a - b).abs().max() <= 2e-5 * b.abs().max().clamp(min=1)
@@ -129,13 +129,13 @@ def test_the_op_is_that_of_the_dense_matrices(backend, few, kind, recompute, mon
 def test_only_what_is_stored_is_saved(kernel_device, recompute, kind):
     inputs, experts, _ = make(SHAPE, torch.float32, kernel_device)
     x, weights, gate_up, down, *low_ranks = with_low_ranks(inputs)
-    quantised = [quantise(each, kind) for each in (gate_up, down)]
+    quantized = [quantize(each, kind) for each in (gate_up, down)]
     saved, leaves = [], [each.requires_grad_() for each in (x, weights, *low_ranks)]
     x, weights, A, B, *pair = leaves
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         options = {"gate_up_low_rank": (A, B), "down_low_rank": pair, "recompute": recompute, "dropout": 0.5}
-        moe_mlp(x, weights, experts, *quantised, **options)
-    known = {each.data_ptr() for each in (*leaves, *quantised[0].tensors, *quantised[1].tensors)}
+        moe_mlp(x, weights, experts, *quantized, **options)
+    known = {each.data_ptr() for each in (*leaves, *quantized[0].tensors, *quantized[1].tensors)}
     others = [tuple(each.shape) for each in saved if each.data_ptr() not in known]
     kept = [] if recompute else [(20, 128)]
     # Order, slot, ends, gate and up, seeds of the dropout.
@@ -143,13 +143,13 @@ def test_only_what_is_stored_is_saved(kernel_device, recompute, kind):
 
 
 @STORED
-def test_decoding_dequantises_no_matrix(kernel_device, kind, monkeypatch):
+def test_decoding_dequantizes_no_matrix(kernel_device, kind, monkeypatch):
     inputs, experts, _ = make(SHAPE, torch.float32, kernel_device)
-    quantised = [quantise(each, kind) for each in inputs[2:]]
-    want = moe_mlp(*inputs[:2], experts, *(each.dense() for each in quantised))
-    monkeypatch.setattr(FrozenWeight, "dense", lambda _: pytest.fail("a matrix was dequantised"))
+    quantized = [quantize(each, kind) for each in inputs[2:]]
+    want = moe_mlp(*inputs[:2], experts, *(each.dense() for each in quantized))
+    monkeypatch.setattr(FrozenWeight, "dense", lambda _: pytest.fail("a matrix was dequantized"))
     with torch.no_grad():
-        torch.testing.assert_close(moe_mlp(*inputs[:2], experts, *quantised), want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(moe_mlp(*inputs[:2], experts, *quantized), want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["nf4"])  # PyTorch's check multiplies its inputs, which CPUs can't in float8
@@ -165,7 +165,7 @@ def test_opcheck(kernel_device, kind):
 def test_no_token(kernel_device, kind):
     inputs, experts, _ = make((0, 2, 3, 64, 64), torch.float32, kernel_device)
     x, weights, *matrices = inputs
-    assert moe_mlp(x, weights, experts, *(quantise(each, kind) for each in matrices)).shape == (0, 64)
+    assert moe_mlp(x, weights, experts, *(quantize(each, kind) for each in matrices)).shape == (0, 64)
 
 
 @pytest.mark.gpu
@@ -173,8 +173,8 @@ def test_no_token(kernel_device, kind):
 @pytest.mark.parametrize("tokens", [3, 700])
 def test_on_a_gpu_in_half_precision(kind, tokens):
     inputs, experts, dy = make((tokens, 4, 16, 256, 192), torch.bfloat16, "cuda")
-    quantised = [quantise(each, kind) for each in inputs[2:]]
+    quantized = [quantize(each, kind) for each in inputs[2:]]
     call = lambda *matrices: lambda x, w: moe_mlp(x, w, experts, *matrices)
-    got, want = (run(call(*each), inputs[:2], [dy]) for each in (quantised, [each.dense() for each in quantised]))
+    got, want = (run(call(*each), inputs[:2], [dy]) for each in (quantized, [each.dense() for each in quantized]))
     for a, b in zip(got, want, strict=True):
         assert (a.double() - b.double()).norm() <= 0.01 * b.double().norm()

@@ -63,7 +63,7 @@ def test_wide_rows(kernel_device, poisoned_empty):
 
 
 def test_a_mean_far_from_zero(backend):
-    """The variance is that of the centred row: no difference of two large numbers."""
+    """The variance is that of the centered row: no difference of two large numbers."""
     x, _, weight, bias, upstream = make((4, 96), torch.float32, backend)
     assert_close_to_truth(layer_norm, layer_norm_reference, [x + 50, weight, bias], upstream[:1])
 

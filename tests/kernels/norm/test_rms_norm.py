@@ -6,7 +6,7 @@ from liger_models.kernels.norm.rms_norm import add_rms_norm, add_rms_norm_refere
 
 from ..oracle import assert_close_to_truth, opcheck, run
 
-FLAVOURS = [
+FLAVORS = [
     pytest.param({"eps": 1e-6}, id="llama"),
     pytest.param({"eps": 1e-5, "scale_in_fp32": True}, id="olmo2"),
     pytest.param({"eps": 1e-6, "weight_offset": 1.0, "scale_in_fp32": True}, id="gemma"),
@@ -26,27 +26,27 @@ def make(shape, dtype, device, seed=0):
     return draw(*shape), draw(*shape), draw(shape[-1]), [draw(*shape), draw(*shape)]
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavor", FLAVORS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rms_norm_matches_fp64(backend, shape, flavour, poisoned_empty, monkeypatch):
+def test_rms_norm_matches_fp64(backend, shape, flavor, poisoned_empty, monkeypatch):
     monkeypatch.setattr(module, "BACKWARD_TILE", 64)  # several programs, and several tiles of rows for each
     for dtype in dtypes(backend):
         x, _, weight, upstream = make(shape, dtype, backend)
         assert_close_to_truth(
-            lambda x, w: rms_norm(x, w, **flavour), lambda x, w: rms_norm_reference(x, w, **flavour),
+            lambda x, w: rms_norm(x, w, **flavor), lambda x, w: rms_norm_reference(x, w, **flavor),
             [x, weight], upstream[:1],
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavor", FLAVORS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_add_rms_norm_matches_fp64(backend, shape, flavour, poisoned_empty, monkeypatch):
+def test_add_rms_norm_matches_fp64(backend, shape, flavor, poisoned_empty, monkeypatch):
     monkeypatch.setattr(module, "BACKWARD_TILE", 64)
     for dtype in dtypes(backend):
         x, residual, weight, upstream = make(shape, dtype, backend)
         assert_close_to_truth(
-            lambda x, r, w: add_rms_norm(x, r, w, **flavour),
-            lambda x, r, w: add_rms_norm_reference(x, r, w, **flavour),
+            lambda x, r, w: add_rms_norm(x, r, w, **flavor),
+            lambda x, r, w: add_rms_norm_reference(x, r, w, **flavor),
             [x, residual, weight], upstream,
         )  # fmt: skip
 

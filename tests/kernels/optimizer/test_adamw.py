@@ -94,7 +94,7 @@ def test_real_sizes(shape):
 
 
 def test_together_as_one_by_one(kernel_device):
-    """Hyper-parameters are of each tensor, and neither its place in the table nor its neighbours matter."""
+    """Hyper-parameters are of each tensor, and neither its place in the table nor its neighbors matter."""
     dtype = torch.float16
     sizes = [5, 0, SPAN, 3 * SPAN + 2, 0, 1, 2 * SPAN, 0]
     updates = [make((n,), (dtype,) * 3, kernel_device, (HYPER, OTHER)[i % 2], i) for i, n in enumerate(sizes)]
@@ -221,7 +221,7 @@ def rounded(device, values, seed=0, stream=0, step=1):
     return m
 
 
-def test_rounds_to_a_neighbour_without_bias(backend):
+def test_rounds_to_a_neighbor_without_bias(backend):
     values = torch.randn(64).repeat_interleave(1000) * torch.logspace(-20, 20, 64).repeat_interleave(1000)
     got = rounded(backend, values).cpu()
     bits = values.view(torch.int32)

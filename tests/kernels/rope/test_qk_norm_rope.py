@@ -10,7 +10,7 @@ from ..oracle import assert_close_to_truth, opcheck, run
 from .test_rope import GPU_DTYPES, draw, dtypes, packed, tables, upstream_of
 
 # whole: the norms are over all heads
-FLAVOURS = {
+FLAVORS = {
     "qwen3": {"whole": False},
     "gemma3": {"whole": False, "weight_offset": 1.0, "scale_in_fp32": True},
     "olmo2": {"whole": True, "eps": 1e-5, "scale_in_fp32": True},
@@ -43,10 +43,10 @@ def on(function, cos, sin, *sizes, **options):
     return call
 
 
-def make(shape, flavour, dtype=torch.float32, device="cpu", table_batch=1):
+def make(shape, flavor, dtype=torch.float32, device="cpu", table_batch=1):
     """Our function, the reference, their inputs and upstream gradients."""
     B, T, H, G, D, R = shape
-    options = dict(FLAVOURS[flavour])
+    options = dict(FLAVORS[flavor])
     widths = [n * D for n in (H, G)] if options.pop("whole") else [D, D]
     cos, sin = tables(table_batch, T, R, device) if R else (None, None)
     functions = [on(f, cos, sin, H, G, D, **options) for f in (qk_norm_rope, qk_norm_rope_reference)]
@@ -55,32 +55,32 @@ def make(shape, flavour, dtype=torch.float32, device="cpu", table_batch=1):
     return *functions, inputs, upstream_of(B, T, H, G, D, dtype, device)
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavor", FLAVORS)
 @pytest.mark.parametrize("shape", [*SHAPES, MANY_HEADS], ids=str)
-def test_matches_fp64(backend, shape, flavour, poisoned_empty):
+def test_matches_fp64(backend, shape, flavor, poisoned_empty):
     for dtype in dtypes(backend):
         table_batch = shape[0] if dtype == torch.float32 else 1
-        assert_close_to_truth(*make(shape, flavour, dtype, backend, table_batch))
+        assert_close_to_truth(*make(shape, flavor, dtype, backend, table_batch))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("shape", "flavour"), GPU_SHAPES, ids=str)
-def test_real_sizes(shape, flavour, poisoned_empty):
+@pytest.mark.parametrize(("shape", "flavor"), GPU_SHAPES, ids=str)
+def test_real_sizes(shape, flavor, poisoned_empty):
     for dtype in GPU_DTYPES:
-        assert_close_to_truth(*make(shape, flavour, dtype, "cuda"))
+        assert_close_to_truth(*make(shape, flavor, dtype, "cuda"))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("flavour", ["qwen3", "olmo2"])
-def test_weight_gradients_over_many_tokens(flavour):
+@pytest.mark.parametrize("flavor", ["qwen3", "olmo2"])
+def test_weight_gradients_over_many_tokens(flavor):
     """More tokens than programs, so that each sums over several, and not all over as many."""
-    assert_close_to_truth(*make((2, 1025, 16, 4, 128, 128), flavour, torch.bfloat16, "cuda"))
+    assert_close_to_truth(*make((2, 1025, 16, 4, 128, 128), flavor, torch.bfloat16, "cuda"))
 
 
-@pytest.mark.parametrize("flavour", ["qwen3", "olmo2"])
-def test_strided_inputs_and_gradients(backend, flavour):
+@pytest.mark.parametrize("flavor", ["qwen3", "olmo2"])
+def test_strided_inputs_and_gradients(backend, flavor):
     B, T, H, G, D, _ = shape = (2, 5, 4, 2, 8, 8)
-    ours, reference, (qkv, *weights), _ = make(shape, flavour, device=backend, table_batch=B)
+    ours, reference, (qkv, *weights), _ = make(shape, flavor, device=backend, table_batch=B)
     dq, dk, dv = draw(B, H, T, D, device=backend), draw(B, G, T, D, device=backend), draw(T, B, G, D, device=backend)
     upstream = [dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(0, 1)]  # attention's layout, and another
     assert_close_to_truth(ours, reference, [qkv.transpose(0, 1).contiguous().transpose(0, 1), *weights], upstream)
@@ -90,17 +90,17 @@ def test_strided_inputs_and_gradients(backend, flavour):
 
 
 @pytest.mark.parametrize("given", [(0,), (1,), (2,), (1, 2)], ids=str)
-@pytest.mark.parametrize("flavour", ["qwen3", "olmo2"])
-def test_missing_gradients_are_zero(backend, flavour, given, poisoned_empty):
-    ours, reference, inputs, upstream = make(SMALL, flavour, device=backend)
+@pytest.mark.parametrize("flavor", ["qwen3", "olmo2"])
+def test_missing_gradients_are_zero(backend, flavor, given, poisoned_empty):
+    ours, reference, inputs, upstream = make(SMALL, flavor, device=backend)
     pick = lambda function: lambda *args: tuple(function(*args)[i] for i in given)
     assert_close_to_truth(pick(ours), pick(reference), inputs, [upstream[i] for i in given])
 
 
 def test_mixed_dtypes(backend):
     """Norm weights are often kept in fp32 in a half-precision model."""
-    for flavour in ("qwen3", "olmo2"):
-        ours, reference, (qkv, *weights), upstream = make(SMALL, flavour, device=backend)
+    for flavor in ("qwen3", "olmo2"):
+        ours, reference, (qkv, *weights), upstream = make(SMALL, flavor, device=backend)
         assert_close_to_truth(ours, reference, [qkv.half(), *weights], [grad.half() for grad in upstream])
 
 
@@ -163,7 +163,7 @@ def test_equals_transformers(backend, name, monkeypatch):
         qkv = x @ torch.cat(groups, 1).flatten(0, 1).T
         if not weights:
             return rope_qkv(qkv, cos.float(), sin.float(), H, G, D, interleaved=True)
-        options = dict(FLAVOURS["olmo2" if name == "olmo3" else name])
+        options = dict(FLAVORS["olmo2" if name == "olmo3" else name])
         del options["whole"]
         options["eps"] = config.rms_norm_eps
         return qk_norm_rope(qkv, cos.float(), sin.float(), H, G, D, *weights, **options)
@@ -175,9 +175,9 @@ def test_equals_transformers(backend, name, monkeypatch):
         assert (ours - exact).norm() <= 2e-6 * exact.norm()
 
 
-@pytest.mark.parametrize("flavour", ["qwen3", "olmo2"])
-def test_second_backward_agrees_and_nothing_is_overwritten(backend, flavour):
-    ours, _, inputs, upstream = make(SMALL, flavour, device=backend)
+@pytest.mark.parametrize("flavor", ["qwen3", "olmo2"])
+def test_second_backward_agrees_and_nothing_is_overwritten(backend, flavor):
+    ours, _, inputs, upstream = make(SMALL, flavor, device=backend)
     leaves = [x.requires_grad_() for x in inputs]
     outputs = ours(*leaves)
     kept = [t.clone() for t in (*leaves, *outputs, *upstream)]
@@ -187,9 +187,9 @@ def test_second_backward_agrees_and_nothing_is_overwritten(backend, flavour):
     assert all(torch.equal(a, b) for a, b in zip((*leaves, *outputs, *upstream), kept, strict=True))
 
 
-@pytest.mark.parametrize("flavour", ["qwen3", "olmo2"])
-def test_frozen_weights_cost_no_gradient_work(kernel_device, flavour, monkeypatch):
-    ours, _, inputs, upstream = make(SMALL, flavour, device=kernel_device)
+@pytest.mark.parametrize("flavor", ["qwen3", "olmo2"])
+def test_frozen_weights_cost_no_gradient_work(kernel_device, flavor, monkeypatch):
+    ours, _, inputs, upstream = make(SMALL, flavor, device=kernel_device)
     leaves = [x.requires_grad_() for x in inputs]
     want = torch.autograd.grad(ours(*leaves), leaves, upstream)
     for frozen in ((1, 2), (1,), (2,)):
@@ -213,10 +213,10 @@ def test_saved_are_the_packed_projection_weights_and_tables(kernel_device):
     assert sorted(saved) == sorted([(2, 2, 64), (8,), (8,), (1, 2, 4), (1, 2, 4)])
 
 
-@pytest.mark.parametrize("flavour", ["qwen3", "olmo2"])
-def test_empty_batch(backend, flavour, poisoned_empty):
+@pytest.mark.parametrize("flavor", ["qwen3", "olmo2"])
+def test_empty_batch(backend, flavor, poisoned_empty):
     for B, T in ((0, 3), (2, 0)):
-        options = dict(FLAVOURS[flavour])
+        options = dict(FLAVORS[flavor])
         widths = (32, 16) if options.pop("whole") else (8, 8)
         table = torch.ones(1, T, 4, device=backend)
         qkv = torch.ones(B, T, 64, device=backend, requires_grad=True)
@@ -227,10 +227,10 @@ def test_empty_batch(backend, flavour, poisoned_empty):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("flavour", ["qwen3", "olmo2"])
-def test_more_than_two_billion_elements(flavour):
+@pytest.mark.parametrize("flavor", ["qwen3", "olmo2"])
+def test_more_than_two_billion_elements(flavor):
     T, H, G, D = 350_001, 32, 8, 128
-    options = dict(FLAVOURS[flavour])
+    options = dict(FLAVORS[flavor])
     widths = (H * D, G * D) if options.pop("whole") else (D, D)
     weights = [draw(width, device="cuda", dtype=torch.bfloat16, seed=width) for width in widths]
     angles = torch.arange(T, device="cuda")[:, None] * 10000.0 ** (-torch.arange(0, D, 2, device="cuda") / D)
@@ -266,8 +266,8 @@ def test_opcheck(kernel_device):
 
 @pytest.mark.compile
 def test_compiles_without_graph_breaks(kernel_device):
-    for flavour in ("qwen3", "olmo2"):
-        ours, _, inputs, upstream = make(SMALL, flavour, device=kernel_device)
+    for flavor in ("qwen3", "olmo2"):
+        ours, _, inputs, upstream = make(SMALL, flavor, device=kernel_device)
         backend = "inductor" if kernel_device == "cuda" else "aot_eager"
         compiled = torch.compile(ours, fullgraph=True, backend=backend)
         torch.testing.assert_close(run(compiled, inputs, upstream), run(ours, inputs, upstream), rtol=0, atol=0)
