@@ -17,7 +17,7 @@ from liger_models.train.options import read_options
 
 from .runs import log, no_group_is_left, on_the_cpu  # noqa: F401
 
-RUNS = Path(__file__).parents[1] / "data" / "runs"
+RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 
 
 def test_the_option_file_of_0_1_0_loads():
