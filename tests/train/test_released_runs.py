@@ -1,6 +1,6 @@
 """Option files and run states that version 0.1.0 wrote: the current version reads them and resumes the run.
 
-``tests/data/runs`` holds a tiny checkpoint, texts, an option file with every option, the state of its run
+``tests/fixtures/runs`` holds a tiny checkpoint, texts, an option file with every option, the state of its run
 after step 2 of 4 (``run``), and the log and the adapters of the finished run (``finished``).
 """
 
