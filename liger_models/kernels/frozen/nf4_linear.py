@@ -131,7 +131,7 @@ TABLE = (
 
 
 @register
-class NF4(Format):
+class NormalFloat4(Format):
     """Codes of 4 bits in torchao's layout; ``layout`` is codes for each scale, scales for each factor.
 
     The tensors of a matrix, and of X experts::
