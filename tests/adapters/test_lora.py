@@ -395,7 +395,7 @@ def test_fused_ops_on_a_quantized_base(policy, dtype, kernel_device, monkeypatch
     """Loss and gradients are those of the same ops with the dequantized weights, dense, and of the references."""
     pytest.importorskip("torchao")
     from liger_models.kernels import dispatch
-    from liger_models.kernels.linear import norm_linear
+    from liger_models.kernels.linear import projection
 
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     model, dense = (llama(LoRAConfig(r=4), **sizes) for _ in range(2))
@@ -403,9 +403,9 @@ def test_fused_ops_on_a_quantized_base(policy, dtype, kernel_device, monkeypatch
     for path, layer in adapted_layers(model).items():
         dense.get_submodule(path).weight.data.copy_(layer.dense_weight())
     products = []
-    linear_forward = norm_linear.linear_forward
+    linear_forward = projection.linear_forward
     spy = lambda x, weight, *rest: products.append(type(weight)) or linear_forward(x, weight, *rest)
-    monkeypatch.setattr(norm_linear, "linear_forward", spy)
+    monkeypatch.setattr(projection, "linear_forward", spy)
     found = []
     for each in (model, dense):
         each.set_checkpointing(policy)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from liger_models.adapters import LoRAConfig, apply_lora
-from liger_models.generation import graphs, rollouts
+from liger_models.generation import graphs, scheduler
 from liger_models.generation.graphs import DecodeStep
 from liger_models.generation.scheduler import Completion
 from liger_models.parallel import apply_cp, apply_fsdp, apply_tp
@@ -107,7 +107,7 @@ def decodes_by_graphs() -> None:
         assert len(captured) >= 2
         with (
             mock.patch.object(graphs, "can_capture", return_value=False),
-            mock.patch.object(rollouts, "can_capture", return_value=False),
+            mock.patch.object(scheduler, "can_capture", return_value=False),
         ):
             count = len(captured)
             expected = run()
