@@ -580,16 +580,16 @@ class Decoder(nn.Module):
         collect = [states] if request.output_hidden_states else []
         hidden, router_logits = self.run_blocks(embeds, layout, *collect)
         hidden = groups.enter_head(hidden)  # [B, T, C], under context parallelism [B, T / R, C]
-        if cache is not None:
-            cache.advance(T)
         output = CausalLMOutput(router_logits=tuple(router_logits))
         if request.output_hidden_states or request.without_head:
             output = output._replace(hidden_states=(*states, hidden))
-        if request.without_head:
-            return output
 
         # The head, and the loss in it.
-        loss, logits = self._apply_head(hidden, request, targets)
+        loss, logits = (None, None) if request.without_head else self._apply_head(hidden, request, targets)
+        if cache is not None:  # last, so that a forward that fails in the head leaves the cache as it was
+            cache.advance(T)
+        if request.without_head:
+            return output
         aux_loss = None if cache is not None else self._shared_auxiliary_loss(router_logits, layout, request, targets)
         output = output._replace(logits=groups.gather_logits(logits), aux_loss=aux_loss)
         if request.return_log_probs:
