@@ -16,6 +16,7 @@ from ..text.folders import SPECIAL, byte_level
 
 GGUF = {
     "cohere2": "COHERE2",
+    "ernie4_5": "ERNIE4_5",
     "exaone4": "EXAONE4",
     "gemma": "GEMMA",
     "gemma2": "GEMMA2",
@@ -25,11 +26,13 @@ GGUF = {
     "glm": "CHATGLM",
     "glm4": "GLM4",
     "granite": "GRANITE",
+    "hunyuan_v1_dense": "HUNYUAN_DENSE",
     "llama": "LLAMA",
     "ministral": "LLAMA",
     "ministral3": "MISTRAL3",
     "mistral": "LLAMA",
     "mixtral": "LLAMA",
+    "nemotron": "NEMOTRON",
     "olmo2": "OLMO2",
     "olmo3": "OLMO2",
     "phi3": "PHI3",
@@ -39,7 +42,9 @@ GGUF = {
     "qwen3_5_text": "QWEN35",
     "qwen3_moe": "QWEN3MOE",
     "qwen3_next": "QWEN3NEXT",
+    "seed_oss": "SEED_OSS",
     "smollm3": "SMOLLM3",
+    "starcoder2": "STARCODER2",
 }
 """Family -> its name among `gguf.MODEL_ARCH`."""
 
@@ -112,7 +117,7 @@ def test_config_has_the_keys_that_the_converter_reads(save, family):
     }
     width = "moe_intermediate_size" if family == "qwen3_5_moe_text" else "intermediate_size"  # it has no dense MLP
     assert keys | {width, "max_position_embeddings"} <= config.keys()
-    assert {"rms_norm_eps", "layer_norm_eps"} & config.keys()
+    assert {"rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon"} & config.keys()
     # The base of the rotary embedding is at the top, or with its scaling, as in transformers 5.
     rope = config.get("rope_parameters") or config
     assert "rope_theta" in rope or "rope_theta" in rope["full_attention"]
