@@ -154,7 +154,7 @@ def test_nothing_else_finds_what_a_generation_keeps():
     assert derived._USED.get() is None
     del tokens
     gc.collect()
-    keys = {layer for each in gc.get_objects() if type(each) is derived.DerivedTensors for layer, _ in each._found}
+    keys = {layer for each in gc.get_objects() if type(each) is derived.DerivedTensors for layer, _ in each._tensors}
     assert not keys & set(model.modules())
 
 
