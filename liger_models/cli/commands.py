@@ -205,7 +205,7 @@ def verify(
         elif verification.not_compared:
             screen.print(f"logits not compared: {verification.not_compared}")
         if verification.place:
-            screen.print(f"first difference at {verification.place}", highlight=False)
+            screen.print(f"first difference at {verification.place}", highlight=False, soft_wrap=True)
         screen.print("[green]same[/]" if verification.same else "[red]differs[/]")
     if not verification.same:
         raise typer.Exit(DIFFERS)
