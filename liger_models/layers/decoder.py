@@ -585,7 +585,10 @@ class Decoder(nn.Module):
             output = output._replace(hidden_states=(*states, hidden))
 
         # The head, and the loss in it.
-        loss, logits = (None, None) if request.without_head else self._apply_head(hidden, request, targets)
+        loss: Any = None
+        logits: Any = None
+        if not request.without_head:
+            loss, logits = self._apply_head(hidden, request, targets)
         if cache is not None:  # last, so that a forward that fails in the head leaves the cache as it was
             cache.advance(T)
         if request.without_head:
