@@ -44,8 +44,9 @@ def _known() -> Iterator[None]:
 
 
 def with_int8() -> None:
-    """Make the format known, also in the processes of ranks."""
-    importlib.import_module("tests.parallel.int8")
+    """Make the format known, also in the processes of ranks, and again where an import has been followed by `clear`."""
+    kind = importlib.import_module("tests.parallel.int8").Int8Rows
+    FORMATS.setdefault(kind.name, kind())
 
 
 def plain() -> Any:
