@@ -100,8 +100,9 @@ def save_pretrained(
         quantization = {"quantization_config": model.hf_config["quantization_config"]}
         stored = stored._replace(height=block_size(quantization["quantization_config"])[0])
 
+    kept_tensors = model.current_kept_tensors()
     plan = split_state_dict_into_shards_factory(
-        stored.shapes(dtype) | model.kept_tensors,
+        stored.shapes(dtype) | kept_tensors,
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
@@ -128,7 +129,7 @@ def save_pretrained(
 
         # A file is written as soon as its last tensor is there.
         pending: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in itertools.chain(stored.unpack(gathered, dtype), model.kept_tensors.items()):
+        for name, tensor in itertools.chain(stored.unpack(gathered, dtype), kept_tensors.items()):
             file = plan.tensor_to_filename[name]
             pending.setdefault(file, {})[name] = tensor.cpu()
             if len(pending[file]) == len(plan.filename_to_tensors[file]):
