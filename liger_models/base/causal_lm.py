@@ -1,5 +1,6 @@
 """The base class of all models: the decoder with loading, saving, generation and transformers' Trainer interface."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,12 +52,14 @@ class CausalLM(Decoder):
 
     @property
     def peft_config(self) -> Any:
-        """Not there: PEFT adapts ``unpack_projections(model)``. PEFT sets it when it has replaced the modules.
+        """Not there: PEFT adapts ``unpack_projections(model)``.
 
         Raises:
-            AttributeError: always.
-            ValueError: it is set. The modules that PEFT has replaced are back.
+            AttributeError: always, unless PEFT asks.
+            ValueError: PEFT asks, before it looks for modules to replace.
         """
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("peft.tuners."):
+            raise ValueError(CausalLM._must_be_unpacked(self))
         raise AttributeError(f"{type(self).__name__} has no peft_config.")
 
     @peft_config.setter
@@ -64,7 +67,10 @@ class CausalLM(Decoder):
         for path, module in [*self.named_modules()]:
             if hasattr(module, "get_base_layer"):
                 self.set_submodule(path, module.get_base_layer())
-        raise ValueError(
+        raise ValueError(CausalLM._must_be_unpacked(self))
+
+    def _must_be_unpacked(self) -> str:
+        return (
             f"get_peft_model: {type(self).__name__} must be unpacked, got packed projections, in which PEFT cannot "
             "find q_proj, k_proj, v_proj, gate_proj and up_proj. Pass unpack_projections(model), from "
             "liger_models.adapters, to PEFT or to the trainer that calls it."
@@ -98,7 +104,7 @@ class CausalLM(Decoder):
         V = -(-new_num_tokens // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
         # Rows of a shard or of an adapter have no meaning of their own.
         parts: tuple[LigerEmbedding | LigerLMHead, ...] = self.embed_tokens, self.lm_head
-        plain = all([name for name, _ in part.named_parameters()] == ["weight"] for part in parts)
+        plain = all([name for name, _ in part.named_parameters()] in (["weight"], []) for part in parts)
         cut = self.groups.tensor is not None or any(hasattr(part.weight, "full_tensor") for part in parts)
         if not plain or cut:
             raise ValueError(
@@ -114,10 +120,11 @@ class CausalLM(Decoder):
         # A tied head stays tied.
         tied = self.lm_head.weight is self.embed_tokens.weight
         resize_rows(self.embed_tokens, V)
-        if tied:
-            self.lm_head.weight, self.lm_head.out_features = self.embed_tokens.weight, V
-        else:
+        if not tied:
             resize_rows(self.lm_head, V)
+        elif "weight" in self.lm_head._parameters:  # not below a head that classifies
+            self.lm_head.weight = self.embed_tokens.weight
+        self.lm_head.out_features = V
         self.config = replace(self.config, vocab_size=V)
         return self.embed_tokens
 
