@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -95,12 +96,13 @@ class CausalLM(Decoder):
             The embedding.
 
         Raises:
-            ValueError: a number is below 1; the model is sharded or has adapters on embedding or head; or the embedding
-                has more rows than the head (placeholders of Llama 3.2 Vision).
+            ValueError: a number is below 1 or no integer; the model is sharded or has adapters on embedding or head; or
+                the embedding has more rows than the head (placeholders of Llama 3.2 Vision).
         """
-        for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
-            if number is not None and not number > 0:
-                raise ValueError(f"resize_token_embeddings: {name} must be positive, got {number}.")
+        numbers: dict[str, Any] = {"new_num_tokens": new_num_tokens, "pad_to_multiple_of": pad_to_multiple_of}
+        for name, number in numbers.items():
+            if number is not None and (not isinstance(number, Integral) or int(number) < 1):
+                raise ValueError(f"resize_token_embeddings: {name} must be a positive integer, got {number}.")
         V = -(-new_num_tokens // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
         # Rows of a shard or of an adapter have no meaning of their own.
         parts: tuple[LigerEmbedding | LigerLMHead, ...] = self.embed_tokens, self.lm_head

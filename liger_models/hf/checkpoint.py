@@ -99,7 +99,7 @@ class Checkpoint:
             cache_dir, force_download, local_files_only, token, revision: as in huggingface_hub.
             subfolder: subfolder of a folder on this machine.
             generation_config: defaults of ``generate``, other than the checkpoint's.
-            output_loading_info: also return a dict of lists. Its ``mismatched_keys`` and, for a head that classifies,
+            output_loading_info: also return a dict of sets. Its ``mismatched_keys`` and, for a head that classifies,
                 ``missing_keys`` name the tensors that were drawn; everything else that does not match is an error.
             ignore_mismatched_sizes: draw the tensors that have another shape in the checkpoint, with a warning, instead
                 of raising an error.
@@ -209,7 +209,8 @@ class Checkpoint:
         device: torch.device,
     ) -> Any:
         """A model with the tensors of a state dict, in their dtype unless another one is given."""
-        stored = next(tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())
+        floats = (tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())
+        stored = next(floats, torch.float32)
         target = stored if dtype in (None, "auto") else as_dtype("from_pretrained: dtype", dtype)
         made: Any = cls
         model = made(config).to(device, target)
@@ -441,7 +442,12 @@ def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[st
 
 def _loading_info(missing: list[str], mismatched: list[Mismatch]) -> dict[str, Any]:
     """What from_pretrained returns with ``output_loading_info``."""
-    return {"missing_keys": missing, "unexpected_keys": [], "mismatched_keys": mismatched, "error_msgs": []}
+    return {
+        "missing_keys": {*missing},
+        "unexpected_keys": set(),
+        "mismatched_keys": {*mismatched},
+        "error_msgs": [],
+    }
 
 
 def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Path) -> None:

@@ -249,6 +249,11 @@ class LigerModel(LigerPreTrainedModel):
             config.architectures = [class_name(AutoModel, config.model_type) or type(self).__name__]
             config.dtype = self.decoder.dtype
             config.save_pretrained(save_directory)
+            # Matrices of experts are views of one tensor, which would be written whole.
+            tensors = {
+                name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+                for name, tensor in tensors.items()
+            }
             save_torch_state_dict(tensors, Path(save_directory), max_shard_size=max_shard_size)
         if push_to_hub:
             self.push_to_hub(options.pop("repo_id", None) or Path(save_directory).name, **options)
@@ -466,7 +471,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             logits_to_keep: logits of the last so many tokens, or of the tokens with these indices; 0 for all.
             num_items_in_batch: divisor of the summed loss.
             inputs: pixels and what belongs to them; ``cu_seq_lens_q`` and its companions, or ``cu_seqlens``;
-                ``shift_labels``, [B, T], in place of ``labels``; ``skip_logits``, whether to leave the logits out when
+                ``shift_labels``, [B, T], which replace ``labels``; ``skip_logits``, whether to leave the logits out if
                 there are labels. Default: in training with gradients.
 
         Returns:
@@ -489,8 +494,8 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         own_loss = self.has_own_loss and (labels is not None or shifted is not None)
         if isinstance(logits_to_keep, Tensor) or shifted is not None or own_loss:
             # The decoder knows none of them, so it returns hidden states, and the head is called here.
-            if labels is not None and (shifted is not None or not own_loss):
-                raise ValueError("forward: labels exclude shift_labels and a tensor as logits_to_keep. Omit one.")
+            if labels is not None and shifted is None and not own_loss:
+                raise ValueError("forward: labels exclude a tensor as logits_to_keep. Omit one.")
             out = decoder(**prepared, return_logits=False, output_hidden_states=all_hidden)
             hidden = out.hidden_states[-1]
             loss = None

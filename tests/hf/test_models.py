@@ -262,6 +262,7 @@ def test_arguments_of_the_forward(hf):
     loss = theirs(ids, labels=ids, num_items_in_batch=items).loss
     assert error(ours(ids, labels=ids, num_items_in_batch=items).loss, loss) <= LIMIT
     assert error(ours(ids, shift_labels=shifted, num_items_in_batch=items).loss, loss) <= LIMIT
+    assert error(ours(ids, labels=ids[:, :1], shift_labels=shifted, num_items_in_batch=items).loss, loss) <= LIMIT
     assert ours(ids, labels=ids, skip_logits=False).logits is not None
     with torch.no_grad():
         assert ours(ids, labels=ids).logits is not None
