@@ -41,9 +41,13 @@ def make(name: str, folder: Path) -> None:
 def redirect(auto_class: Any, root: Path) -> None:
     """Let an auto class of transformers load the local models, and return those of this package unpacked."""
     load = auto_class.from_pretrained
+    # AutoTokenizer would read the words as a tokenizer of the family.
+    load_local = (
+        transformers.PreTrainedTokenizerFast.from_pretrained if auto_class is transformers.AutoTokenizer else load
+    )
 
     def from_pretrained(name: Any, *args: Any, **options: Any) -> Any:
-        loaded = load(str(root / name) if name in MODELS else name, *args, **options)
+        loaded = load_local(str(root / name), *args, **options) if name in MODELS else load(name, *args, **options)
         return unpack_projections(loaded) if type(loaded).__module__ == "liger_models.hf" else loaded
 
     auto_class.from_pretrained = from_pretrained
