@@ -51,8 +51,9 @@ class CausalLM(Decoder):
 
     @property
     def peft_config(self) -> Any:
-        """Always missing, because PEFT can adapt only ``unpack_projections(model)``. PEFT sets it after replacing
-        modules.
+        """Always missing, because PEFT can adapt only ``unpack_projections(model)``.
+
+        PEFT sets it after replacing modules.
 
         Raises:
             AttributeError: always.

@@ -109,8 +109,10 @@ def next_logits(
 
 
 def takes_pages(model: Decoder) -> bool:
-    """Whether a model decodes on a `PagedCache`: it is on one of `PAGED_DEVICES`, all attention layers take pages, and
-    no module is compiled."""
+    """Whether a model decodes on a `PagedCache`.
+
+    It must be on one of `PAGED_DEVICES`, all its attention layers must take pages, and no module may be compiled.
+    """
     specs = [layer.attention for layer in layers_of(model.layers)]
     compiled = any(is_compiled(module) for module in model.modules())
     has_device = model.device.type in PAGED_DEVICES

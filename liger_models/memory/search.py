@@ -121,9 +121,9 @@ class Search:
                 yield Case(offload, ceiling, bound)
 
     def _compare(self, case: Case) -> None:
-        """Compare the candidates of a case: S sums over blocks that stay, A over offloaded blocks, H numbers of host
-        blocks.
+        """Compare the candidates of a case.
 
+        There are S sums over blocks that stay, A sums over offloaded blocks, and H numbers of blocks with host moments.
         Tables are [H, A]. For each cell, bisection finds the fastest of the S sums that fits.
         """
         # A case that could not beat the fastest candidate is left out.
