@@ -1,4 +1,4 @@
-"""Run a benchmark, or write the tables and plots of all results into the pages (``report``)."""
+"""Run a benchmark, or write tables and plots of all results into the pages (``report``)."""
 
 import argparse
 import tempfile
@@ -73,6 +73,8 @@ def check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             parser.error(f"--modes: cp is for longest with --gpus of 2 and more, got {text!r} for {options.command}")
         if "bf16" in mode and options.command != "fsdp":
             parser.error(f"--modes: bf16 is for fsdp, got {text!r} for {options.command}")
+
+        # A mode may share the GPUs in one way, and by a number that divides them.
         parts = [mode.extras[word] for word in ("ep", "hsdp", "tp") if word in mode]
         fits = options.command == "fsdp" and len(parts) == 1 and parts[0] and options.gpus % parts[0] == 0
         if parts and not fits and options.command != "decode":

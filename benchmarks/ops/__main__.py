@@ -1,6 +1,6 @@
-"""One peer of one op in this process: ``python -m benchmarks.ops OP PEER``.
+"""Measure one peer of one op in this process: ``python -m benchmarks.ops OP PEER``.
 
-It imports the peer, then waits for a line on its standard input before it touches the GPU.
+The process imports the peer, then waits for a line on its standard input before it touches the GPU.
 """
 
 import gc

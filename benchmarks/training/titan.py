@@ -1,6 +1,6 @@
 """torchtitan's Llama 3: its model, checkpointing, compilation and FSDP2, in the order of its own trainer.
 
-torchtitan 0.2.2 is the latest release whose imports torch 2.11 can serve; 0.3.0 needs names of a later one.
+torchtitan 0.2.2 is the latest release that imports with torch 2.11. Release 0.3.0 needs a later torch.
 """
 
 from contextlib import nullcontext
@@ -15,12 +15,12 @@ from .modes import Mode
 
 
 class TitanLoss(nn.Module):
-    """The mean loss of a batch, by torchtitan's model and loss.
+    """The mean loss of a batch from torchtitan's model and loss.
 
     Args:
         config: the config.json of an untied Llama without scaled positions.
-        mode: ``compile``, ``selective`` (by op, as in torchtitan's own configuration of this model), ``full``.
-        sharded: with weights in fp32 over the process group; otherwise one GPU has them in bf16.
+        mode: a mode with ``compile``, ``selective`` (by op, as in torchtitan's own configuration) or ``full``.
+        sharded: whether weights are sharded in fp32 over the process group. Otherwise they are in bf16 on one GPU.
     """
 
     def __init__(self, config: dict, mode: Mode, sharded: bool, tokens: int, device: str = "cuda") -> None:
@@ -51,7 +51,7 @@ class TitanLoss(nn.Module):
 
 
 def build_model(config: dict, tokens: int, device: str) -> nn.Module:
-    """The model in bf16, with the weights of `build.weight`, for up to so many tokens of a sequence."""
+    """The model in bf16 with the weights of `build.weight`, for sequences of up to ``tokens`` tokens."""
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
     from torchtitan.models.llama3.model.args import RoPEScalingArgs
     from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
@@ -69,7 +69,7 @@ def build_model(config: dict, tokens: int, device: str) -> nn.Module:
     with torch.device("meta"):
         model = Transformer(sizes)
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    names = {name: weight(name, each.shape, torch.device(device)) for name, each in theirs.named_parameters()}
+    names = {name: weight(name, tensor.shape, torch.device(device)) for name, tensor in theirs.named_parameters()}
     model.load_state_dict(Llama3StateDictAdapter(sizes, None).from_hf(names), assign=True)
     with torch.device(device):
         model.freqs_cis = model._precompute_freqs_cis()
