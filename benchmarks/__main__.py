@@ -62,6 +62,8 @@ def check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         mode = Mode.parse(text)
         if ("moments" in mode or "8bit" in mode) and not ("adamw" in mode or "inbackward" in mode):
             parser.error(f"--modes: moments are LigerAdamW's, add +adamw or +inbackward, got {text!r}")
+
+        # Each option of a mode belongs to some benchmarks.
         allowed = {"unsloth": ("train", "longest"), "titan": ("train", "fsdp")}.get(mode.library, (options.command,))
         if options.command not in allowed:
             parser.error(f"--modes: {mode.library} is for {' and '.join(allowed)}, got {text!r} for {options.command}")
@@ -100,6 +102,8 @@ def check_machine(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     options = parse(parser, arguments)
+
+    # The pages need no GPU.
     if options.command == "report":
         if not any(options.results.glob("*.jsonl")):
             parser.error(f"--results must be a folder with JSON lines, {options.results} has none")
@@ -108,6 +112,8 @@ def main(arguments: list[str] | None = None) -> None:
         except ValueError as error:
             parser.error(str(error))
         return
+
+    # A benchmark prints its table, and its rows are in files.
     check_modes(parser, options)
     check_machine(parser, options)
     benchmark = BENCHMARKS[options.command]

@@ -83,6 +83,7 @@ def table(rows: Rows) -> str:
             if not losses:
                 lines.append((model, tokens(batch), title(row["mode"]), row["error"], "", "", ""))
                 continue
+            # The end of the curve, and the distance to the curve of transformers.
             tail = losses[-20:]
             gaps = [abs(a - b) for a, b in zip(losses, base or [], strict=False)]
             lines.append((

@@ -96,6 +96,7 @@ def measure(job: Job) -> Row:
     config = read_config(job.model)
     config["eos_token_id"] = None
     dtype = next((word for word in ("nf4", "float8") if word in job.mode), None)
+    # The speed of the device, then calls with N tokens and with one.
     copy = ceilings("cuda", copied=2**31)["copy_gbs"]
     generate = generating(job, config)
     with torch.no_grad():

@@ -106,6 +106,7 @@ def by_family(rows: Rows) -> dict[str, Rows]:
 
 def table(rows: Rows) -> str:
     """One line per family. Speed is relative to the faster peer, memory to the smaller. Missing numbers are empty."""
+    # Each cell shows what a mode measured, or that it failed.
     lines = []
     for family, group in by_family(rows).items():
         by_mode = {row["mode"]: row for row in group}

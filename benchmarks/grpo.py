@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> Rows:
 
 def measure(job: Job) -> Row:
     config = read_config(job.model)
-    config["eos_token_id"] = None
+    config["eos_token_id"] = None  # all answers have the full length
     if job.mode.library == "ours":
         model: Any = build_ours(config, Mode("ours", {"lora": None, **job.mode.extras}))
         steps = our_steps(model, config["vocab_size"], *job.shape, job.steps)
@@ -148,6 +148,7 @@ def trl_steps(model: Any, mode: Mode, rows: int, length: int, new: int, **option
     times: list[Times] = []
     sampling = begun = 0.0
 
+    # Time of sampling, and of the rest, from the end of one step to the end of the next.
     class Timed(trl.GRPOTrainer):
         def _generate_single_turn(self, *arguments: Any, **more: Any) -> Any:
             nonlocal sampling
@@ -175,6 +176,8 @@ def trl_steps(model: Any, mode: Mode, rows: int, length: int, new: int, **option
     vocabulary, steps = model.config.vocab_size, 1 + REPEATS
     drawn = torch.randint(5, vocabulary - 5, (steps * rows // GROUP, length)).tolist()
     prompts = [{"prompt": " ".join(f"t{token}" for token in ids)} for ids in drawn]
+
+    # All prompts of a step are sampled at once, and accumulated over micro-batches.
     with tempfile.TemporaryDirectory() as folder:
         arguments = trl.GRPOConfig(
             folder, report_to=[], save_strategy="no", disable_tqdm=True, max_steps=steps, learning_rate=1e-6,

@@ -133,6 +133,7 @@ def table(rows: Rows) -> str:
     """One line per mode: the longest sequence that fits, and the next one, with its error if it is not about memory."""
     lines = []
     names = ("model", "mode", "gpus", "memory_gb", "layers")
+    # Old rows have no number of GPUs, which was 1.
     for (model, mode, gpus, memory, layers), group in grouped([{"gpus": 1} | row for row in rows], *names).items():
         length = lambda row: int(row["batch"].rpartition("x")[2])
         fit = max((row for row in group if "error" not in row), key=length, default={})

@@ -56,6 +56,7 @@ def in_batches(model: Any, rows: int, **options: Any) -> Continue:
     """Greedy ``generate`` in batches of ``rows`` prompts, padded on the left. A batch ends with its longest answer."""
 
     def continue_batch(prompts: list[Tensor], limits: list[int]) -> list[Tensor]:
+        # Pad ids and mask together.
         longest = max(map(len, prompts))
         padded = [
             nn.functional.pad(torch.stack([ids, torch.ones_like(ids)]), (longest - len(ids), 0)) for ids in prompts

@@ -103,7 +103,7 @@ class Work:
     def short_of_memory(self) -> Iterator[None]:
         """Context in which memory may run out: a GPU has little more than is in use, and a block on the CPU raises."""
         if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # so that reserved memory is memory in use
             total = torch.cuda.get_device_properties(self.model.device).total_memory
             extra = self.draw.randint(16, 512) * 2**20
             torch.cuda.set_per_process_memory_fraction(min((torch.cuda.memory_reserved() + extra) / total, 1.0))
@@ -113,6 +113,7 @@ class Work:
                 torch.cuda.set_per_process_memory_fraction(1.0)
             return
 
+        # On the CPU memory is never short, so a random block raises the error.
         def fail(module: Any, inputs: Any) -> None:
             raise torch.OutOfMemoryError("none left")
 

@@ -13,6 +13,7 @@ Bar = tuple[str, float, str]
 
 def markdown(head: str, lines: Iterable[Iterable[object]]) -> str:
     """A Markdown table. ``head`` has the names of the columns, separated by bars."""
+    # A bar in a cell would end the cell.
     columns = [column.strip() for column in head.split("|")]
     rows = [columns, ["---"] * len(columns), *lines]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in row) + " |" for row in rows)

@@ -58,6 +58,8 @@ def measure(job: Job) -> Row:
     config = read_config(job.model)
     B, T = job.shape
     together = job.mode.extras.get("tp") or 1  # GPUs that share the rows of all of them
+
+    # GPUs that share rows draw the same tokens.
     train = make_step(job.mode, config, lr=1e-5, sharded=job.sharded, shape=job.shape)
     generator = torch.Generator("cuda").manual_seed(int(os.environ.get("RANK", 0)) // together)
 

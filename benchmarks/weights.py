@@ -50,6 +50,7 @@ def times(model: nn.Module, device: torch.device) -> Row:
         for _ in hf_tensors(model, dtype):
             pass
 
+    # The copy is the least that the others must do.
     tasks: dict[str, Callable[[], object]] = {
         "copy": copy,
         "read": read,

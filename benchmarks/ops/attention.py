@@ -52,6 +52,7 @@ def sink_op(name: str, T: int, window: int | None = None) -> Op:
     def ours(*inputs: Tensor) -> Tensor:
         return sink_attention(*inputs, scale=64**-0.5, window=window)
 
+    # SDPA has no sinks, so it is a bound.
     peers = {"torch": Peer(in_torch), "ours": Peer(ours)}
     if window is None:
         peers["skeleton"] = Peer(sdpa, add_nothing, truth=lambda *inputs: truth(*add_nothing(*inputs)))

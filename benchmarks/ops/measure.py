@@ -47,6 +47,8 @@ def results(op: Op, peer: Peer, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     call = op.start(peer.run, peer.enter(*leaves.values()))
     for _ in range(STEPS if op.stateful else 1):
         outputs = call()
+
+    # Gradients of all inputs that have one.
     tensors = {f"out {i}": out.detach().clone() for i, out in enumerate(outputs)}
     differentiated = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     if differentiated:
@@ -104,6 +106,7 @@ def milliseconds(prepare: Callable[[], Any], run: Callable[[Any], Any], device: 
         ended.synchronize()
         return begun.elapsed_time(ended)
 
+    # The last warm-up decides how often a slow op runs.
     for _ in range(WARM_UP):
         last = elapsed(*once())
     marks = [once() for _ in range(REPEATS if last < SLOW_MS else SLOW_REPEATS)]

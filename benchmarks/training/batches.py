@@ -31,6 +31,8 @@ def draw_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[s
     """A batch of the Qwen-VL families: images of unequal size in every sequence."""
     tower, token, (B, T) = config["vision_config"], config["image_token_id"], ids.shape
     ids = ids % token  # no placeholder by chance
+
+    # Images from the second token on, with a token between them.
     merge, grids, start = tower.get("spatial_merge_size", 2), [], 1
     for rows, columns in IMAGES:
         if start + rows * columns > T // 2:

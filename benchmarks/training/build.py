@@ -112,6 +112,8 @@ def fill_shards(model: nn.Module, mode: Mode) -> nn.Module:
     ranks = torch.distributed.get_world_size() // (mode.extras.get("hsdp") or 1)
     torch.manual_seed(torch.distributed.get_rank() % ranks)
     small = 0.02 / math.sqrt(2 * model.config.num_hidden_layers)
+
+    # Standard deviations by the name of a parameter; norms are 1.
     stds = {"embed_tokens": 1.0, "o_proj": small, "down": small}
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -246,6 +248,8 @@ def set_policies(model: nn.Module, mode: Mode) -> None:
     model.set_checkpointing("none", offload_layers=offloaded)
     stay = [i for i in range(total) if i not in model.offloaded]
     policies = ["none"] * total
+
+    # Blocks that stay come first, but if they are too few, the first of all blocks.
     for policy in ("selective", "full"):
         count = mode.number(policy, total)
         for i in (stay if count <= len(stay) else range(total))[:count]:

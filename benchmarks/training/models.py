@@ -71,6 +71,7 @@ def read_config(name: str) -> dict:
 
 def keep_layers(config: dict, layers: int) -> None:
     """Cut the language model of a config to its first layers, and a vision tower to twice as many."""
+    # The language model, with the types of its first layers.
     text = text_part(config)
     released, text["num_hidden_layers"] = text["num_hidden_layers"], layers
     if text.get("num_kv_shared_layers"):  # the released share, if a layer of each type remains

@@ -91,6 +91,7 @@ def make_optimizer(model: nn.Module, mode: Mode, lr: float, plan: Any = None) ->
     from liger_models import LigerAdamW, step_in_backward  # not imported by processes of transformers
     from liger_models.memory.search import host_blocks
 
+    # The moments of some blocks may be in host memory.
     body = model.model if "medusa" in mode else model
     total = len(body.layers)
     moments = plan.host_moments if plan else host_blocks(total, mode.number("moments", total), body.offloaded)

@@ -31,11 +31,15 @@ class TitanLoss(nn.Module):
         from torchtitan.models.llama3 import parallelize_llama
 
         super().__init__()
+
+        # One dimension of ranks, over which the weights are sharded.
         ranks = torch.distributed.get_world_size() if sharded else 1
         dims = ParallelDims(dp_replicate=1, dp_shard=ranks, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=ranks)
         job = JobConfig()
         job.training.seq_len = tokens
         job.compile.enable = "compile" in mode
+
+        # Checkpointing and compilation as in the trainer.
         policy = next((name for name in ("selective", "full") if name in mode), "none")
         job.activation_checkpoint.mode, job.activation_checkpoint.selective_ac_option = policy, "op"
         model = build_model(config, tokens, device)
@@ -66,6 +70,8 @@ def build_model(config: dict, tokens: int, device: str) -> nn.Module:
         rope_theta=config["rope_theta"], rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0), max_seq_len=tokens,
         multiple_of=config["intermediate_size"],  # to which 8 / 3 dim is rounded up
     )  # fmt: skip
+
+    # The weights come from Hugging Face's names, through torchtitan's own adapter.
     with torch.device("meta"):
         model = Transformer(sizes)
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))

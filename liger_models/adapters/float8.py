@@ -81,6 +81,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
         TypeError: the weights are neither float32 nor bfloat16, or ``recipe`` has another type.
         ValueError: the recipe is unknown, or there is no linear layer to convert.
     """
+    # The recipe, and the model and its device.
     if isinstance(recipe, str):
         if recipe not in RECIPES:
             raise ValueError(f"convert_to_float8: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}.")
@@ -115,6 +116,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
             stacklevel=2,
         )
 
+    # Convert the others: by this package, or by torchao for its own configuration.
     supported = linears.keys() - unsupported.keys()
     if isinstance(recipe, str):
         for path in supported:

@@ -345,6 +345,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
             )
         chosen |= parameters
 
+    # All linear layers of the blocks.
     if targets == "all-linear":
         return chosen | {name for module, name in modules.items() if module != "lm_head"}
 

@@ -150,6 +150,7 @@ class LigerMedusa(nn.Module):
             raise ValueError("LigerMedusa: the model must not be sharded by apply_tp or apply_cp. Use FSDP alone.")
         if model.device.type == "meta":
             raise ValueError("LigerMedusa: the model must have weights, got one on meta. Load it first.")
+
         self.model, self.num_layers, self.share_lm_head = model, num_layers, share_lm_head
         self.freeze, self.decay, self.heads_weight = freeze, decay, heads_weight
 
@@ -169,7 +170,7 @@ class LigerMedusa(nn.Module):
         for _ in range(num_heads):
             projection = None
             if not share_lm_head:
-                with torch.device("meta"):
+                with torch.device("meta"):  # the weight is replaced at once
                     projection = LigerLMHead(hidden_size, weight.shape[0], kernels=model.kernels, **scaling)
                 projection.weight = nn.Parameter(weight.clone())
             self.heads.append(MedusaHead(hidden_size, num_layers, projection).to(model.device, model.dtype))
@@ -388,6 +389,7 @@ class LigerMedusa(nn.Module):
             FileNotFoundError: a file is missing.
             ValueError: config.json lacks the number of heads, or tensors are missing, unexpected or of the wrong shape.
         """
+        # The number and the size of the heads.
         folder = Path(folder)
         config = read_json_config(folder)
         heads: Any = config.get("medusa_num_heads")

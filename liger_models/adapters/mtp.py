@@ -189,6 +189,8 @@ class LigerMTP(nn.Module):
 
         # Both losses read the weight of the head, so they are computed in its forward.
         out: Any = model.run(embeds, layout, labels=labels, loss_function=losses)
+
+        # With a divisor of the whole step, the auxiliary loss counts by this batch's share of the step.
         (base, mtp, share), aux = out.loss, out.aux_loss
         loss = base + self.loss_weight * mtp
         if aux is not None:

@@ -80,6 +80,8 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
             freeze(layer, "weight", weight)
         else:
             model.set_submodule(path, FrozenLinear(layer, weight))
+
+    # Experts, for each matrix as a stack of this rank's experts [X, O, C].
     for mixture in mixtures:
         for name in MATRICES:
             experts = local(getattr(mixture, name).detach())

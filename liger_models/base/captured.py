@@ -142,6 +142,8 @@ class CapturedStep:
                     f"step: {name} must be {ours!r} as at the capture, got {value!r}. Pass a tensor at the capture for "
                     "a number that changes."
                 )
+
+        # On a GPU the copies run before the graph, on the same stream.
         for name, ours in self._batch.items():
             if isinstance(ours, Tensor):
                 ours.copy_(batch[name], non_blocking=True)
@@ -203,9 +205,12 @@ def can_record(model: Decoder) -> bool:
 
 def _check_model(model: Decoder) -> None:
     """Raise ValueError unless a step is a plain forward and backward on one device."""
+    # Parameters with an optimizer in the backward, and modules with hooks.
     name, device = type(model).__name__, model.device.type
     stepping = [path for path, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
     hooked = [path or name for path, module in model.named_modules() if is_hooked(module)]
+
+    # Each condition with the message if it does not hold.
     for holds, message in (
         (device in ("cpu", "cuda"), f"the model must be on a CUDA GPU or the CPU, got {device}. Move it."),
         (any(p.requires_grad for p in model.parameters()), f"{name} must have parameters that train, got none."),

@@ -97,6 +97,8 @@ class CausalLM(Decoder):
         for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
             if number is not None and not number > 0:
                 raise ValueError(f"resize_token_embeddings: {name} must be positive, got {number}.")
+
+        # V, rounded up.
         V = -(-new_num_tokens // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
 
         # Single rows of a shard or of an adapter cannot be added.
@@ -157,6 +159,9 @@ class CausalLM(Decoder):
                 'set_checkpointing: "auto" needs budget and tokens, and chooses offload_layers itself, got '
                 f"{budget}, {tokens} and {offload_layers}."
             )
+
+        # Moments stay on the device and the optimizer steps after the backward, because
+        # the model does not own the optimizer.
         plan_memory(self, tokens, budget, host_moments=False, in_backward=False).apply(self)
 
     def capture(self, batch: Mapping[str, Any]) -> CapturedStep:
@@ -338,6 +343,8 @@ class CausalLM(Decoder):
                 progress=progress, cache_dir=cache_dir, token=token, local_files_only=local_files_only,
                 force_download=force_download, shard=shard, keep_float8=keep_float8,
             )  # fmt: skip
+
+        # A class with subclasses, such as `AutoLigerModel`, passes the call on to the class of the checkpoint.
         chosen = cls._class_at(folder)
         load = partial(load_pretrained, cls) if chosen is cls else chosen.from_pretrained
         return load(

@@ -39,6 +39,7 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
         ValueError: ``source`` is a URL of another scheme, a data URI that cannot be decoded, or a mapping without an
             image.
     """
+    # Mappings, bytes, paths and PIL images.
     if isinstance(source, Mapping):
         values = [source[key] for key in ("bytes", "path", "url") if source.get(key) is not None]
         if not values:
@@ -60,6 +61,8 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
     scheme = re.match(r"(?i)(data):|([a-z][a-z0-9+.-]*)://", source)
     if scheme is None:
         return Path(source)
+
+    # The content of a data URI, percent-encoded or in base64.
     if scheme[1]:
         header, comma, content = source[len("data:") :].partition(",")
         try:
@@ -72,6 +75,8 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
                 f"open_image: a data URI must be data:image/png;base64, and the encoded file, got {source[:60]} "
                 f"({error}). Encode it again."
             ) from error
+
+    # A file:// URL. Other schemes would need the network.
     url = urlsplit(source)
     if scheme[2].lower() != "file" or url.netloc not in ("", "localhost"):
         raise ValueError(

@@ -73,6 +73,7 @@ def edited(text: str, edits: Sequence[Edit], spans: Sequence[Span] = ()) -> tupl
         edits: the replacements, in order and without overlaps.
         spans: first and last + 1 character of parts whose ends lie in no edit.
     """
+    # Text between edits alternates with their replacements.
     pieces, last = [], 0
     for edit in edits:
         pieces += [text[last : edit.start], edit.text]
@@ -106,6 +107,7 @@ def image_parts(
         ValueError: a message's content is neither a text nor a list, or a part has an unknown type, lacks the key that
             its type requires, or has its own size.
     """
+    # All parts of all messages.
     contents = [message.get("content") for messages in _batch(conversations) for message in messages]
     for content in contents:
         if content is not None and not isinstance(content, str | list | tuple):
@@ -138,6 +140,8 @@ def image_parts(
                 f"{', '.join(unread)}. Resize it first, or set bounds on the processor: processor.images.max_pixels = "
                 "..."
             )
+
+        # The image or video itself, under one of its names.
         sources = [part[name] for name in names[medium] if name in keys]
         if not sources:
             raise ValueError(
@@ -523,6 +527,8 @@ class Processor(ABC):
                 f"{type(self).__name__}: must come from a checkpoint to be saved, got one without files. Take "
                 "model.processor, or AutoLigerProcessor.from_pretrained(folder)."
             )
+
+        # The checkpoint's files, with changes, but without weights and code.
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         changed = self.tokenizer.changed_files(self.files) | self.changed_files()

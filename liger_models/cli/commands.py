@@ -87,6 +87,7 @@ def list_command(as_json: AsJson = False) -> None:
     """List the supported architectures, with the checkpoints that each reads."""
     from liger_models.arch.auto import get_arch, list_archs
 
+    # The docstring of a module begins with its checkpoints.
     families = []
     for name in list_archs():
         model_class = get_arch(name)
@@ -122,11 +123,14 @@ def info(
     from liger_models.memory.estimate import training_memory
     from liger_models.memory.plan import plan_memory
 
+    # The model on the meta device, the estimate and, with a budget, the plan.
     empty = _empty_model(model, revision)
     memory = training_memory(empty, tokens, _dtype(dtype), moments_8bit=moments_8bit, muon=muon)
     plan = None
     if budget is not None:  # Muon's momentum stays on the device, and Muon needs whole gradients
         plan = plan_memory(empty, tokens, budget, memory=memory, host_moments=not muon, in_backward=not muon)
+
+    # The result for scripts.
     sizes = {name: value for name, value in dataclasses.asdict(empty.config).items() if value is not None}
     result: dict[str, Any] = {
         "class": type(empty).__name__,
@@ -197,6 +201,7 @@ def verify(
     from liger_models.cli.compare import LIMIT, verify_checkpoint
 
     verification = verify_checkpoint(folder, length=length, device=_device(device), progress=not as_json)
+    # The differences, the error of the logits, and the verdict.
     if as_json:
         _print_json(verification.as_json())
     else:
@@ -288,6 +293,7 @@ def recipe(
     from liger_models.memory.plan import parse_memory
     from liger_models.train.recipe import Planner
 
+    # The memory of the given GPU, or of the GPU of this machine.
     if memory is None:
         if not torch.accelerator.is_available():
             raise typer.BadParameter("give --memory, such as 24GB: this machine has no GPU")
@@ -490,6 +496,8 @@ def new_arch_command(
         print(file)
     for note in written.notes:
         messages.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+
+    # The next steps go to stderr, so that stdout has only the files.
     module = written.files[0]
     steps = [
         f"{module} is a copy of {written.nearest}, the nearest architecture. Change it until nothing differs:",

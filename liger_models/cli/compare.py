@@ -121,6 +121,7 @@ def trace(theirs: Any, **inputs: Any) -> Trace:
     def record_head(_: Any, args: tuple[Any, ...]) -> None:
         recorded.head_input = args[0]
 
+    # Hooks on all blocks and their children, and on the head, for one forward.
     with ExitStack() as hooks, torch.no_grad():
         for parts, block in zip(recorded.blocks, blocks, strict=True):
             for name, module in [(BLOCK, block), *block.named_children()]:
@@ -157,6 +158,7 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
         Path, such as ``"layers.0"`` -> name of a part -> its error, in the order in which they run. The part
         ``"output"`` is the sum of a block's branches.
     """
+    # Without the same blocks there is nothing to compare.
     parts = _Parts()
     if len(recorded.blocks) != len(ours.layers):
         return {}
@@ -249,6 +251,7 @@ def first_difference(errors: Mapping[str, Mapping[str, float]], limit: float = P
 
     For instance ``layers.0: input_layernorm 2.1e-08, self_attn 3.4e-01, ... (2 of 4 places differ)``.
     """
+    # Not `error > limit`: NaN must count as wrong, too.
     wrong = [path for path, parts in errors.items() if not all(error <= limit for error in parts.values())]
     if not wrong:
         return ""

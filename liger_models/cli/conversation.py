@@ -52,6 +52,7 @@ class Conversation:
     def answer(self, prompt: str) -> Iterator[str]:
         """Yield the text for a prompt in pieces of whole characters. A chat remembers the prompt and the text."""
         inputs: dict[str, Any] = {}
+        # A chat sends the whole conversation with its media, otherwise the prompt alone is continued.
         if self.chat:
             content: Any = [*self.media, {"type": "text", "text": prompt}] if self.media else prompt
             self.history.append({"role": "user", "content": content})
@@ -73,6 +74,7 @@ class Conversation:
         for token in self.model.stream(ids, **inputs, **self.settings):
             tokens.append(int(token))
             text = decode(tokens)
+            # An incomplete character waits for its next token.
             if not text.endswith(REPLACEMENT):
                 yield text[len(printed) :]
                 printed = text

@@ -92,6 +92,7 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
         theirs: transformers' model, in fp32.
         folder: folder with the saved model. Its config.json is rewritten.
     """
+    # Every architecture is compared with the same trace.
     hf = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     recorded = trace(theirs, input_ids=random_text(theirs.config, 2, 20))
     candidates: list[Nearest] = []
@@ -112,6 +113,7 @@ def _compared(
     name: str, model_class: type[CausalLM], hf: Mapping[str, Any], folder: Path, recorded: Trace
 ) -> list[Nearest]:
     """The differences of an architecture from the model in a folder, as a list of one; [] for a model with images."""
+    # The model with the same settings, as far as the architecture has them.
     config_class: Any = model_class.config_class
     act = hf.get("hidden_act", "silu")
     known = act in config_class.activations

@@ -68,6 +68,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
         ImportError: transformers is not installed, or does not know the architecture.
         ValueError: ``name`` is no valid module name or exists, or the config.json does not describe a text decoder.
     """
+    # transformers' model of the released size, on the meta device.
     hf = parse_json(config_file.read_bytes(), config_file)
     _check(name, hf)
     transformers = _transformers(name)
@@ -84,7 +85,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
         torch.manual_seed(0)
         small = transformers.AutoConfig.for_model(name, **copy.deepcopy({**tiny["base"], **first}))
         theirs = transformers.AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
-        with torch.no_grad():
+        with torch.no_grad():  # norms must differ from 1, and biases from 0
             for parameter in theirs.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         theirs.save_pretrained(scratch)
@@ -114,6 +115,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
         files[folder / "rope_oracle.json"] = json.dumps({model: ropes}) + "\n"
     _write(files)
 
+    # The author adds the public names.
     public = sorted([f"Liger{prefix}", f"{prefix}Config"])
     imports = [f"from liger_models.arch.{name} import {public_name} as {public_name}" for public_name in public]
     return NewArch(
@@ -248,6 +250,7 @@ def _json(content: Any) -> str:
 
 def _write(files: Mapping[Path, str]) -> None:
     """Write new files. One rename creates the data folder, and another the module."""
+    # Nothing is overwritten, and a failure leaves nothing behind.
     module, *data = files
     folder = data[0].parent
     for path in (module, module.with_suffix(""), folder):

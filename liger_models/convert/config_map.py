@@ -86,6 +86,7 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
                     )
                 counts[key] = max(value, counts[key])
 
+    # Modules of experts: in the worst case every layer has all of them.
     experts = max(counts["num_experts"], counts["num_local_experts"]) * counts["num_hidden_layers"]
     if not experts <= max(MOST_EXPERTS, tensors):
         raise ValueError(

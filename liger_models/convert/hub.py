@@ -46,6 +46,7 @@ def naming(repo_id: str) -> Iterator[None]:
     """
     todo = "Check the name and the connection to the hub."
     is_folder = f"{repo_id}: must be a name on the hub, got a folder. Load it with from_pretrained."
+    # A local folder of this name explains some of these errors.
     try:
         yield
     except HFValidationError as error:

@@ -245,6 +245,7 @@ def _keep_float8(
     for path, layer in [*model.named_modules()]:
         names = MATRICES if isinstance(layer, LigerMoE) else ("weight",) if type(layer) is nn.Linear else ()
         for name in names:
+            # A weight is kept if all of its rows come from matrices with such scales.
             weight, expression = getattr(layer, name), weights.entries.get(f"{path}.{name}")
             scales = None if expression is None else _common_scales(expression, stored)
             if expression is None or scales is None or not moves_rows(expression, weight):
@@ -296,6 +297,7 @@ def _fill_codes(
         def scales(name: str, first: int, last: int) -> Tensor:
             return read_scales(files, stored[name], first, last)
 
+        # Codes have a number for each column, scales one for each block of columns.
         columns, (block,) = frozen.shape[-1], frozen.layout
         sources: list[tuple[Any, int, Callable[[str, int, int], Tensor]]] = [
             (parameter, columns, codes),

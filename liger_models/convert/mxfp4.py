@@ -92,6 +92,7 @@ class Mxfp4(Expression):
             raise ValueError(
                 f"{self.blocks}: the last dimension must be a multiple of {BLOCK} in MXFP4, got {list(packed.shape)}."
             )
+        # Shapes alone, or the blocks with the scales of the checkpoint.
         if packed.is_meta:
             scales = packed.new_empty(*shape, width // BLOCK, dtype=torch.uint8)
             return {self.blocks: scales.new_empty(*scales.shape, BLOCK // 2), self.scales: scales}

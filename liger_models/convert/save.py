@@ -128,7 +128,7 @@ def save_pretrained(
         if plan.is_sharded:
             write_json(target / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
 
-        # Write each file as soon as its last tensor arrives.
+        # Write each file as soon as its last tensor arrives, so that memory holds few files.
         pending: dict[str, dict[str, Tensor]] = {}
         for name, tensor in itertools.chain(stored.unpack(gathered, dtype), model.kept_tensors.items()):
             file = plan.tensor_to_filename[name]
@@ -175,6 +175,7 @@ def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap,
             f"save_pretrained: mxfp4 must be the folder of a {model_class.__name__} checkpoint in MXFP4, got {folder} "
             f"with quant_method {method!r}. Leave it out to write all tensors in one dtype."
         )
+    # Scales are read when a tensor is written.
     stored = read_headers(folder)
 
     def read(name: str) -> Tensor:

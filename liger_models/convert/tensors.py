@@ -243,6 +243,8 @@ class CheckpointTensors(NamedTuple):
         """Yield our name of each parameter and its value, gathered from all ranks and with merged adapters."""
         for name, parameter in self.parameters.items():
             layer, weight = self.adapted.get(name), self.frozen.get(name)
+
+            # Kept float8 codes with their scales, a dequantized weight, a plain one, or one with adapters.
             if layer is None and self.height is not None and weight is not None and weight.format.is_kept:
                 codes, scales = self.parts(name)
                 yield name, codes

@@ -180,6 +180,7 @@ class DecodeStep:
 
     def _capture(self, model: Decoder) -> None:
         # `torch.cuda.graph` is not used, because it first returns all cached memory to the driver.
+        # The error of the forward is the cause. `capture_end` then fails as well and would hide it.
         device, cause = self._tokens.device, None
         graph, stream = torch.cuda.CUDAGraph(), capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -231,6 +232,7 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
     else:
         cache = PagedCache(rows, rounded_tokens(tokens), model.device)
         step = DecodeStep(cache, captured=True, model_state=state)
+    # Keep the step, and drop the oldest ones if there are too many or they take too much memory.
     try:
         yield step
     finally:

@@ -188,6 +188,8 @@ def _steps(
     rows = Rows(prompts, mask, settings, model.config.vocab_size, logprobs=logprobs)
     if mask is not None:
         mask = nn.functional.pad(mask, (0, settings.max_new_tokens), value=1)
+
+    # Steps that are launched but not yet read, each with a function that waits for its answer.
     modules = list(model.modules())
     computed: deque[tuple[Step, Callable[[], bool]]] = deque()
 

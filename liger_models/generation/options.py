@@ -214,6 +214,7 @@ class Settings:
     num_draft_tokens: int
 
     def __post_init__(self) -> None:
+        # Numbers in a range. A tensor of one number is one, too.
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             is_number = isinstance(value, Tensor) or (isinstance(value, allowed.number) and not isinstance(value, bool))
@@ -222,10 +223,14 @@ class Settings:
                 raise ValueError(f"generate: {name} must be {article}, got {value!r}.")
             if not allowed.allows(value):
                 raise ValueError(f"generate: {name} must be {allowed.text}, got {value}. {allowed.advice}".rstrip())
+
+        # Integers with a smallest value.
         for name, (least, advice) in COUNTS.items():
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= least):
                 raise ValueError(f"generate: {name} must be an integer of at least {least}, got {value!r}. {advice}")
+
+        # Options that depend on others.
         if self.num_return_sequences != 1 and not self.do_sample:
             raise ValueError(
                 f"generate: num_return_sequences must be 1 without do_sample, got {self.num_return_sequences}. The "
@@ -340,6 +345,8 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
     draft, count = options.get("draft_model"), options.get("num_draft_tokens")
     if draft is None:
         return _first(count, 1)  # type: ignore[no-any-return]
+
+    # The draft, and options that it excludes.
     is_model = isinstance(draft, Decoder)
     if not is_model and (not hasattr(draft, "draft_logits") or draft.model is not model):
         raise ValueError(
@@ -357,6 +364,8 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
             "generate: draft_model needs seed with do_sample=True, because other draws would depend on the drafts. "
             "Pass seed=0, or do_sample=False."
         )
+
+    # The number of tokens: any with a model, at most one for each head with heads.
     if is_model:
         return _first(count, 5)  # type: ignore[no-any-return]
     heads = len(draft.heads)

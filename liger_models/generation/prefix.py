@@ -36,6 +36,8 @@ def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
     width = min(cache.length, T - 1)
     same = known[:, :width] == prompts[:, :width]
     length = int(same.all(0).cumprod(0).sum())
+
+    # Recurrent states hold all tokens at once, so they can't be cut.
     if length < cache.length and cache.is_recurrent:
         difference = f"only {T} tokens"
         if length < width:

@@ -188,6 +188,8 @@ def _checked_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
         raise ValueError(
             f"rollout: prompts must be a list of prompts with at least one token each, got shapes {shapes[:5]}."
         )
+
+    # Integers, and ids that the model has.
     vocab = model.embed_tokens.num_embeddings
     for number, prompt in enumerate(tensors):
         dtype = prompt.dtype

@@ -97,6 +97,8 @@ class Columns:
                 **options,
                 **(self.inputs if new.start == 0 else {}),
             )
+
+        # A state holds all tokens at once, so wrong proposals could not be removed from it.
         self.started = True
         if cache.is_recurrent:
             raise ValueError(
@@ -104,6 +106,8 @@ class Columns:
                 f"{type(self.model).__name__}. Generate without draft_model."
             )
         result: Tensor = out.hidden_states[-1] if out.logits is None else out.logits
+
+        # After the prompts, each prompt gets its rows.
         if every > 1:
             cache.select(torch.arange(len(result), device=ids.device).repeat_interleave(every))
             result = result.repeat_interleave(every, 0)

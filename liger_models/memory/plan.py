@@ -176,6 +176,7 @@ def plan_memory(
 
 def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
     """Turn a candidate into a plan: its blocks, its bytes, and its time relative to a step without a budget."""
+    # Its blocks, and the parts of its peak.
     memory, times, blocks = search.memory, search.times, range(search.blocks)
     policies = search.policies(candidate)
     offloaded = offloaded_blocks(search.blocks, candidate.offload_layers)
