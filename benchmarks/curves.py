@@ -23,7 +23,8 @@ WARMUP = 20
 
 START_STEPS = 600
 START_LOSS = 4.0
-"""The common start is trained to this loss, for at most this number of steps. (6.2 is the plateau, 1.4 the end.)"""
+"""The common start is trained to this loss, for at most this number of steps. The plateau is at 6.2, and a
+run ends at 1.4."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Images from files to training steps: the speed of workers that decode and pack, beside the speed of a model."""
+"""Training on images from files: the speed of workers that decode and pack, beside the speed of a model."""
 
 import argparse
 import itertools

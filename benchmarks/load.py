@@ -43,7 +43,7 @@ def save(job: Job) -> Row:
 
 @contextmanager
 def host_memory() -> Iterator[list[float]]:
-    """Context that samples the memory of this process 50 times a second: peak GiB of its own, and of mapped files."""
+    """Context that records the peak memory of this process in GiB: its own, and that of mapped files."""
     peaks, done = [0.0, 0.0], threading.Event()
 
     def watch() -> None:

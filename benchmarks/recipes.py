@@ -30,7 +30,7 @@ class Model(NamedTuple):
 
 
 class GPU(NamedTuple):
-    """A GPU as an example of its memory in GB, with its peak dense bf16 FLOPS from the vendor's datasheet."""
+    """A GPU with its memory in GB, and its peak dense bf16 FLOPS from the vendor's datasheet."""
 
     memory: int
     name: str

@@ -66,7 +66,7 @@ def key_of(row: Row) -> tuple[str, ...]:
 
 
 def read(folder: Path) -> Rows:
-    """Read the latest row of each measurement. From the benchmarks in `RUNS`, only rows of the last run are read.
+    """Read the latest row of each measurement and, for benchmarks in `RUNS`, only the rows of the last run.
 
     Rows of a run have the same commit, date, versions and device. The last run is the run with the latest row of
     transformers that is no error. In ``train`` and ``fsdp`` every mode has its own last run, because a run may measure

@@ -3,7 +3,7 @@
     python examples/distillation.py [--steps N]
     torchrun --nproc-per-node 8 examples/distillation.py
 
-The script first trains the teacher on walks through a random graph. For your own models, replace `from_config` by
+The script first trains the teacher on walks through a random graph. For your own models, replace `from_config` with
 `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`. Teacher and student must share a vocabulary.
 """
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 examples/dpo.py
 
 The script generates the pairs, in the format of TRL's DPOTrainer: prompt, chosen, rejected. For your own model,
-replace `from_config` by `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`, and use its tokenizer.
+replace `from_config` with `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`, and use its tokenizer.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 examples/grpo.py
 
 The method needs no value model. The reward is the fraction of an answer's tokens that are one more than the token
-before them. For your own model, replace `from_config` by `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`,
-and `make_prompts` and `reward` by your prompts and reward.
+before them. For your own model, replace `from_config` with `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`,
+and `make_prompts` and `reward` with your prompts and reward.
 """
 
 import argparse

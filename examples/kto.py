@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 examples/kto.py
 
 The script generates the data: a good answer counts upwards from the last token of the prompt, and a bad answer counts
-downwards. For your own model, replace `from_config` by `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`.
+downwards. For your own model, replace `from_config` with `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`.
 """
 
 import argparse

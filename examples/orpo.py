@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 examples/orpo.py
 
 The script generates the data: the chosen answer counts upwards from the last token of the prompt, and the rejected
-answer counts downwards. For your own model, replace `from_config` by `AutoLigerModel.from_pretrained(folder,
-shard=apply_fsdp)`, and the token ids by texts or messages.
+answer counts downwards. For your own model, replace `from_config` with `AutoLigerModel.from_pretrained(folder,
+shard=apply_fsdp)`, and the token ids with texts or messages.
 """
 
 import argparse

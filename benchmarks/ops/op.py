@@ -47,7 +47,7 @@ class Op:
         shapes: the measured sizes.
         make: function of sizes. It returns the inputs by name.
         truth: the op in plain torch.
-        check: sizes that replace sizes of a shape in the comparison with fp64, to make it fast enough.
+        check: smaller sizes, which replace those of a shape in the comparison with fp64.
         limit: the bound of the op's speed, "bytes" or "flops".
         work: function of sizes. It returns the least bytes or FLOPs of forward and backward, or one number for both
             together. Each tensor that must be read or written counts once. Vectors do not count.

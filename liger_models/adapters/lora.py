@@ -38,7 +38,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
 
     Call it before `apply_fsdp` and before compiling. Adapters are float32 (float64 in a float64 model), and the forward
     casts them to the dtype of the activations. Routers and the embedding get no adapters. Routed experts get adapters
-    only if ``config`` names them, because every expert adds trained parameters.
+    only if ``config`` names them, because adapters of all experts are many parameters.
 
     Args:
         model: the model. Equal ``torch.manual_seed`` on all ranks gives equal adapters. A model on the meta device
@@ -137,7 +137,7 @@ def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Context in which a model computes without its adapters, for example as the reference of a preference loss.
 
-    The backward of a forward in the context must run in the context, too. Usually there is none (``torch.no_grad()``).
+    If a forward in the context has a backward, it must run in the context, too. Usually it has none.
 
     Raises:
         ValueError: the model has no adapters.
@@ -290,7 +290,7 @@ def _experts(model: CausalLM) -> dict[str, LigerMoE]:
 
 
 def matches(module: str, target: str) -> bool:
-    """Whether ``target`` is the name of a module in the checkpoint, or its end."""
+    """Whether ``target`` is a module's name in the checkpoint, or the end of this name."""
     return module == target or module.endswith("." + target)
 
 

@@ -59,7 +59,7 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 class LoRAConfig:
     """The matrices that get adapters, and the form of the adapters.
 
-    Names and defaults are those of PEFT, except for the default of ``target_modules``.
+    Names and defaults are the same as in PEFT, except for the default of ``target_modules``.
 
     Args:
         r: rank of the adapters.
@@ -73,7 +73,7 @@ class LoRAConfig:
             endings of these names: "experts.gate_up_proj", "experts.down_proj". Each expert has its own A and B for
             gate and up together, and another A and B for down.
         use_rslora: whether the factor is ``lora_alpha / sqrt(r)``.
-        use_dora: whether to learn the norm of each row of the adapted matrices, too.
+        use_dora: whether to learn also the norm of each row of the adapted matrices.
 
     Raises:
         ValueError: ``r`` or ``lora_dropout`` is out of range.

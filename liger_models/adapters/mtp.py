@@ -123,7 +123,7 @@ class LigerMTP(nn.Module):
         return layouts
 
     def _load(self, stored: dict[str, Tensor]) -> None:
-        """Replace the parameters by tensors of a checkpoint."""
+        """Replace the parameters with tensors of a checkpoint."""
 
         def names(layout: dict[str, tuple[Expression, str]]) -> set[str]:
             pairs = [(name, prefix) for expression, prefix in layout.values() for name in expression.names()]

@@ -101,7 +101,7 @@ def _mixtures(model: nn.Module) -> list[LigerMoE]:
 
 
 def quantized_experts(model: nn.Module) -> list[Weight]:
-    """The matrices of experts [X, O, C] that `quantize_base` quantizes, as tensors or, afterwards, as stored."""
+    """The matrices of experts [X, O, C] that `quantize_base` quantizes or has quantized."""
     return [
         layer.matrices(name) if name in frozen_parts(layer) else getattr(layer, name)
         for layer in _mixtures(model)

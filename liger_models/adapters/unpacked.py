@@ -1,7 +1,7 @@
 """A tree of modules with transformers' names over a model, with a linear layer for each projection, for PEFT.
 
 PEFT finds modules by their names and replaces them. Packed projections have other names and hold several matrices, so
-they are taken apart first. Blocks, attention and loss remain those of the model:
+they are taken apart first. Blocks, attention and loss of the model remain:
 
     UnpackedModel                the tree: names of transformers, modules of the model as its leaves
       model.layers.0.self_attn     Node
@@ -118,7 +118,7 @@ class UnpackedLinear(Layer):
 
 
 class UnpackedLMHead(Layer):
-    """A `LigerLMHead` that is no `nn.Linear`, which PEFT would replace by a layer without the loss."""
+    """A `LigerLMHead` that is no `nn.Linear`, which PEFT would replace with a layer without the loss."""
 
     forward = LigerLMHead.forward
     operands, product = LigerLMHead.operands, LigerLMHead.product

@@ -427,7 +427,7 @@ class Processor(ABC):
         return_tensors: str | None = "pt",
         answers: Sequence[Sequence[Span]] | None = None,
     ) -> ModelInputs:
-        """Replace the placeholders in texts by image tokens, and encode the texts.
+        """Replace the placeholders in texts with image tokens, and encode the texts.
 
         Args:
             texts: the texts before the edits.

@@ -99,7 +99,7 @@ def check_placeholders(count: int, expected: int, torn: int, images: int | None,
     Args:
         count: number of placeholders.
         expected: number of image tokens.
-        torn: number of placeholders that do not follow the one before them; see `count_torn`.
+        torn: number of placeholders that are not adjacent to the previous placeholder; see `count_torn`.
         images: number of images; None without pixels.
         number: number of placeholders of each image as a text for the error, if all images have the same number.
     """

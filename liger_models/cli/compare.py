@@ -44,7 +44,7 @@ class TensorDifference(NamedTuple):
     """A difference between the tensors of a model and of a checkpoint.
 
     Attributes:
-        kind: "missing" or "extra" in the checkpoint, or "shapes".
+        kind: "missing" if the checkpoint lacks the tensor, "extra" if the model does, "shapes" if the shapes differ.
         name: name of the tensor in the checkpoint.
         shape: shape in the checkpoint, or for a missing tensor in the model.
         expected: shape in the model, if the shapes differ.
@@ -65,7 +65,7 @@ def tensor_differences(expected: Mapping[str, Any], stored: Mapping[str, Any]) -
     """List the differences between the tensors that a model expects and the tensors of a checkpoint.
 
     Args:
-        expected, stored: name -> tensor, other object with a shape, or shape.
+        expected, stored: name -> tensor, other object with a ``shape``, or the shape itself.
     """
     ours, theirs = ({name: _shape(tensor) for name, tensor in tensors.items()} for tensors in (expected, stored))
     missing = [TensorDifference("missing", name, shape) for name, shape in ours.items() if name not in theirs]
@@ -308,7 +308,7 @@ class Verification:
 
 
 def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool) -> Verification:
-    """Compare the tensors of a checkpoint with its config.json, and its logits with those of transformers.
+    """Compare the tensors of a checkpoint with its config.json, and its logits with the logits of transformers.
 
     Args:
         folder: the checkpoint.

@@ -271,7 +271,7 @@ def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     ``rope_local_base_freq``. An original length at the top level is dropped.
 
     Raises:
-        ValueError: there are other layer types, or sliding attention has more than a base.
+        ValueError: there are other layer types, or sliding attention has values besides a base.
     """
     flat = {
         key: value for key, value in hf.items() if key not in ("rope_parameters", "original_max_position_embeddings")

@@ -319,7 +319,7 @@ def _fill_codes(
 
 
 def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
-    """Raise ValueError if the ``model_type`` of config.json differs from that of the class."""
+    """Raise ValueError if the ``model_type`` of config.json differs from the ``model_type`` of the class."""
     model_type = format_of(model_class).model_type
     if hf_config.get("model_type", model_type) != model_type:
         raise ValueError(

@@ -158,7 +158,7 @@ def plan_rows(
 ) -> Rows | None:
     """The rows of the checkpoint that make up rows ``first`` to ``last`` (excluded) of a parameter.
 
-    The rows are numbered, the numbers are packed in place of the elements, and the shard then holds the numbers of its
+    All rows are numbered, and the numbers are packed like elements. The packed shard then holds the numbers of its
     rows.
 
     Args:

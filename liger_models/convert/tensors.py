@@ -27,8 +27,8 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the weights with the names and the layout of a Hugging Face checkpoint.
 
-    The tensors equal those that `save_pretrained` writes, bit for bit, except that weights kept in float8 are
-    dequantized. The order is: a vision tower, the embedding, the layers, the norm, and the head unless it is tied.
+    `save_pretrained` writes the same tensors, bit for bit, except for weights kept in float8, which are dequantized
+    here. The order is: a vision tower, the embedding, the layers, the norm, and the head unless it is tied.
     ``load_weights`` of vLLM and SGLang takes such an iterator.
 
     If the model is sharded, all ranks must call this function and read to the end: each parameter is gathered on every
@@ -117,7 +117,7 @@ def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iter
 
 
 def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-    """Replace the weights of a model in place by tensors with the names and layout of a Hugging Face checkpoint.
+    """Load tensors with the names and the layout of a Hugging Face checkpoint into a model, in place.
 
     Parameters keep their dtype, device and sharding, and an optimizer that holds them stays valid. Adapters do not
     change. The tensors may have any layout of the model's checkpoints. If the model is sharded, all ranks must call
@@ -363,7 +363,7 @@ def as_stored(
 
 
 class _AdaptedWeight(nn.Module):
-    """A parameter with adapters as the forward of a module, so that `functional_call` can replace its tensors."""
+    """A module whose forward computes a parameter with adapters, so that `functional_call` can replace tensors."""
 
     def __init__(self, layer: Layer, name: str, merge: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Forwards in training and in rollouts that compute a token's log-probability bit for bit alike."""
+"""Forwards of training and of rollouts with bitwise equal log-probabilities."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from liger_models.layers.recompute import is_compiled
 
 @contextmanager
 def deterministic_forward(model: Decoder) -> Iterator[None]:
-    """Context in which a forward computes every row as if it were alone: the rest of the batch changes no bit.
+    """Context in which a forward computes every row as if it were alone, bit for bit.
 
     With the same weights, dtype, device and versions, a forward with labels then computes the log-probabilities of
     ``rollout(..., deterministic=True)`` bit for bit. This holds for ``return_log_probs=True``, for the losses of

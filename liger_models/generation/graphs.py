@@ -208,7 +208,7 @@ class DecodeStep:
 
 @contextmanager
 def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
-    """Context with a step for B rows of up to ``tokens`` tokens: one that the model has kept, if one fits.
+    """Context with a step for B rows of up to ``tokens`` tokens. A kept step of the model is used if it fits.
 
     Args:
         model: the model. It keeps the step afterwards if it is on one GPU and none of its modules is in training mode.

@@ -95,7 +95,7 @@ class PromptInputs(TypedDict, total=False):
 
 
 class Options(PromptInputs, total=False):
-    """Keyword arguments of `generate` and `stream`, in addition to those of `PromptInputs`.
+    """Keyword arguments of `generate` and `stream`, including the fields of `PromptInputs`.
 
     An option that is missing or None is taken from the checkpoint (generation_config.json, then config.json). If it is
     not set there either, the default in parentheses applies.
@@ -107,7 +107,7 @@ class Options(PromptInputs, total=False):
         temperature: positive divisor of the logits. (1)
         top_k: sample from the k most likely tokens, and from tokens tied with the last of them; 0 for all tokens. (0)
         top_p: sample from the smallest set of most likely tokens whose probabilities reach this sum, in (0, 1]. (1)
-        min_p: sample from the tokens at least this fraction, in [0, 1], as likely as the most likely one. (0)
+        min_p: sample from tokens whose probability is at least this fraction, in [0, 1], of the highest one. (0)
         typical_p: sample from the tokens whose information content is closest to the entropy: the smallest set whose
             probabilities sum to at least this, in (0, 1] (locally typical sampling). (1)
         epsilon_cutoff: sample from the tokens that have at least this probability, in [0, 1). (0)

@@ -9,12 +9,12 @@ TOKENS = "tokens"
 
 
 def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
-    """Shorten a cache to the tokens that all prompts begin with, and to at most all but their last token.
+    """Shorten a cache to the tokens that all prompts begin with, without the last token of the prompts.
 
     Columns are compared, so rows with different padding have nothing in common. Synchronizes with the device.
 
     Args:
-        cache: a new cache, or one that `remember` has been called with.
+        cache: a new cache, or a cache that `remember` has been called with.
         prompts: [B, T] int64, with −1 for padding.
 
     Raises:

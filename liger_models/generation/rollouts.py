@@ -1,4 +1,4 @@
-"""Rollouts: continuing thousands of prompts of unequal length, where an ended row makes room for a waiting prompt."""
+"""Rollouts: continuations of thousands of unequal prompts, in which a waiting prompt replaces an ended row."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext

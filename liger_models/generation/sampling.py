@@ -45,7 +45,7 @@ class Sampler:
         return self.draw(self.process(ids, context, logits), ids.shape[1] - self.prompt_length)
 
     def process(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
-        """The logits [B, V] after all options that affect greedy decoding, too."""
+        """The logits [B, V] after the options that also affect greedy decoding."""
         settings, V = self.settings, logits.shape[1]
 
         # Tokens that repeat, complete a forbidden word, or would end a row too early.
@@ -173,7 +173,7 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Set logits [B, V] fp32 to −∞ except the ``k`` largest of each row and those that tie with the last of these."""
+    """Set logits [B, V] fp32 to −∞ except for the ``k`` largest of each row and logits equal to the ``k``-th."""
     last = logits.topk(min(k, logits.shape[1])).values[:, -1:]
     return logits.masked_fill(logits < last, -torch.inf)
 
@@ -210,7 +210,7 @@ def keep_typical_p(logits: Tensor, p: float) -> Tensor:
 
     Args:
         logits: [B, V] fp32.
-        p: in (0, 1], the least sum of the probabilities of the remaining tokens.
+        p: in (0, 1], the smallest sum of the probabilities of the remaining tokens.
 
     Source: https://arxiv.org/abs/2202.00666.
     """

@@ -210,7 +210,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def _can_share(self, source: Row, row: Row) -> bool:
-        """Whether a row can copy the cached prompt of another. A step of the other overwrites recurrent states."""
+        """Whether a row can copy the cached prompt of ``source``, whose first step overwrites recurrent states."""
         is_new = len(source.tokens) == source.begin and len(row.tokens) == row.begin
         return source.prompt == row.prompt and (is_new or not self.pool.is_recurrent)
 

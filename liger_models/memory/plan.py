@@ -108,8 +108,8 @@ def plan_memory(
     The expected time counts repeated operations (see `Layer.recomputed_share`), copies to and from the host that take
     longer than the computation beside them, and the bytes that the optimizer moves, at the speeds of an H200.
 
-    The plan does not count activations of vision towers, for which it leaves a larger margin; reference models and
-    teachers; C elements a token that compiled blocks save in addition under "full"; and the time of collectives.
+    The plan does not count activations of vision towers, but leaves a larger margin for them. It ignores reference
+    models and teachers, the time of collectives, and C elements a token that compiled blocks save under "full".
 
     Args:
         model: the model, on any device. It is not changed. A model needs ``memory`` if it is sharded, has 4-bit
@@ -215,7 +215,7 @@ def parse_memory(name: str, text: str, device: torch.device | None = None) -> in
         device: the device of which the size may be a share.
 
     Raises:
-        ValueError: the text is no such size, or a share without a GPU.
+        ValueError: the text is not a size, or it is a share and there is no GPU.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip(), re.IGNORECASE)
     size, unit = (float(match[1]), match[2].upper()) if match else (0.0, "")

@@ -175,9 +175,9 @@ class Search:
                 self.fastest = Candidate(stay[row], away[column], case.offload, host, in_backward)
 
     def _peaks(self, case: Case, away: Tensor, freed: Tensor, in_backward: bool) -> tuple[Tensor, Tensor]:
-        """Peaks [H, A] to which the kept bytes of a sum that stays are added, and peaks [H, A] without activations.
+        """Two tables [H, A]: peaks without the bytes that stay, which are added later, and peaks without activations.
 
-        The peaks without activations are those of the optimizer, which steps in the backward or after it.
+        Peaks without activations occur when the optimizer steps, in the backward or after it.
         """
         memory = self.memory
         base = memory.weights + memory.temporary + memory.optimizer - freed + memory.staging * (freed > 0)
