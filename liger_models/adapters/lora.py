@@ -143,6 +143,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
         ValueError: the model has no adapters.
     """
     _check_adapted("without_adapters", model)
+    # Contexts may be nested, so the former state is restored.
     adapters = [adapters_of(layer) for layer in adapted_layers(model).values()]
     before = [adapter.active for adapter in adapters]
     for adapter in adapters:
@@ -258,6 +259,7 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
     routers = [layer.router for layer in layers_of(model) if layer.router is not None]
     of_routers = {id(module) for router in routers for module in router.modules()}
     layers = {}
+    # A matrix must consist of whole rows of the checkpoint's, so that B has the same rows.
     for path, linear in model.named_modules():
         if isinstance(linear, nn.Linear) and type(linear) in ADAPTED and id(linear) not in of_routers:
             expression = entries.get(f"{path}.weight", Name(f"{path}.weight"))  # a tied head has no entry
@@ -382,6 +384,7 @@ def _compiled(target: str) -> re.Pattern[str]:
 
 def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalLM, is_pattern: bool) -> str:
     """Advice about a target without a match."""
+    # Targets that name experts or modules without adapters, patterns that miss, and misspellings.
     endings = sorted(set(map(short_name, names)))
     short_names = {short_name(name) for expression in _entries(model).values() for name in expression.names()}
     last = target.rpartition(".")[2]

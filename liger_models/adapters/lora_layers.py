@@ -143,6 +143,7 @@ class LinearAdapters(nn.ModuleDict):
     """The dimension along which `apply_tp` has sharded the weight; None for a replicated weight."""
 
     def __init__(self, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> None:
+        # The number of rows of each matrix, by unpacking a vector of as many elements.
         rows = expression.unpack(torch.empty(linear.out_features, device="meta"))
         sizes = {name: len(part) for name, part in rows.items()}
         super().__init__(
@@ -213,6 +214,7 @@ class LinearAdapters(nn.ModuleDict):
             A, B: the result of `factors`.
         """
         with torch.no_grad():
+            # In fp32: bf16 would lose the small change of the norm.
             W, A, B = (factor.to(torch.promote_types(factor.dtype, torch.float32)) for factor in (W, A, B))
 
             # ‖W + B A‖² of each row [O], as ‖W‖² + 2 W·B A + ‖B A‖², so that W + B A is never in memory.
@@ -289,6 +291,7 @@ class LoRALinear(nn.Linear, Layer):
         Args:
             weight: the dense weight of the new layer. Default: the frozen weight as it is.
         """
+        # A weight in fewer bits stays as it is, unless a dense one replaces it.
         stored = "weight" in frozen_parts(self)
         linear: nn.Linear = with_class(self, FrozenLinear if stored and weight is None else self.plain_class)
         del linear.lora, linear.dropout
@@ -333,6 +336,8 @@ class LoRALinear(nn.Linear, Layer):
         """
         if self.lora.config.use_dora or (self.training and self.dropout.p > 0):
             return False
+
+        # Parallel layers multiply local weights. Of other layers, the weight must be one that fused ops know.
         if type(self) in (LoRAColumnParallelLinear, LoRARowParallelLinear):
             return True
         return type(self) is LoRALinear and (type(self.weight) in PLAIN_WEIGHTS or frozen_format(self) is not None)
@@ -474,6 +479,7 @@ class LoRALMHead(LoRALinear, LigerLMHead):
             return super().operands(x)
 
         A, B, scale = self.derived(x.dtype)
+        # One product of wider operands, so that the loss needs no second pass over the vocabulary.
         weight = torch.cat([local(self.weight).to(x.dtype), B], 1)  # [V, C + r]
         if scale is not None:
             weight = weight * scale.to(x.dtype)[:, None]
@@ -503,6 +509,8 @@ class ExpertAdapter(Layer):
     def __init__(self, weight: Weight, name: str, expression: Expression, config: LoRAConfig) -> None:
         super().__init__()
         X, out, width = weight.shape
+
+        # As for linear layers, fp32 for small updates.
         options: dict[str, Any] = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
         self.name, self.expression = name, expression
         self.lora_A = nn.Parameter(torch.empty(X, config.r, width, **options))
@@ -537,7 +545,7 @@ class LoRAExperts(Layer):
     def shard(self, group: Group) -> dict[str, int]:
         """Shard the rows of gate and up, and the columns of down, like the weights of the experts."""
         self.group = group
-        dims = {"gate_up_weight.lora_B": 1, "down_weight.lora_A": 2}
+        dims = {"gate_up_weight.lora_B": 1, "down_weight.lora_A": 2}  # the sharded dimension of each
         return {name: dim for name, dim in dims.items() if name.partition(".")[0] in self.names}
 
     def by_name(self) -> dict[str, ExpertAdapter]:

@@ -1,6 +1,7 @@
 """Medusa: extra heads that predict the tokens after the next one, for speculative decoding.
 
-With h the last hidden states, head k = 1 ... K predicts the token k + 1 positions ahead. Head 0 is the model's own::
+With h the last hidden states, head k = 1 ... K predicts the token k + 1 positions ahead. Head 0 is the model's own
+head::
 
     p_k = softmax(W_k · block(... block(h))),  block(x) = x + SiLU(A · x + b)
     loss = [L_0 +] heads_weight · Σ decay^k · L_k
@@ -221,6 +222,7 @@ class LigerMedusa(nn.Module):
 
         # The loss runs inside the model's head, where its weight is gathered.
         def loss_of_heads(hidden: Tensor, weight: Tensor, target: Tensor) -> MedusaOutput:
+            # All heads by one projection, or each by its own.
             if return_log_probs:
                 return MedusaOutput(log_probs=self._log_probs(hidden, weight, torch.cat([target[None], ahead])))
             if self.share_lm_head:
@@ -232,6 +234,8 @@ class LigerMedusa(nn.Module):
                 ]
             )
             loss = (head_losses * self._weights(hidden.device)).sum()
+
+            # A frozen model has no loss of its own.
             if self.freeze:
                 return MedusaOutput(loss, None, head_losses.detach())
             base = self._cross_entropy(hidden, weight, target, num_items=num_items_in_batch).loss
@@ -306,7 +310,7 @@ class LigerMedusa(nn.Module):
     def _log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         options: dict[str, Any] = {"reduction": "sum", "return_log_probs": True}
         if self.share_lm_head:
-            rows = torch.stack([hidden, *(head(hidden) for head in self.heads)])
+            rows = torch.stack([hidden, *(head(hidden) for head in self.heads)])  # [1 + K, B, T, C]
             log_probs: Tensor = self._cross_entropy(rows, weight, targets, **options).log_probs
             return log_probs
         base = self._cross_entropy(hidden, weight, targets[0], **options).log_probs

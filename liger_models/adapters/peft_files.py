@@ -285,6 +285,7 @@ def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
 
 def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> None:
     """Copy the tensors of a file into the model's adapters. Names and shapes must match exactly."""
+    # A saved head must be the model's, and is not loaded.
     head = tensors.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT saves it beside an adapter of the head
     if head is not None and not torch.equal(head.to(model.lm_head.weight), model.lm_head.weight):
         raise ValueError(
@@ -303,6 +304,7 @@ def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> N
             "were trained on."
         )
 
+    # All shapes are those that the model itself would write.
     for name, (parameter, write, read) in targets.items():
         shape = write(torch.empty_like(parameter, device="meta")).shape
         if tensors[name].shape != shape:

@@ -1,7 +1,7 @@
 """A tree of modules with transformers' names over a model, with a linear layer for each projection, for PEFT.
 
 PEFT finds modules by their names and replaces them. Packed projections have other names and hold several matrices, so
-they are taken apart first. Blocks, attention and loss of the model remain:
+they are taken apart first. The blocks, the attention and the loss of the model are kept:
 
     UnpackedModel                the tree: names of transformers, modules of the model as its leaves
       model.layers.0.self_attn     Node
@@ -55,6 +55,7 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
     Raises:
         ValueError: the model is sharded, has adapters, or has linear layers of another class.
     """
+    # One model of this package, whole on each rank, without adapters and with its own linear layers.
     where = f"unpack_projections: {type(model).__name__}"
     causal_lms = [module for module in model.modules() if isinstance(module, CausalLM)]
     if len(causal_lms) != 1:
@@ -99,7 +100,7 @@ class UnpackedLinear(Layer):
         # The expression that packs the rows of the weight also packs the outputs of a token. `vmap` runs over tokens.
         names = self.weight_expression.names()
         outputs = {name: part(x).flatten(0, -2) for name, part in zip(names, self.children(), strict=True)}
-        packed = torch.vmap(self.weight_expression.pack)(outputs)
+        packed = torch.vmap(self.weight_expression.pack)(outputs)  # [tokens, O]
         y: Tensor = packed.unflatten(0, x.shape[:-1])
         return y
 
@@ -365,7 +366,7 @@ class UnpackedModel(Node):
         targets = getattr(config, "target_modules", None) or []
         if isinstance(targets, str) or config.inference_mode:
             targets = []
-        for target in sorted(targets):
+        for target in sorted(targets):  # sorted, so that the same error comes in every run
             fixed = next((name for name in self.fixed if matches(name, target)), None)
             if fixed is not None:
                 raise ValueError(
@@ -435,6 +436,7 @@ class UnpackedModel(Node):
         **inputs: Any,
     ) -> Any:
         """Call the model's forward without arguments that are None, of which PEFT passes many."""
+        # A model without one of these arguments is not passed None for it.
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
         inputs |= {"labels": labels, "position_ids": position_ids}
         return self.inner(**{name: value for name, value in inputs.items() if value is not None})
@@ -512,6 +514,7 @@ class UnpackedModel(Node):
         """Context in which the model has packed projections, which are in host memory."""
         self._check_plain()
         self.sync()
+        # The unpacked layers stay on the device, and only their packed copies are in host memory.
         model = self.causal_lm
         config, head = model.config, model.lm_head
         unpacked: dict[str, Any] = {path: model.get_submodule(path) for path in self._unpacked_paths()}

@@ -300,6 +300,7 @@ class CausalLM(Decoder):
         kernels: KernelOptions | None = None,
     ) -> "Self":
         """Create a model with new weights on ``device`` in ``dtype``. ``torch.manual_seed`` sets their seed."""
+        # On the meta device the constructor draws no weights.
         with torch.device("meta"):
             model = cls(config, kernels).to(as_dtype("from_config: dtype", dtype))
         model.check_buffers()
@@ -387,6 +388,7 @@ class CausalLM(Decoder):
             keep_float8: whether to keep float8 weights with block scales as they are, frozen; see
                 `liger_models.convert.load.load_pretrained`.
         """
+        # The class of the checkpoint is known only from its config.json.
         folder = download(
             repo_id,
             cls._class_for,

@@ -103,6 +103,7 @@ def open_image(source: "Source") -> "Image":
     _check_pillow()
     from PIL import Image, ImageOps
 
+    # A file is read at once and decoded here, so that errors name it.
     located = locate_image(source)
     if isinstance(located, Path | bytes):
         content = located if isinstance(located, bytes) else located.read_bytes()
@@ -216,6 +217,7 @@ def to_tensor(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
     height, width = size
     if image.size != (width, height):
         image = image.resize((width, height), resample)
+    # [height, width, 3], copied because Pillow's bytes are read-only.
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(height, width, 3).permute(2, 0, 1)
 
@@ -245,6 +247,7 @@ class Normalize:
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Normalize pixels [..., 3, height, width] uint8; returns the same shape in fp32."""
+        # transformers multiplies in fp64 and rounds to fp32 before it subtracts.
         return ((pixels.double() * self.factor).float() - self.mean) / self.std
 
 
@@ -277,7 +280,7 @@ def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
 def settings_file(assets: Mapping[str, bytes], part: str, changes: Mapping[str, Any]) -> dict[str, bytes]:
     """The changed file of settings, as name -> content. It is the file that `settings_of` reads.
 
-    If a checkpoint has no settings for videos, its settings for images are changed and written for videos.
+    If a checkpoint has no settings for videos, the changes apply to a copy of its settings for images.
     """
     common = parse_json(assets.get(_COMMON_FILE, b"{}"), _COMMON_FILE)
     settings = {**(settings_of(assets, part) or settings_of(assets, "image_processor")), **changes}
@@ -313,6 +316,8 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
     """
     if not isinstance(images, list | tuple):
         images = [] if images is None else [images]
+
+    # A list for each text must match the placeholders of the text, a flat list their total.
     counts = [text.count(token) for text in texts]
     if any(isinstance(row, list | tuple) for row in images):
         lengths = [len(row) if isinstance(row, list | tuple) else None for row in images]

@@ -65,7 +65,7 @@ def read_frames(source: Path | bytes, numbers: Sequence[int]) -> "list[Image]":
         for number, frame in enumerate(container.decode(stream)):
             if number in selected:
                 images[number] = frame.to_image()
-            if number >= numbers[-1]:
+            if number >= numbers[-1]:  # later frames need not be decoded
                 break
         if len(images) != len(selected):
             raise ValueError(f"its frame {numbers[-1]} is missing")

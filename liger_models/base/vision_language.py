@@ -42,7 +42,7 @@ class VisionLanguageModel(CausalLM):
         """
         super().set_checkpointing(policy, offload_layers=offload_layers, budget=budget, tokens=tokens)
         if vision_policy is None:
-            if policy == "auto":
+            if policy == "auto":  # the plan has set the policy of the tower
                 return
             vision_policy = policy if isinstance(policy, str) else "none"
         check_policy("vision_policy", vision_policy)

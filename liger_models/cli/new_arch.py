@@ -128,6 +128,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
 
 
 def _check(name: str, hf: Mapping[str, Any]) -> None:
+    # The name, the config.json, and the working directory.
     if not name.isidentifier() or name != name.lower() or name.startswith("_"):
         raise ValueError(f"new-arch: NAME must be model_type, a Python name in lower case, got {name!r}. Rename it.")
     if name in built_in():

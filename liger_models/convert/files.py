@@ -96,6 +96,7 @@ def as_dtype(
     Raises:
         ValueError: ``dtype`` is not allowed.
     """
+    # All spellings are reduced to the name in PyTorch.
     by_name = {str(option).removeprefix("torch."): option for option in allowed}
     name = str(dtype).lower().removeprefix("torch.")
     name = DTYPE_NAMES.get(name, name)

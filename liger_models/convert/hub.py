@@ -179,6 +179,7 @@ def push(
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo, branch=revision, exist_ok=True)
+        # One commit removes the old weights and adds the new ones.
         with tempfile.TemporaryDirectory() as folder:
             save_pretrained(model, folder, dtype=dtype, max_shard_size=max_shard_size)
             commit = api.upload_folder(

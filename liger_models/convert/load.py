@@ -404,6 +404,7 @@ def check_tensors(
 
 def _check_head(weights: WeightMap, stored: Mapping[str, StoredTensor], hf_config: Mapping[str, Any]) -> None:
     """Raise ValueError if the checkpoint of a model with tied weights stores a head that differs from the embedding."""
+    # Compare by blocks of rows, because both tensors may be large.
     (embedding,) = weights.entries["embed_tokens.weight"].names()
     levels = ", at the top level and in text_config," if hf_config.get("text_config") else ""
     for head in (name for name in weights.skip if name in stored and name.endswith("lm_head.weight")):

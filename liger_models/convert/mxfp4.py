@@ -112,7 +112,7 @@ class Mxfp4(Expression):
 
 
 def with_scales(weights: WeightMap, read: Callable[[str], Tensor]) -> WeightMap:
-    """Make a map write its MXFP4 tensors with the scales that ``read`` returns by name; returns the map."""
+    """Return the map after giving its MXFP4 tensors ``read``, which returns scales by their names."""
     for expression in weights.entries.values():
         if isinstance(expression, Mxfp4):
             expression.read = read

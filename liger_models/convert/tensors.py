@@ -284,6 +284,7 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
     PyTorch copies rows that are not adjacent in memory element by element, so larger elements are faster.
     """
+    # Elements of 16 bytes, such as complex128, need aligned rows whose length they divide.
     wide = 16 // tensor.itemsize
     sizes = (*tensor.shape[-1:], *tensor.stride()[:-1], tensor.storage_offset())
     if tensor.is_contiguous() or tensor.stride(-1) != 1 or any(size % wide for size in sizes):
@@ -404,6 +405,8 @@ class _Names:
             )
         if name in self.read:
             raise ValueError(f"{where}: each tensor must be given once, got {name} twice.")
+
+        # Only layouts that fit all tensors so far remain.
         self.layouts = fitting
         self.read.add(name)
         return fitting[0][0]

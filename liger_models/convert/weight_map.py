@@ -280,6 +280,7 @@ def _indices(name: str, over: Mapping[str, Sequence[int]]) -> list[dict[str, int
 
 def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
     """A fused qkv projection. Rows are grouped by KV head: its query heads first, then its key, then its value."""
+    # [G, n, C] of each, concatenated within the groups.
     groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k, v)]
     sizes = [heads // kv_heads * head_dim, head_dim, head_dim]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
@@ -342,6 +343,7 @@ def sparse_mlps(
         prefix: prefix of the checkpoint's names.
         gate_up, down: the stacked weights of a layer's experts. ``{sparse}`` in a name is the layer.
     """
+    # Entries for MLPs of all layers are replaced by entries for each of the two sets of layers.
     sparse, dense = f"{prefix}.layers.{{sparse}}.mlp", f"{prefix}.layers.{{dense}}.mlp"
     return {
         "instead": {"mlp.gate_up_proj.weight": None, "mlp.down_proj.weight": None},

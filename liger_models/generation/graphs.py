@@ -253,6 +253,7 @@ def can_capture(model: Decoder) -> bool:
 
     The model is on one GPU, or `apply_tp` has sharded it. Its all-reduces are then captured, too.
     """
+    # A hook would run once, at the capture, and a compiled module may launch kernels in other ways.
     device, tensor = model.device.type, model.groups.tensor
     return (
         device == "cuda"

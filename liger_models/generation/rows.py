@@ -103,6 +103,7 @@ class Rows:
         if self._all_ended is not None or self.ended.device.type not in ACCELERATORS:
             known = self.all_ended()
             return lambda: known
+        # Pinned memory lets the copy run behind the step, and the event marks its end.
         copy = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(self.ended.all(), non_blocking=True)
         copied = torch.accelerator.current_stream(self.ended.device).record_event()
 

@@ -135,6 +135,7 @@ def _seeds(seed: int | list[int], rows: int) -> Tensor:
 
 def token_mask(tokens: Tensor, vocab_size: int) -> Tensor:
     """Whether each token is among ``tokens`` [B, n] of a row, [B, V] bool. Numbers outside of [0, V) are ignored."""
+    # Numbers outside go into an extra column, which is cut off.
     inside = tokens.where((tokens >= 0) & (tokens < vocab_size), vocab_size)
     mask = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return mask.scatter_(1, inside, True)[:, :vocab_size]
@@ -189,6 +190,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
     Source: https://arxiv.org/abs/1904.09751.
     """
+    # From the least likely token on, tokens are dropped while their sum is at most 1 − p.
     ascending, order = logits.sort(1)
     total, rest = _running_sums(ascending.softmax(1), 1 - p)
     drop = total <= rest
@@ -217,6 +219,8 @@ def keep_typical_p(logits: Tensor, p: float) -> Tensor:
     log_probs = logits.log_softmax(1)
     entropy = -(log_probs * log_probs.exp()).nansum(1, keepdim=True)
     distance = (-log_probs - entropy).abs()
+
+    # The distance of the last token that is needed to reach the sum. Ties with it stay.
     ascending, order = distance.sort(1)
     total, enough = _running_sums(logits.gather(1, order).softmax(1), p)
     last = (total < enough).sum(1, keepdim=True).clamp(max=logits.shape[1] - 1)

@@ -247,7 +247,7 @@ class Scheduler:
         """Run a forward of the tokens of these rows, each from its first uncached token to its end."""
         ids = [row.tokens[row.cached : end] for row, end in chunk]
         options: dict[str, Any] = {}
-        if len(chunk) > 1:
+        if len(chunk) > 1:  # packed documents
             options["cu_seqlens"] = self.pool.upload([0, *map(len, ids)]).cumsum(0)
         if self.record_routing:
             options["routed_experts"] = torch.cat([self._recorded(row, end) for row, end in chunk])[None]
@@ -323,6 +323,7 @@ class Scheduler:
     def _run_steps(self, rows: list[Row], steps: int) -> None:
         """Launch steps without waiting for the device."""
         # One upload for all numbers of the rows [slots, 5 + stops]. Empty slots have zeros; −1 is no stop token.
+        # Columns: last token, cached length, remaining tokens, new tokens, seed, stop tokens.
         numbers = [[0] * (5 + self.most_stops) for _ in range(self.pool.rows)]
         for row in rows:
             stops = row.stops + [-1] * (self.most_stops - len(row.stops))

@@ -17,9 +17,9 @@ class StopStrings:
         tokenizer: has ``decode(ids, skip_special_tokens=False)``.
 
     Attributes:
-        window: number of tokens at the end of a row to decode: one for each byte of the longest string; one more,
-            because decoders strip the space at the beginning of a text; and some more, so that the text begins with a
-            whole character.
+        window: number of tokens at the end of a row to decode. A token has at least one byte, so the last tokens
+            include all of the longest string. More tokens are decoded because decoders strip a leading space, and
+            because the first token may begin inside a character.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
@@ -46,6 +46,7 @@ class StopStrings:
 
         # The text begins inside a character: drop first tokens until the fewest characters are broken.
         if text.startswith(BROKEN):
+            # At most three bytes of the first character can be missing.
             spare = max(len(tokens) - self.window + MOST_BYTES - 1, 0)
             tokens = min((tokens[first:] for first in range(spare + 1)), key=lambda x: self._decode(x).count(BROKEN))
             text = self._decode(tokens)
