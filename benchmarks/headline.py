@@ -25,6 +25,7 @@ def table(rows: Rows) -> str:
     # Our last run of each step, beside the peer of the same run.
     lines = []
     for name, (batch, *modes) in STEPS.items():
+        # The last run that has our mode; its peer must be in the same run.
         runs = [run for at, run, mode in steps if (at, mode) == (batch, modes[1])]
         peer, ours = (steps.get((batch, runs[-1] if runs else "", mode)) for mode in modes)
         if peer and ours:

@@ -156,6 +156,7 @@ def measure(job: Job) -> Row:
             torch.cuda.synchronize()
             return batch
 
+        # The model alone trains on a few kept batches.
         kept = [next(batches) for _ in range(8)]
         again = itertools.cycle(kept)
         for _ in range(SETTLE):

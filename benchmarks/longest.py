@@ -88,6 +88,7 @@ def measure(job: Job) -> Row:
     if peak > limit:
         raise torch.OutOfMemoryError(f"the peak is {peak / 2**30:.2f} GiB, of {limit / 2**30:.2f}")
     row = {"seconds": round(seconds, 1), "peak_gib": round((peak + missing * device) / 2**30, 2), "losses": losses}
+    # On the host, every block has its saved input in bf16 and its offloaded state.
     if missing:
         saved = job.shape[0] * job.shape[1] * text_part(config)["hidden_size"] * 2
         row |= {"measured_peak_gib": round(peak / 2**30, 2), "of_layers": layers}
@@ -136,6 +137,7 @@ def table(rows: Rows) -> str:
     # Old rows have no number of GPUs, which was 1.
     for (model, mode, gpus, memory, layers), group in grouped([{"gpus": 1} | row for row in rows], *names).items():
         length = lambda row: int(row["batch"].rpartition("x")[2])
+        # The longest length that fits, and the shortest that does not.
         fit = max((row for row in group if "error" not in row), key=length, default={})
         failed = min((row for row in group if "error" in row), key=length, default={})
         shown = [f"{length(row):,}" if row else "" for row in (fit, failed)]

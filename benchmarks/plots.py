@@ -18,6 +18,7 @@ def plot(name: str, rows: Rows, folder: Path) -> None:
     """Write ``folder/NAME.svg``: curves for "curves", and bars for a benchmark in `BARS`."""
     import matplotlib  # an optional extra
 
+    # Without salt and date, equal results give equal files.
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 8}
     from matplotlib import pyplot
@@ -57,6 +58,8 @@ def draw_bars(name: str, rows: Rows) -> Any:
     # The height of a bar in lines, with room for its label, and its center.
     spaces = [2 + label.count("\n") for label in labels]
     centers = [sum(spaces[:i]) + space / 2 for i, space in enumerate(spaces)]
+
+    # Bars from the top down, with room at the right for their texts.
     figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.14 * sum(spaces)), layout="constrained")
     colors = ["tab:green" if name != "train" or "liger_models" in label else "tab:gray" for label in labels]
     drawn = axes.barh(centers, lengths, height=1.6, color=colors)
@@ -66,6 +69,6 @@ def draw_bars(name: str, rows: Rows) -> Any:
     axes.margins(x=0.55)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("tokens/s" if name == "train" else "speed against the fastest peer")
-    if name != "train":
+    if name != "train":  # a line at the speed of the peer
         axes.axvline(1.0, color="black", linewidth=0.8)
     return figure

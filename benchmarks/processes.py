@@ -125,6 +125,7 @@ class Measurement:
         self.file = plan.file
         self.row = plan.row | {"date": date, "commit": commit(), "versions": versions(), "device": device()}
         self.folder = tempfile.TemporaryDirectory()
+        # Empty caches of compiled kernels, which end with the measurement.
         caches = {name: f"{self.folder.name}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", *plan.command],
@@ -148,6 +149,7 @@ def reason_of(err: str, status: int) -> str:
 
     The first failing rank gives the reason. Other ranks fail because of it, and torchrun reports last.
     """
+    # Errors of ranks come first, then errors outside of torchrun, and then all errors.
     lines = err.strip().splitlines()
     reasons = [reason for line in lines if (reason := REASON.match(line))]
     candidates = [reason.string for reason in reasons if reason["rank"]][:1]

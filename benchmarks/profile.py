@@ -71,6 +71,7 @@ def measure(job: Job) -> Row:
             milliseconds = event.device_time_total / 1e3 / PROFILED
             spent[kernel_class(event.name)] += milliseconds
             kernels[event.name] = kernels.get(event.name, 0.0) + milliseconds
+    # Kernels may overlap, so the rest of the step is not below 0.
     spent["gaps"] = max(wall - sum(spent.values()), 0.0)
     longest = sorted(kernels.items(), key=lambda item: -item[1])[:30]
     return {

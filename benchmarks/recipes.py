@@ -106,6 +106,7 @@ def plans(chooser: Planner) -> Iterator[tuple[str, GPU, Recipe]]:
 
 def files(model: Model, fits: Sequence[tuple[str, GPU, Recipe]]) -> dict[str, str]:
     """Path of a recipe -> its text, for each method and the smallest memory into which it fits."""
+    # `fits` goes from small to large memory, so the smallest is the last one in reverse.
     smallest = {method: (gpu, recipe) for method, gpu, recipe in reversed(fits)}
     return {
         f"{model.folder}/{gpu.memory}gb-{method}.yaml": recipe.yaml(model.name, f"{model.folder}-{method}")
@@ -125,6 +126,8 @@ def rate(chooser: Planner, family: str, gpu: GPU, recipe: Recipe) -> float:
     batch, length = options["batch_size"], options["length"]
     bounds = torch.arange(0, batch * length + 1, length)
     model = chooser.model(recipe.method, getattr(torch, options["dtype"]))
+
+    # Tokens per second = FLOPS reached / FLOPs per token.
     operations = flops(model, [{"input_ids": torch.zeros(batch, length, dtype=torch.long), "cu_seqlens": bounds}])
     shares = [row.get("mfu") for row in rows("families-1x8192") if (row["model"], row["mode"]) == (family, "ours")]
     share = (shares[-1] if shares else None) or USUAL_MFU

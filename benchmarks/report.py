@@ -90,6 +90,8 @@ def part(name: str, rows: Rows) -> str:
     """The text between the markers of this name."""
     if name not in PARTS:
         raise ValueError(f"report: the parts are {', '.join(PARTS)}, a page asks for {name!r}.")
+
+    # One table for each device.
     benchmarks, table, whole, summary = PARTS[name]
     pieces = []
     devices = grouped([row for row in rows if row["benchmark"] in benchmarks], "device")
@@ -120,6 +122,8 @@ def write(results: Path = RESULTS) -> None:
         filled = fill(text, rows)
         if filled != text:
             page.write_text(filled, encoding="utf-8")
+
+    # Plots have all rows of their benchmarks.
     for name, (benchmarks, _, whole, _) in PARTS.items():
         group = [row for row in rows if row["benchmark"] in benchmarks]
         if whole and group:

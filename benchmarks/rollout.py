@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> Rows:
 def draw_prompts(vocabulary: int, count: int, longest: int, new: int) -> tuple[list[Tensor], list[int]]:
     """Random prompts [T] int64 on the CPU, and the number of new tokens of each, equal in every process."""
     generator, draw = torch.Generator().manual_seed(0), random.Random(0)
+    # Prompts and answers have independent lengths.
     lengths = [draw.randint(max(longest // SHORTEST_PROMPT, 1), longest) for _ in range(count)]
     prompts = [torch.randint(5, vocabulary - 5, (length,), generator=generator) for length in lengths]
     return prompts, [draw.randint(max(new // SHORTEST_ANSWER, 1), new) for _ in range(count)]

@@ -64,6 +64,8 @@ def train_on_lists(train: Step, rows: int, steps: int, device: str) -> tuple[flo
         nn.utils.clip_grad_norm_(parameters, MAX_NORM)
 
     train.optimizer.register_step_pre_hook(clip)
+
+    # The rate rises, and then falls to 0.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         train.optimizer, lambda done: min((done + 1) / WARMUP, 1.0 - done / steps)
     )
@@ -85,6 +87,7 @@ def accuracy(model: Any, rows: int, ours: bool, device: str) -> float:
     generator, right = torch.Generator(device).manual_seed(2), 0
     for start in range(0, EVALUATED, rows):
         ids = draw_lists(min(rows, EVALUATED - start), generator)["input_ids"]
+        # The answer is right if each of its tokens is the argmax at the token before it.
         logits = model(ids, return_logits=True).logits if ours else model(input_ids=ids).logits
         right += int((logits[:, LENGTH:-1].argmax(-1) == ids[:, LENGTH + 1 :]).all(1).sum())
     return right / EVALUATED

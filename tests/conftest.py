@@ -108,7 +108,7 @@ def _same_random_numbers_in_every_run():
 @pytest.fixture
 def own_registry():
     """Hide the registrations of other tests, and remove those of the test at its end."""
-    import examples.custom  # noqa: F401  registers once, when it is first imported: not inside of what is forgotten
+    import examples.custom  # noqa: F401  its only registration, on import, must not be removed
     from liger_models.arch.auto import get_arch
     from liger_models.arch.registry import MODEL_CLASSES, built_in
     from liger_models.convert.format import FORMATS

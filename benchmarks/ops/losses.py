@@ -60,6 +60,7 @@ def kto(x: Tensor, weight: Tensor, target: Tensor, labels: Tensor, ref_x: Tensor
 
 def grpo(x: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor) -> Tensor:
     """The loss for answers that the policy has just sampled. Every probability ratio is 1."""
+    # The ratio has the value 1 and the gradient of the log-probability.
     current = log_probs(x, weight, ids)
     ratio, difference = (current - current.detach()).exp(), ref - current
     loss = BETA * (difference.exp() - difference - 1) - ratio * advantages[:, None]
@@ -191,6 +192,7 @@ def make_reference(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
 
 
 def make_answers(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
+    # The reference differs from the policy by noise around the log-probability of random logits.
     rewards = {"mask": torch.ones(B, T, dtype=torch.int64), "advantages": torch.randn(B)}
     expected = -torch.log(torch.tensor(float(V))) - 0.5
     return make_rows(B, T, C, V) | rewards | {"ref": expected + 0.5 * torch.randn(B, T)}

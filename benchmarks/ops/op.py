@@ -85,6 +85,7 @@ class Op:
 
     def ideal(self, sizes: Sizes) -> dict[str, float]:
         """Pass -> its least work."""
+        # Forward, backward and their sum, or the sum alone.
         parts = self.work(**sizes)
         passes = ("forward", "backward", "total") if len(parts) == 2 else ("total",)
         return dict(zip(passes, (*parts, sum(parts)), strict=False))

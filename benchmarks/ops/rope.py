@@ -11,6 +11,7 @@ from .op import Function, Op, Peer, liger, liger_peer, randn
 
 
 def make_heads(B: int, T: int, H: int, G: int, D: int, norm: int = 0, whole: int = 0) -> dict[str, Tensor]:
+    # Angles [T, D / 2] of the usual base.
     angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(D // 2) * 2 / D)
     inputs = {
         "qkv": randn(B, T, (H + 2 * G) * D),

@@ -54,6 +54,7 @@ def draw_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[s
 def draw_square_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     """A batch of Gemma 3: images of one size, as many as fit into half of a sequence."""
     token, count = config["image_token_index"], config["mm_tokens_per_image"]
+    # Each image is preceded and followed by other tokens.
     starts = range(1, ids.shape[1] // 2 - count, count + 2)
     for start in starts:
         ids[:, start : start + count] = token
@@ -118,6 +119,7 @@ def draw_chain(vocabulary: int, B: int, T: int, batches: int, seed: int) -> Tens
 
     512 ids of the vocabulary occur. Each has four successors, and a random one of these follows.
     """
+    # The chain is the same for every seed. The seed chooses the walks.
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(vocabulary, generator=generator)[:512]
     successors = torch.randint(512, (512, 4), generator=generator)

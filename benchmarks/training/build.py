@@ -58,6 +58,7 @@ def weight(name: str, shape: torch.Size, device: torch.device) -> Tensor:
         return checkpoint(os.environ["START"])[name].to(device)
     if "norm" in name:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
+    # A seed for each name, so that the order of parameters does not matter.
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator) * 0.02
 
@@ -136,6 +137,7 @@ def empty_hf(
     """The model of transformers, with arbitrary values."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    # Liger Kernel patches the classes, so it must come before the model.
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     if config["model_type"] in WITHOUT_SDPA:
         attention = "eager"
@@ -164,7 +166,7 @@ def adapt_hf(model: nn.Module, nf4: bool) -> nn.Module:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             model_class = type(model)
-            model = model.to("meta")
+            model = model.to("meta")  # frees its memory
             model = model_class.from_pretrained(
                 folder, dtype=torch.bfloat16, quantization_config=bits, device_map={"": 0}
             )

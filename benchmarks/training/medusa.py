@@ -47,7 +47,7 @@ class MedusaLoss(nn.Module):
         losses = []
         for k, head in enumerate(self.heads, 1):
             # Head k predicts the token k + 1 positions ahead.
-            rows = head(hidden[:, : -(k + 1)]).flatten(0, 1)
+            rows = head(hidden[:, : -(k + 1)]).flatten(0, 1)  # [B (T − k − 1), C]
             target = labels[:, k + 1 :].flatten()
             if self.fused is None:
                 loss = F.cross_entropy(head.projection(rows).float(), target)

@@ -104,6 +104,7 @@ def text_part(config: dict) -> dict:
 
 def flops_per_token(config: dict, T: int) -> float:
     """FLOPs of forward and backward: matrix products and causal attention of a dense model without sliding windows."""
+    # Multiplications by weights of one token, in the blocks and in the head.
     C, F, H = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     D = config.get("head_dim") or C // H
     G = config.get("num_key_value_heads") or H

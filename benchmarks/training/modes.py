@@ -117,6 +117,7 @@ def title(mode: str) -> str:
     """A mode in the words of the tables."""
     words = ""
     for part in mode.split("+"):
+        # A word without its number, but "8bit", "bf16" and "fp8" are words themselves.
         word = part if part in TITLES else part.rstrip("0123456789")
         if word in COUNTED_TITLES:
             words += ", " + COUNTED_TITLES[word].format(part[len(word) :])

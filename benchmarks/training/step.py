@@ -73,6 +73,7 @@ def make_plan(model: nn.Module, mode: Mode, B: int, T: int) -> Any:
     from liger_models.memory import plan_memory
     from liger_models.train import estimate
 
+    # The estimate of this package's own training, without gathered weights.
     in_bits = {"four_bit": "nf4" in mode, "float8": "float8" in mode, "moments_8bit": "8bit" in mode}
     memory = estimate(model, B * T, **in_bits)
     if not (in_bits["four_bit"] or in_bits["float8"]):

@@ -35,6 +35,7 @@ class UnslothLoss(nn.Module):
         from unsloth import FastLanguageModel
 
         super().__init__()
+        # The calls are those of a notebook, with the adapters of the other modes.
         checkpointing = "ac" in mode
         model, _ = FastLanguageModel.from_pretrained(
             os.environ["CHECKPOINT"], max_seq_length=tokens, dtype=torch.bfloat16, load_in_4bit="nf4" in mode,

@@ -171,6 +171,7 @@ class CapturedStep:
         """Capture the graph that sets gradients ("set") or adds to them ("add"). Nothing is computed."""
         device, graph = self.model.device, torch.cuda.CUDAGraph()
         stream = capture_stream(device)
+        # The two graphs never run at the same time, so the second can use the memory of the first.
         pool = next((captured.pool() for captured, _ in self._graphs.values()), None)
         cause = None
         try:

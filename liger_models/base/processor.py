@@ -406,6 +406,7 @@ class Processor(ABC):
 
     def texts(self, texts: str | Sequence[str] | None, options: TextOptions) -> list[str]:
         """The texts of a call as a list. A call may pass a single text, and may use transformers' name ``text``."""
+        # transformers has the keyword `text`, so both names are accepted, but not at once.
         passed = [argument for argument in (texts, options.pop("text", None)) if argument is not None]
         if len(passed) != 1:
             raise ValueError(
@@ -508,6 +509,7 @@ class Processor(ABC):
 
     def changed_files(self) -> dict[str, bytes]:
         """Name -> new content of the files that changes to the processor's settings affect."""
+        # Both parts may be in one file, so each change starts from the changes before it.
         changed: dict[str, bytes] = {}
         for part, settings in self.changed_settings().items():
             changed |= settings_file({**self.files, **changed}, part, settings)

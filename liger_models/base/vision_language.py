@@ -74,6 +74,7 @@ class VisionLanguageModel(CausalLM):
             ValueError: the checkpoint has no tokenizer or no settings, or these do not fit the model.
         """
         if "_processor" not in self.__dict__:
+            # Made once, so that changes to its settings are saved with the model.
             processor = self.processor_class.of(self)
             processor.files = self.assets
             processor.hf_config = write_config(self.config, self.hf_config, self.dtype)

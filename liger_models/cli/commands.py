@@ -234,6 +234,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Rewrite a Hugging Face checkpoint with another dtype, merged adapters, or files of another size."""
+    # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
     target = None if dtype == "auto" else _dtype(dtype)
     loaded = _load(model, revision, "auto" if adapter is None else dtype, "cpu", adapter, progress=not as_json)
     with messages.status(f"Writing {output}"):
@@ -527,6 +528,7 @@ def _dtype(name: str) -> Any:
 def _device(name: str | None) -> str:
     import torch
 
+    # An allocation shows whether the device exists.
     device = name or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
         torch.empty(0, device=device)

@@ -155,6 +155,7 @@ def copied_source(
         config_class: its config class in transformers. The copy gets the defaults of this class.
         ignored: keys that the copied config class does not have.
     """
+    # Only text is exchanged, so that comments and layout of the module stay.
     source = inspect.getsource(module_of(model_class))
     old, old_prefix = format_of(model_class).model_type, model_class.__name__.removeprefix("Liger")
 
