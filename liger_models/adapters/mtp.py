@@ -114,7 +114,7 @@ class LigerMTP(nn.Module):
         return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
     def _layouts(self) -> list[dict[str, tuple[Expression, str]]]:
-        """For each layout of a checkpoint: our name -> expression over the names of a model, and their prefix."""
+        """For each layout of a checkpoint: our name -> expression over a model's names, and the prefix of these."""
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
             prefix = weights.entries["norm.weight"].names()[0].removesuffix("norm.weight")

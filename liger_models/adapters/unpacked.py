@@ -573,7 +573,7 @@ def _peft_config_class(config_class: type, model_type: str) -> type:
 
 
 def _stored_vocabulary(base: str) -> SimpleNamespace:
-    """``vocab_size`` of a folder or of a repository on the hub. PEFT compares it with the model's when it saves."""
+    """``vocab_size`` of a folder or of a repository on the hub. In saving, PEFT compares it with the model."""
     file = Path(base) / CONFIG
     keys = read_json(file if file.is_file() else Path(hf_hub_download(base, CONFIG)))
     return SimpleNamespace(vocab_size=keys.get("text_config", keys)["vocab_size"])

@@ -85,7 +85,7 @@ class CausalLM(Decoder):
 
         Args:
             new_num_tokens: V, more than the largest id in use.
-            pad_to_multiple_of: number to a multiple of which V is rounded up.
+            pad_to_multiple_of: V is rounded up to a multiple of this number.
 
         Returns:
             The embedding.

@@ -112,7 +112,7 @@ class Mxfp4(Expression):
 
 
 def with_scales(weights: WeightMap, read: Callable[[str], Tensor]) -> WeightMap:
-    """Return the map after giving its MXFP4 tensors ``read``, which returns scales by their names."""
+    """Set ``read``, which returns scales by name, on all MXFP4 tensors of a map, and return the map."""
     for expression in weights.entries.values():
         if isinstance(expression, Mxfp4):
             expression.read = read

@@ -1,4 +1,4 @@
-"""Reading one rank's shard of a parameter from the rows of the checkpoint's tensors that it consists of."""
+"""Reading one rank's shard of a parameter: only the rows of the checkpoint's tensors that the shard needs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
