@@ -2,6 +2,8 @@
 
 import gc
 import os
+import zlib
+from collections import defaultdict
 from unittest import mock
 
 import pytest
@@ -26,7 +28,7 @@ GROUPS = {"two", "four", "two_with_kernels", "two_gpus", "four_gpus"}
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups and pytest the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set the markers ``interpreter`` and ``distributed``, which follow from fixtures and their parameters."""
+    """Add markers that follow from fixtures and parameters: ``interpreter``, ``distributed``, ``matrix``."""
     for item in items:
         parameters = getattr(item, "callspec", None)
         fixtures = set(getattr(item, "fixturenames", ()))
@@ -35,6 +37,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if fixtures & GROUPS:
             item.add_marker("distributed")
             item.add_marker(pytest.mark.xdist_group("process groups"))  # started once, by one worker
+    for item in beyond_the_cases(items):
+        item.add_marker("matrix")
+    # The longest tests come first: at the end they would run alone.
+    items.sort(key=lambda item: item.path.name != "test_compile_for_gpu.py")
+
+
+def beyond_the_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests that only `make test-matrix` runs: all but n of each function that is marked ``cases(n)``."""
+    functions = defaultdict(list)
+    for item in items:
+        cases = item.get_closest_marker("cases")
+        if cases and not any(item.get_closest_marker(name) for name in ("gpu", "matrix")):
+            functions[item.nodeid.partition("[")[0], cases.args[0]].append(item)
+    for tests in functions.values():
+        tests.sort(key=lambda item: zlib.crc32(item.name.encode()))
+    return [item for (_, count), tests in functions.items() for item in tests[count:]]
 
 
 @pytest.hookimpl(wrapper=True)
