@@ -79,7 +79,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
     """Report the number of tests without an oracle."""
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
     if count := count_of_skipped(skipped):
-        terminalreporter.write_line(f"{count} tests skipped: the installed transformers does not have their family yet")
+        terminalreporter.write_line(f"{count} tests skipped: the installed transformers is too old for them")
 
 
 def pytest_collection_finish() -> None:
