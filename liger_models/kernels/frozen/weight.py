@@ -1,17 +1,17 @@
-"""A frozen weight in fewer bits, and the formats that it may have.
+"""A frozen weight in fewer bits, and its formats.
 
-An op dequantizes such a weight right before each product, forward and backward, and frees it after the product. A
-forward of few rows, as in a step of decoding, multiplies with the codes instead. Only the stored tensors are saved for
-the backward, and they exist anyway.
+An op dequantizes such a weight right before each product, forward and backward, and frees it after the product. With
+few rows, as in a step of decoding, the forward multiplies with the codes instead. Only the stored tensors are saved for
+the backward, which takes no extra memory.
 
-`FrozenWeight` is the only class that layers, ops, loading, saving and sharding know. A `Format` says what is different
-in one format, and is defined and registered in a single file::
+Layers, ops, loading, saving and sharding know only the class `FrozenWeight`. A `Format` holds everything that is
+specific to one format, and is defined and registered in a single file::
 
     nf4       `nf4_linear`: 4-bit codes with scales of 8 bits
     float8    `frozen_float8_linear`: e4m3 with a scale for each row, multiplied in float8 where the device can
-    blocks    `float8_blocks`: e4m3 with the scales of a checkpoint, for blocks of it
+    blocks    `float8_blocks`: e4m3 with a checkpoint's scales of blocks
 
-The defaults of `Format` are right for codes and scales by rows, so that a new format has to implement `quantize`,
+The defaults of `Format` suit formats whose codes and scales follow the rows. Such a format only implements `quantize`,
 `tensors_like` and `dense`.
 """
 
@@ -35,10 +35,10 @@ MAX_TENSORS = 5
 class FrozenWeight(NamedTuple):
     """A frozen weight [O, C], or the frozen matrices [X, O, C] of X experts, in fewer bits. It has no gradient.
 
-    Ops and layers use it in place of a tensor, so it has some attributes of a tensor.
+    Ops and layers use it in place of a tensor, so it has some of a tensor's attributes.
 
     Attributes:
-        format: what the tensors mean.
+        format: the meaning of the tensors.
         tensors: the stored tensors, in the order of ``format.names``; the codes are first.
         shape: of the dense weight.
         layout: numbers that the format needs to read its tensors.
@@ -58,8 +58,8 @@ class FrozenWeight(NamedTuple):
         Args:
             weight: floating-point. On the meta device the result has no values either.
             name: of the format.
-            device: the device to which the matrices are moved, one after the other, and where they are quantized.
-                Default: that of the weight.
+            device: the device to which the matrices are moved, one after the other, to be quantized. Default: the
+                weight's device.
 
         Raises:
             ImportError: the format needs torchao, which is not installed.
@@ -83,7 +83,7 @@ class FrozenWeight(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor) -> "FrozenWeight | None":
-        """The weight that a tensor of torchao's holds, with which it shares memory; None for any other tensor."""
+        """The weight of a torchao tensor, sharing its memory; None for any other tensor."""
         found = (each.of_torchao(weight) for each in FORMATS.values())
         return next((each for each in found if each is not None), None)
 
@@ -130,7 +130,7 @@ class FrozenWeight(NamedTuple):
         return True
 
     def data_ptr(self) -> int:
-        """0, since the dense weight is newly allocated, and so is aligned."""
+        """Always 0, which counts as aligned: the dense weight will be newly allocated."""
         return 0
 
     def to(self, dtype: torch.dtype) -> "FrozenWeight":
@@ -142,7 +142,7 @@ class FrozenWeight(NamedTuple):
         return self.scales.new_empty(*size, dtype=dtype or self.dtype)
 
     def split(self, count: int) -> list["FrozenWeight"]:
-        """The matrices of experts, ``count`` experts at a time."""
+        """Split the matrices of experts into groups of ``count`` experts."""
         X, *matrix = self.shape
         return [
             self._replace(
@@ -171,9 +171,9 @@ class FrozenWeight(NamedTuple):
 class Format:
     """How a weight is stored in fewer bits. `register` makes an instance known by its name.
 
-    A matrix [O, C] has codes and some other tensors. Those of experts have one dimension more, the first, except those
-    that are `shared`. As parameters, the tensors are sharded by their first dimension (`apply_fsdp`, `apply_ep`), or
-    as `slices` says (`apply_tp`).
+    A matrix [O, C] has codes and some other tensors. The tensors of experts have one more dimension in front, except
+    the `shared` tensors. As parameters, the tensors are sharded along their first dimension (`apply_fsdp`, `apply_ep`)
+    or by `slices` (`apply_tp`).
     """
 
     name: ClassVar[str]
@@ -195,7 +195,7 @@ class Format:
     """What to use instead where a slice would end within a block."""
 
     def layout(self, matrix: Sequence[int]) -> list[int]:
-        """Numbers that are needed to read the tensors of a matrix [O, C]; raises ValueError for a wrong size."""
+        """The integers needed to read the tensors of a matrix [O, C]; raises ValueError for an unsupported size."""
         return []
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
@@ -211,11 +211,11 @@ class Format:
         raise NotImplementedError
 
     def quantize_expert(self, matrix: Tensor) -> Sequence[Tensor]:
-        """As `quantize`, for the matrix of one expert."""
+        """`quantize` for the matrix of one expert."""
         return self.quantize(matrix)
 
     def of_torchao(self, weight: Any) -> FrozenWeight | None:
-        """The weight in a tensor subclass of torchao's, with which it shares memory; None for any other tensor."""
+        """The weight of a torchao tensor subclass, sharing its memory; None for any other tensor."""
         return None
 
     def dense(self, weight: FrozenWeight) -> Tensor:
@@ -241,11 +241,11 @@ class Format:
         return dict(zip(self.names, weight.tensors, strict=True))
 
     def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:
-        """The inverse of `pack`, also of the tensors of one slice (`slices`), which has the given shape and layout."""
+        """The inverse of `pack`, for a whole weight or for a slice (`slices`), of the given shape and layout."""
         return tuple(tensors.values())
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """A slice of rows must have a multiple of so many numbers, a slice of columns of so many columns."""
+        """The unit of slices: the elements of a slice of rows, or the columns of a slice, must be a multiple of it."""
         return 1
 
     def slices(
@@ -257,19 +257,19 @@ class Format:
             tensors: of the whole weight.
             shape: of the whole weight, [O, C] or [X, O, C].
             layout: of the whole weight.
-            dim: of the weight, along which it is sliced. Slices have whole blocks.
+            dim: the dimension along which the weight is sliced. Slices have whole blocks.
             ranks: number of slices.
 
         Returns:
-            The tensors, their layout, and the dimension along which each is sliced; the others are the same in every
-            slice.
+            The tensors, their layout, and the dimension along which each sliced tensor is sliced. The other tensors are
+            the same in every slice.
         """
         if dim == len(shape) - 1:
             return tensors, layout, dict.fromkeys(("codes", *self.by_column), dim)
         return tensors, layout, {name: dim for name in tensors if name not in self.shared}
 
     def quantize_part(self, numbers: Tensor, layout: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Quantize one rank's numbers [n, K] of a matrix, n rows of its codes, if ranks quantize it `in_common`.
+        """Quantize one rank's numbers [n, K], n rows of a matrix's codes, if ranks quantize the matrix `in_common`.
 
         Returns:
             The codes, and statistics [n, m] that the ranks exchange; see `finish`.
@@ -277,7 +277,7 @@ class Format:
         raise NotImplementedError
 
     def finish(self, statistics: Tensor, layout: Sequence[int]) -> Sequence[Tensor]:
-        """The tensors of the whole matrix besides its codes, from the statistics [N, m] of all ranks."""
+        """All tensors of the whole matrix except its codes, from the statistics [N, m] of all ranks."""
         raise NotImplementedError
 
 
@@ -287,7 +287,7 @@ _NUMBERS: dict[int, Format] = {}
 
 
 def register(kind: type[Format]) -> type[Format]:
-    """Make a format known; a decorator of its class. Raises ValueError if its name or its number is taken."""
+    """Register a format; a decorator of its class. Raises ValueError if the name or number is taken."""
     if kind.name in FORMATS or kind.number in _NUMBERS:
         raise ValueError(f"register: name and number of a format must be new, got {kind.name!r} and {kind.number}.")
     FORMATS[kind.name] = _NUMBERS[kind.number] = kind()
@@ -309,7 +309,7 @@ of dimensions, the shape, and the layout of the format.
 
 
 def weight_for_op(weight: Weight) -> tuple[Tensor, tuple[Any, ...]]:
-    """A weight as arguments of an op: the tensor, and the arguments that `SCHEMA` has besides."""
+    """A weight as arguments of an op: the tensor, and the further arguments in `SCHEMA`."""
     if isinstance(weight, Tensor):
         return weight, (None, None, None, None, [], None)
     codes, *others = weight.tensors
@@ -319,7 +319,7 @@ def weight_for_op(weight: Weight) -> tuple[Tensor, tuple[Any, ...]]:
 
 
 def weight_from_op(weight: Tensor, rest: Sequence[Any]) -> Weight:
-    """The inverse of `weight_for_op`; ``rest`` is empty where the dispatcher has left out defaults."""
+    """The inverse of `weight_for_op`; ``rest`` is empty if the dispatcher left out defaults."""
     if not rest or rest[0] is None:
         return weight
     *others, (number, dims, *sizes), dtype = rest
@@ -328,7 +328,7 @@ def weight_from_op(weight: Tensor, rest: Sequence[Any]) -> Weight:
 
 
 def dense(weight: Weight) -> Tensor:
-    """The weight as a tensor, to be multiplied with and freed."""
+    """The weight as a dense tensor, which the caller multiplies with and frees."""
     return weight if isinstance(weight, Tensor) else weight.dense()
 
 
@@ -342,7 +342,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 def few_rows(
     x: Tensor, weight: Weight, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """`product` with a low-rank term, and ``act(gate) · up``, by one kernel; None if there is none."""
+    """`product` with a low-rank term, and ``act(gate) · up``, by one kernel; None if there is no such kernel."""
     if not (takes_low_rank(x, low_rank) and use_triton(x)):
         return None
     if not isinstance(weight, Tensor):
