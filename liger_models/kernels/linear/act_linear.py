@@ -1,11 +1,11 @@
-"""An activation and the linear layer after it; only the activation's input is saved.
+"""An activation followed by a linear layer; only the activation's input is saved.
 
 Forward, with the activation in fp32::
 
     a = cast(act(x))
     y = a · Wᵀ + b
 
-Backward, where a is recomputed in the pass over x that the activation's gradient needs anyway::
+Backward; the kernel that computes the activation's gradient from x also recomputes a::
 
     da = dy · W,   dx = da · act'(x),   dW = dyᵀ · a,   db = Σ dy
 
@@ -88,7 +88,7 @@ def _activate(x: Tensor, act: str) -> Tensor:
 
 
 def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[Tensor, Tensor | None]:
-    """``(dx, a or None)``. a overwrites da, which this op owns."""
+    """Return ``(dx, a or None)``; a overwrites da, which this op owns."""
     x = x.contiguous()
     da = da.contiguous().to(x.dtype)
     dx = torch.empty_like(x)
@@ -101,7 +101,7 @@ def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[T
 
 
 class ActLinearInputs(NamedTuple):
-    """Inputs of the op `act_linear`, as the function of that name takes them."""
+    """Inputs of the op `act_linear`, in the order of that function's arguments."""
 
     x: Tensor
     weight: Tensor
@@ -110,7 +110,7 @@ class ActLinearInputs(NamedTuple):
 
 
 class ActLinearSaved(NamedTuple):
-    """What the forward saves for the backward."""
+    """Tensors and constants that the forward saves for the backward."""
 
     x: Tensor
     weight: Tensor
@@ -189,7 +189,8 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
 
     Args:
         x: [..., F], float32, float16 or bfloat16.
-        weight: [O, F]. Its dtype is the result's; it may differ from x's, and autocast does not change it.
+        weight: [O, F]. The result has its dtype, which may differ from the dtype of x and which autocast does not
+            change.
         bias: [O] or None.
         act: "gelu", "gelu_tanh", "quick_gelu" or "relu2".
 

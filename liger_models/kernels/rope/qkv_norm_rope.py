@@ -1,19 +1,19 @@
-"""RMSNorm of queries, keys and values, and rotary embedding of queries and keys, while their projection is split.
+"""RMSNorm of queries, keys and values and rotary embedding of queries and keys, fused with the projection's split.
 
-The packed projection is grouped by KV head: its H / G query heads, and then its key and its value, or only its key,
-which is then also the value, or neither (a layer that attends to keys and values of another one). Every head is normed
-by itself. With r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
+The packed projection is grouped by KV head: its H / G query heads, then its key and its value. Without values, the key
+is also the value. Without keys and values, the layer attends to those of another layer. Every head is normed
+separately. With r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
 
-    q, k = cast(rotated(cast(n · w)))     w [D] of the queries, or of the keys; the rotation as in `rope`
+    q, k = cast(rotated(cast(n · w)))     w [D] is the weight of queries or of keys; rotated as in `rope`
     v = cast(n)
 
 Backward, with g = rotated back(dq), and likewise for k::
 
-    s = g · w of a query, g · w of a key (+ dv, where it is also the value), dv of a value
+    s = g · w for queries, g · w for keys (+ dv if the key is also the value), dv for values
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ g · n
 
-Saved: the packed projection. r is recomputed. The weight gradients are summed in fp32: one partial result per program,
-then the sum of these.
+Saved: the packed projection, from which the backward recomputes r. The weight gradients are summed in fp32: each
+program writes a partial result, and `sum_partials` adds these.
 
 Source: transformers ``models/gemma4``; https://arxiv.org/abs/2010.04245.
 """
@@ -79,7 +79,7 @@ def qkv_norm_rope_reference(
 
 @triton.jit
 def _slots(chunk, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """The heads of a program in the packed row, [ROWS, 1] each: index, KV head, index in its group, if it exists."""
+    """A program's heads in the packed row: index, KV head, index in the group, if it exists, [ROWS, 1] each."""
     slot = chunk * ROWS + tl.arange(0, ROWS)[:, None]
     return slot, slot // (GROUP + PARTS), slot % (GROUP + PARTS), slot < G * (GROUP + PARTS)
 
@@ -89,7 +89,7 @@ def _weights(
     slot, member, inside, wq_ptr, wk_ptr, GROUP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The norm's weight of each head in fp32, in the layout of `load_heads`; 1 for values."""
+    """The norm's weight for each head in fp32, in the layout of `load_heads`; 1 for values."""
     weight = choose(member < GROUP, wq_ptr + slot * 0, wk_ptr + slot * 0)
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, False)
     scaled = member <= GROUP
@@ -102,7 +102,7 @@ def _qkv_norm_rope_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the heads of one token per program."""
+    """Norm and rotate a chunk of one token's heads per program."""
     await_previous(OVERLAPS)
     H: tl.constexpr = G * GROUP
     chunk = tl.program_id(0) % CHUNKS
@@ -144,7 +144,7 @@ def _qkv_norm_rope_backward_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the heads of several tokens per program, whose weight gradients it sums."""
+    """Backward for a chunk of the heads of several tokens per program, which also sums their weight gradients."""
     chunk = tl.program_id(0) % CHUNKS
     program = (tl.program_id(0) // CHUNKS).to(tl.int64)
     slot, group, member, inside = _slots(chunk, G, GROUP, PARTS, ROWS)
@@ -189,7 +189,7 @@ def _qkv_norm_rope_backward_kernel(
 
 
 def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor) -> dict[str, int]:
-    """Constants of both kernels; ``PARTS`` counts keys and values, ``CHUNKS`` the programs that share a token."""
+    """Constants of both kernels; ``PARTS`` counts keys and values, and ``CHUNKS`` the programs that share a token."""
     slots = packed.shape[-1] // head_dim
     constants = tiles(slots, head_dim, cos)
     return constants | {
@@ -201,7 +201,7 @@ def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
 
 
 def _heads(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized q, k and v."""
+    """Allocate q, k and v."""
     shared = num_kv_heads if packed.shape[-1] > num_heads * head_dim else 0
     q, k, v = (packed.new_empty(*packed.shape[:2], heads, head_dim) for heads in (num_heads, shared, shared))
     return q, k, v
@@ -308,11 +308,11 @@ def qkv_norm_rope(
     *,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the packed projection, norm every head, and rotate q and k, in one kernel. The packed tensor is saved.
+    """Split the packed projection, norm every head, and rotate q and k, all in one kernel. The packed tensor is saved.
 
     Args:
-        packed: [B, T, (H + 2 G) · D]: for each KV head its query heads, its key and its value. Or [B, T, (H + G) · D]
-            without values: the keys, before their norm, are the values. Or [B, T, H · D], queries alone.
+        packed: [B, T, (H + 2 G) · D], with the query heads, the key and the value of each KV head; or [B, T, (H + G) ·
+            D] without values, where the keys before their norm are the values; or [B, T, H · D] with queries alone.
         cos, sin: [B or 1, T, R / 2], as in `rope`.
         num_heads, num_kv_heads, head_dim: H, G and D; H is a multiple of G, D is even.
         q_norm_weight: [D].
@@ -320,8 +320,8 @@ def qkv_norm_rope(
         eps: added to the mean of squares.
 
     Returns:
-        ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of packed. Of queries
-        alone, k and v are [B, T, 0, D].
+        ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of packed. With
+        queries alone, k and v are [B, T, 0, D].
 
     Raises:
         ValueError: the sizes do not match.
