@@ -10,11 +10,12 @@ Backward, for upstream gradients c of logp and h of H::
 
     dz_j = c · ([j = y] − p_j) − h · p_j · (log p_j + H)
 
-and from dz to the logits as in `cross_entropy`. Rows with target ``ignore_index`` give 0 everywhere.
+The step from dz to the gradient of the logits is that of `cross_entropy`. Rows with target ``ignore_index`` give 0
+everywhere.
 
-The rows are processed in the chunks of `linear_cross_entropy`. Each token has its own upstream gradient, so the
-backward recomputes the logits: four products in all. Saved: x, weight, max z, log Σ exp(z − max z), and H. Without the
-entropy `linear_cross_entropy`'s per-token op runs.
+The rows are processed in chunks as in `linear_cross_entropy`. Each token has its own upstream gradient, so the backward
+recomputes the logits: four products in all. Saved: x, weight, max z, log Σ exp(z − max z), and H. Without the entropy,
+the per-token op of `linear_cross_entropy` runs.
 
 A loss that is a sum over sequences, or over pairs of them, needs no second product for the logits
 (`loss_of_log_probs`): its gradient for a sequence is known as soon as that sequence's log-probabilities are, while its
@@ -90,7 +91,7 @@ def _log_probs_kernel(
     logits_stride, gradient_stride, V, ignore_index, softcap, logit_scale,
     HAS_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row [V] of logits per program: its statistics, or with GRADIENT the gradient of its logits."""
+    """Compute the statistics of one row [V] of logits per program, or with GRADIENT the gradient of its logits."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     gradient_ptr += row.to(tl.int64) * gradient_stride
@@ -160,7 +161,7 @@ def _log_probs_kernel(
 def _rows_in_torch(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """z, log p, log p of the target, and the entropy, by the formulas above in plain torch, without autograd."""
+    """Return z, log p, log p of the target, and the entropy, in plain torch and without autograd."""
     z = final_logits(logits, logit_scale, softcap)
     log_p = z.log_softmax(-1)
     valid = target != ignore_index
@@ -171,7 +172,7 @@ def _rows_in_torch(
 def _statistics(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
 ) -> Sequence[Tensor]:
-    """Log-probability, entropy, and the two summands of lse ([N, 2]) of each row."""
+    """Return log-probability, entropy, and the two summands of lse ([N, 2]) of each row."""
     if not use_triton(logits):
         z, _, log_prob, entropy = _rows_in_torch(logits, target, ignore_index, softcap, logit_scale)
         maximum = z.amax(-1)
@@ -331,7 +332,7 @@ def fused_linear_logprobs(
     return_entropy: bool = False,
     workspace_mib: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each target given ``x @ weightᵀ + bias``, with the logits of only one chunk at a time.
+    """Log-probability of each target given ``x @ weightᵀ + bias``, holding the logits of one chunk at a time.
 
     Args:
         x: [..., C], floating-point.
@@ -343,14 +344,14 @@ def fused_linear_logprobs(
         logit_scale: factor of the logits.
         temperature: divisor of the logits, after the softcap.
         return_entropy: also return the entropy of each token's distribution.
-        workspace_mib: budget of the logits buffer in MiB; None as in `linear_cross_entropy`.
+        workspace_mib: budget of the logits buffer in MiB. None: as in `linear_cross_entropy`.
 
     Returns:
         Log-probabilities [...], fp32, differentiable per token. With ``return_entropy`` a pair of these and the
         entropies in nats [...], fp32, also differentiable.
 
     Raises:
-        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        ValueError: shapes do not match, or an option or (on the CPU) a target is out of range.
         TypeError: a dtype is wrong.
     """
     op = "fused_linear_logprobs"
@@ -396,23 +397,23 @@ def loss_of_log_probs(
     temperature: float = 1.0,
     workspace_mib: int | None = None,
 ) -> tuple[Tensor, More]:
-    """``loss_of(fused_linear_logprobs(...))`` for a loss that sums over sequences; the forward computes the gradients.
+    """``loss_of(fused_linear_logprobs(...))`` for a loss that sums over sequences, with gradients from the forward.
 
     Args:
-        loss_of: log-probabilities [B, T] fp32 -> ``(loss [], anything else without gradients)``. The gradient for a
-            sequence must depend only on that sequence and those ``together`` with it; numbers shared by all sequences,
-            such as counts of targets, must not be derived from the log-probabilities. It is called several times: with
-            log-probabilities of −1 where they are not known yet, and the last time with all of them.
+        loss_of: maps log-probabilities [B, T] fp32 to ``(loss [], other results without gradients)``. The gradient for
+            a sequence must depend only on that sequence and those ``together`` with it; numbers shared by all
+            sequences, such as counts of targets, must not be derived from the log-probabilities. It is called several
+            times, with −1 for log-probabilities that are not known yet; the last call has all of them.
         x: [B, T, C].
-        together: how many sequences belong together: b, b + B / together, ... (2: chosen, then rejected sequences).
-        uniform: the loss reads only the sum of each sequence's log-probabilities, or sums of its targets', so that its
-            gradient is the same for all targets of a sequence. No logits of a single pair are then computed twice.
+        together: how many sequences form a unit: b, b + B / together, ... (2: chosen, then rejected sequences).
+        uniform: whether the loss reads only sums of each sequence's log-probabilities, so that all targets of a
+            sequence have the same gradient. The logits of a single pair are then never computed twice.
         target: [B, T].
-        Others: as in `fused_linear_logprobs`. Without ``workspace_mib`` a chunk holds the logits of whole sequences, if
-            need be up to five eighths of all rows; logits beyond that are computed twice.
+        Others: as in `fused_linear_logprobs`. Without ``workspace_mib`` a chunk holds the logits of whole sequences, up
+            to five eighths of all rows; logits beyond that are computed twice.
 
     Returns:
-        The loss [], differentiable in x, weight and bias, and the second result of ``loss_of``.
+        The loss [], differentiable in x, weight and bias; and the second result of ``loss_of``.
 
     Raises:
         ValueError, TypeError: as in `fused_linear_logprobs`.
@@ -526,7 +527,7 @@ def _loss_and_gradients(
 
 
 def _upstream(loss_of: Callable[[Tensor], tuple[Tensor, More]], log_probs: Tensor) -> Tensor:
-    """The gradient of the loss for −log p [B, T]."""
+    """The gradient of the loss with respect to −log p [B, T]."""
     with torch.enable_grad():
         leaf = log_probs.detach().clone().requires_grad_()
         (gradient,) = torch.autograd.grad(loss_of(leaf)[0], leaf)
@@ -543,10 +544,10 @@ def _one_unit(
     options: LossOptions,
     step: int,
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
-    """`_loss_and_gradients` of one sequence or pair with the same gradient for all targets of a sequence.
+    """`_loss_and_gradients` of one sequence or pair, if all targets of a sequence have the same gradient.
 
-    The gradients of the first sequence are summed before this factor is known, and multiplied by it afterwards. Only
-    the second sequence's logits are kept until then.
+    The gradients of the first sequence are summed before the common factor is known, and multiplied by it afterwards.
+    Only the second sequence's logits are kept until the factor is known.
     """
     (B, T, C), V = x.shape, len(weight)
     parts = [slice(start, min(start + step, T)) for start in range(0, T, step)]
