@@ -1,13 +1,13 @@
 """Expert parallelism: each rank holds some of the experts, and tokens travel to the ranks of their experts and back.
 
 A token is sent once to each rank that has any of its experts, with its routing weights and the numbers of its experts.
-There its copies for these experts are sorted and multiplied as in `experts`, and their sum is sent back::
+That rank sorts the token's copies for these experts, multiplies them as in `experts`, and sends back their sum::
 
-    r_j = x_n                     for each rank r that n goes to, in row j = slot[n, r]; permute
+    r_j = x_n                     for each rank r that receives n, in row j = slot[n, r]; permute
     y_n = Σ_r s_slot[n,r]         s_j the weighted sum over the experts of rank r; unpermute
 
-If all experts are chosen equally often, a token goes to R (1 − (1 − 1 / R)ᴷ) of R ranks on average. For K = 8
-these are 2 of 2, 3.6 of 4 and 5.3 of 8.
+If all experts are chosen equally often, a token is sent to R (1 − (1 − 1 / R)ᴷ) of R ranks on average. For K = 8 this
+is 2 of 2, 3.6 of 4 and 5.3 of 8.
 
 Source: https://arxiv.org/abs/2006.16668; each token once to a rank: https://arxiv.org/abs/2412.19437.
 """
@@ -25,7 +25,7 @@ from liger_models.kernels.moe.permutation import permute, unpermute
 
 
 class _Permute(torch.autograd.Function):
-    """[N, C] -> [M, C], each token's row in all of its slots below M. The gradient is the sum of theirs, in fp32."""
+    """[N, C] -> [M, C], each token's row in all of its slots below M. The gradient sums over the slots in fp32."""
 
     @staticmethod
     def forward(ctx, x, slot, M):
@@ -85,9 +85,9 @@ def moe_mlp_over(
     recompute: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """`moe_mlp` with the experts sharded over a process group: tokens are sent to the ranks of their experts and back.
+    """`moe_mlp` with experts sharded over a process group; tokens travel to the ranks of their experts and back.
 
-    The host waits for the device once, for the numbers of rows that each pair of ranks exchanges.
+    The host waits for the device once, to learn how many rows each pair of ranks exchanges.
 
     Args:
         x: [N, C], this rank's tokens.
@@ -95,8 +95,8 @@ def moe_mlp_over(
         gate_up_weight, down_weight: [X / R, 2 F, C] and [X / R, C, F], this rank's experts; rank 0 has the first X / R.
             Their gradients are sums over the tokens of all ranks.
         ranks: the process group, of size R.
-        gate_up_bias, down_bias: [X / R, 2 F] and [X / R, C], this rank's; None for none.
-        gate_up_low_rank, down_low_rank: as in `moe_mlp`, of this rank's experts.
+        gate_up_bias, down_bias: [X / R, 2 F] and [X / R, C], the biases of this rank's experts; None for none.
+        gate_up_low_rank, down_low_rank: as in `moe_mlp`, for this rank's experts.
         act, limit, recompute, dropout: as in `moe_mlp`.
 
     Returns:

@@ -5,7 +5,7 @@ Per token, in fp32, with T the K experts of the largest logits l::
     q = softmax(l) over all X experts; with normalize, over T alone
     w_k = q[T_k]                          with round_weights, rounded to the logits' dtype
 
-T may also be given, for all tokens or for some: experts that were chosen before (routing replay).
+T may also be given for some or all tokens, as experts that were chosen before (routing replay).
 
 Backward, with d[T_k] = dw_k, d = 0 elsewhere, and q as in the forward::
 
@@ -51,7 +51,7 @@ def route_reference(
 
 
 def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
-    """Raise ValueError unless these are experts of each token, or begin with a negative number."""
+    """Raise ValueError unless each token has valid experts or begins with a negative number."""
     (N, X), kind = logits.shape, given.dtype
     integers = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
     if given.shape != (N, top_k) or not integers:  # formatted only here: in a graph N may be symbolic
@@ -67,7 +67,7 @@ def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
 
 @triton.jit
 def _load_logits(logits_ptr, rows, lanes, N, X):
-    """The tokens' logits in fp32: −inf past the last expert, 0 in rows past the last token."""
+    """Load the tokens' logits in fp32, with −inf past the last expert and 0 in rows past the last token."""
     inside = (rows < N)[:, None] & (lanes < X)[None, :]
     logits = tl.load(logits_ptr + rows[:, None] * X + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
     return tl.where(lanes[None, :] < X, logits, float("-inf"))
@@ -121,6 +121,7 @@ def _route_backward_kernel(
     lanes = tl.arange(0, BLOCK_X)
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
     e = tl.exp(logits - tl.max(logits, 1)[:, None])
+    # d and the choice [ROWS, BLOCK_X], scattered one expert at a time.
     d = tl.zeros([ROWS, BLOCK_X], tl.float32)
     chosen = tl.zeros([ROWS, BLOCK_X], tl.float32)
     for k in tl.static_range(K):
@@ -141,7 +142,7 @@ _route_kernel.decides = True  # its output says where later kernels read and wri
 
 
 def _block(size: int) -> int:
-    """The next power of two, at least 2: a tile must not be degenerate."""
+    """The next power of two, and at least 2, since a tile must not be degenerate."""
     return max(int(triton.next_power_of_2(size)), 2)
 
 
@@ -227,14 +228,14 @@ def route(
         top_k: K, 1 to X. Among equal logits the first are chosen (the reference backend may choose any).
         normalize: divide the weights of each token by their sum (Mixtral; Qwen3-MoE with norm_topk_prob).
         round_weights: round the weights to the dtype of the logits (Qwen3-MoE).
-        given: [N, K] integers, K different experts for each token, which are taken instead of those of the largest
-            logits; their weights follow from the logits. A token whose first number is negative gets its own choice.
+        given: [N, K] integers, K different experts for each token, which replace the experts of the largest logits;
+            their weights still follow from the logits. A token whose first number is negative is routed by its logits.
 
     Returns:
         ``(weights, experts)``: [N, K] fp32, largest first or in the order of ``given``, and [N, K] int64.
 
     Raises:
-        ValueError: logits are not [N, X], top_k is not in 1 to X, or given is not [N, K] or names no expert (see
+        ValueError: logits are not [N, X], top_k is not in 1 to X, or given is not [N, K] or has invalid experts (see
             `check_values` for GPUs).
         TypeError: logits are not floating-point.
     """
