@@ -1,4 +1,4 @@
-"""Arguments of transformers under their own names: those that work here, and what to do in place of the others."""
+"""Arguments of transformers under transformers' names: their translations, and advice for unsupported ones."""
 
 import difflib
 import functools
@@ -12,13 +12,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Foreign(NamedTuple):
-    """What an argument of transformers is here. None always means that it was not given.
+    """The translation of one argument of transformers. None always means that the argument was not given.
 
     Attributes:
-        todo: what to do instead.
-        idle: values that ask for what happens anyway.
-        rename: the argument that has its value here.
-        convert: from transformers' value to that of ``rename``; None for a value that is not possible here.
+        todo: advice for the user.
+        idle: values that request the default behavior of this package.
+        rename: name of the equivalent argument in this package.
+        convert: function from transformers' value to the value of ``rename``; returns None for unsupported values.
     """
 
     todo: str
@@ -28,7 +28,7 @@ class Foreign(NamedTuple):
 
 
 def _device(value: Any) -> Any:
-    """The one device that a ``device_map`` means."""
+    """The single device of a ``device_map``; None if there are several."""
     import torch
 
     if isinstance(value, Mapping):
@@ -116,20 +116,21 @@ FOREIGN = {
 
 
 def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Keyword arguments under the names of this package, without those that ask for what happens anyway.
+    """Rename keyword arguments to the names of this package, and drop those that request its default behavior.
 
     Args:
-        function: its name, for errors.
-        given: name -> value.
+        function: name of the function, for errors.
+        given: maps names to values.
         known: the names of the function's own arguments.
 
     Raises:
-        TypeError: there is no such argument here, or it cannot have this value.
+        TypeError: an argument or its value is not supported.
     """
     taken = {name: value for name, value in given.items() if name in known}
     for name, value in given.items():
         if name in known:
             continue
+        # An argument of transformers: dropped if it asks for the default, renamed if it has an equivalent.
         foreign = FOREIGN.get(name)
         if foreign is not None:
             if value is None or (isinstance(value, str | int | float) and value in foreign.idle):
@@ -140,6 +141,7 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
                     raise TypeError(f"{function}: {name} and {foreign.rename} are the same, got both. Pass one.")
                 taken[foreign.rename] = converted
                 continue
+        # Anything else is an error, with advice for arguments of transformers and a guess for misspelled ones.
         near = difflib.get_close_matches(name, known, n=1)
         todo = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
         got = f" = {value!r}" if isinstance(value, str | int | float) else ""
@@ -150,10 +152,10 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
 
 
 def foreign_arguments(name: str) -> Callable[[Function], Function]:
-    """Decorator of a method that takes the arguments of `FOREIGN`, too. The signature stays that of the method.
+    """Decorator that makes a method also accept the arguments of `FOREIGN`, without a change of its signature.
 
     Args:
-        name: of the method in errors.
+        name: name of the method in errors.
     """
 
     def decorate(function: Function) -> Function:
@@ -173,5 +175,5 @@ def foreign_arguments(name: str) -> Callable[[Function], Function]:
 
 
 def is_hub_name(folder: str | os.PathLike[str]) -> bool:
-    """Whether ``folder`` is no folder and can be ``owner/name`` on the hub."""
+    """Whether ``folder`` does not exist and has the form ``owner/name`` of a name on the hub."""
     return isinstance(folder, str) and not os.path.exists(folder) and bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", folder))
