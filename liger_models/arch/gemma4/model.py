@@ -1,7 +1,7 @@
 """Gemma 4 with images (E2B, E4B, 26B-A4B, 31B): model_type ``gemma4``.
 
-The language model is that of ``gemma4_text``. Where its blocks have an input for each token (E2B, E4B), that of an
-image token is made of the image token and of the padding token's second embedding.
+The language model is ``gemma4_text``. If its blocks have a second input (E2B, E4B), an image token's input is computed
+from the image token and from the padding token's second embedding.
 
 Source: transformers ``models/gemma4``.
 """
@@ -45,7 +45,7 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves the keys of ``text_config`` to the top, and reads those of both parts.
+    """Move the keys of ``text_config`` to the top, and read the keys of both parts.
 
     Raises:
         ValueError: a rope type is not supported, or layers of one type differ.
@@ -74,6 +74,7 @@ def weight_map(config: Gemma4Config) -> WeightMap:
     block, ours = f"{tower}.encoder.layers.{{b}}", "visual.blocks.{b}"
     linears = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
     norms = [f"{place}_layernorm" for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
+    # The tower: embeddings, norms, linear layers and the projection.
     also: dict[str, Expression | str] = {
         "visual.patch_embed.weight": f"{tower}.patch_embedder.input_proj.weight",
         "visual.pos_embed.weight": Rearrange(

@@ -23,13 +23,14 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads ``hidden_activation``, ``rope_parameters`` of each layer type, and ``per_layer_config`` of transformers 5.
+    """Read ``hidden_activation``, ``rope_parameters`` of each layer type, and ``per_layer_config`` of transformers 5.
 
     Raises:
         ValueError: a rope type is not supported, or layers of one type differ.
     """
     flat = {key: value for key, value in hf.items() if key not in ("rope_parameters", "hidden_activation")}
     flat["hidden_act"] = hf.get("hidden_activation")
+    # Rope parameters: a base for each type of layer, and for full attention the share of the pairs that rotate.
     rope = hf.get("rope_parameters") or {}
     full, sliding = (dict(rope.get(layer_type) or {}) for layer_type in LAYER_TYPES)
     if full:
@@ -51,9 +52,10 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_full_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of the layers without a window, from the layers that ``per_layer_config`` names."""
+    """The sizes of layers without a window, from the layers in ``per_layer_config``."""
     if "per_layer_config" not in hf:
         return {}
+    # All layers without a window must agree, because the config has one size for them.
     own: list[dict[str, Any]] = [dict(each) for each in hf["per_layer_config"].values()]
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     if any(each != own[0] for each in own) or any(each.keys() - names.keys() for each in own):
@@ -84,7 +86,7 @@ def text_map(
     over: Mapping[str, Sequence[int]] | None = None,
     kept: Sequence[str] = (),
 ) -> WeightMap:
-    """Maps the parameters of the language model to the tensors under ``prefix``; the other arguments add to them."""
+    """Maps the parameters of the language model to tensors under ``prefix``; the other arguments add entries."""
     # Attention. Layers without keys and values of their own leave those of the checkpoint unread.
     entries: dict[str, Expression | str] = {**(also or {})}
     skip = []
@@ -94,6 +96,7 @@ def text_map(
         size = config.head_size_of(i)
         for kind in ("weight", "bias") if config.attention_bias else ("weight",):
             q, k, v = (f"{theirs}.{part}_proj.{kind}" for part in "qkv")
+            # Rows of q, k and v; of q alone if the layer shares another one's; of q and k if keys are values.
             rows = qkv_rows(q, k, v, **heads, head_dim=size)
             if config.shares(i):
                 rows = Name(q)
