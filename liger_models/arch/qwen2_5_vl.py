@@ -2,7 +2,8 @@
 
 Differs from Qwen2-VL in the vision tower: blocks have RMSNorm and a gated MLP with biases, and attention is limited to
 windows except in a few layers, which attend within the whole frame. Patches are sorted by window once before the
-blocks, and image tokens are put back in order after the merger. Temporal positions of a video follow its seconds.
+blocks, and image tokens are returned to their order after the merger. Temporal positions of a video are proportional to
+its seconds.
 
 Source: https://arxiv.org/abs/2502.13923, transformers ``models/qwen2_5_vl``.
 """
@@ -32,8 +33,8 @@ class Qwen2_5VLVisionConfig:
     """Sizes of the vision tower; windows are ``window_size`` pixels wide and high.
 
     Raises:
-        ValueError: the width does not divide into heads, a window is smaller than an image token, or the tower does not
-            have the activation.
+        ValueError: the width does not divide into heads, a window is smaller than an image token, or the activation is
+            not supported.
     """
 
     depth: int = 32
@@ -77,7 +78,7 @@ class Qwen2_5VLVisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2_5VLConfig(Qwen2VLTextConfig):
-    """Sizes and constants of a Qwen2.5-VL model; those of the vision tower are in ``vision_config``."""
+    """Sizes and constants of a Qwen2.5-VL model; ``vision_config`` has the tower's."""
 
     vision_config: Qwen2_5VLVisionConfig = field(default_factory=Qwen2_5VLVisionConfig)
 
@@ -117,7 +118,7 @@ class Qwen2_5VLTower(nn.Module):
         self.rotary = AxialRotaryEmbedding(C // config.num_heads, config.rope_theta)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Patches [N, channels · frames · height · width], grid_thw [n, 3] -> image tokens [N / merge², C], []."""
+        """Turn patches [N, values] of images ``grid_thw`` [n, 3] into image tokens [N / merge², C]; no DeepStack."""
         unit = self.merge**2
         patches = locate_patches(grid_thw, len(pixels), self.merge)
         order, window = order_by_window(patches, self.merge, self.side)
@@ -147,7 +148,7 @@ def weight_map(config: Qwen2_5VLConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen2_5VLConfig) -> list[WeightMap]:
-    """The module names of transformers since 4.52, under which it also saved checkpoints for some time."""
+    """The layout of transformers' modules since 4.52, which some of its versions also wrote to checkpoints."""
     return [_map(config, "model.language_model", "model.visual")]
 
 

@@ -1,8 +1,8 @@
 """Qwen2-VL, QVQ, olmOCR 0225: model_type ``qwen2_vl``.
 
-The language model is that of Qwen2 with positions in time, height and width; each of the three has a section of the
-rotary frequencies. The vision tower has pre-norm blocks with LayerNorm, attention within each frame, rotated by row and
-column, and a plain MLP. Two by two neighboring patches, each of two frames, become one image token.
+The language model is Qwen2 with positions in time, height and width, each of which has a section of the rotary
+frequencies. The vision tower has pre-norm blocks with LayerNorm, attention within each frame with rotation by row and
+column, and a plain MLP. A square of two by two patches, each of two frames, becomes one image token.
 
 Source: https://arxiv.org/abs/2409.12191, transformers ``models/qwen2_vl``.
 """
@@ -29,10 +29,10 @@ from liger_models.layers.vision import PatchMerger, VisionBlock
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLVisionConfig:
-    """Sizes of the vision tower; ``embed_dim`` is its width, ``hidden_size`` is that of the language model.
+    """Sizes of the vision tower; ``embed_dim`` is its width, and ``hidden_size`` the language model's width.
 
     Raises:
-        ValueError: the width does not divide into heads, or the tower does not have the activation.
+        ValueError: the width does not divide into heads, or the activation is not supported.
     """
 
     depth: int = 32
@@ -63,7 +63,7 @@ class Qwen2VLVisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLConfig(Qwen2VLTextConfig):
-    """Sizes and constants of a Qwen2-VL model; those of the vision tower are in ``vision_config``."""
+    """Sizes and constants of a Qwen2-VL model; ``vision_config`` has the tower's."""
 
     vision_config: Qwen2VLVisionConfig = field(default_factory=Qwen2VLVisionConfig)
 
@@ -102,7 +102,7 @@ class Qwen2VLTower(nn.Module):
         self.rotary = AxialRotaryEmbedding(C // config.num_heads, config.rope_theta)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Patches [N, channels · frames · height · width], grid_thw [n, 3] -> image tokens [N / merge², C], []."""
+        """Turn patches [N, values] of images ``grid_thw`` [n, 3] into image tokens [N / merge², C]; no DeepStack."""
         patches = locate_patches(grid_thw, len(pixels), self.merge)
         layout = BatchLayout.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame)
         x, residual = None, self.patch_embed(pixels.to(self.patch_embed.weight.dtype))[None]
@@ -125,7 +125,7 @@ def weight_map(config: Qwen2VLConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen2VLConfig) -> list[WeightMap]:
-    """The module names of transformers since 4.52, under which it also saved checkpoints for some time."""
+    """The layout of transformers' modules since 4.52, which some of its versions also wrote to checkpoints."""
     return [_map(config, "model.language_model", "model.visual")]
 
 

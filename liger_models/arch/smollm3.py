@@ -1,9 +1,9 @@
 """SmolLM3: model_type ``smollm3``.
 
 Differs from Llama: every fourth layer does not rotate q and k (``no_rope_layers``; despite the name, 1 means rotation
-and 0 means none). The sliding layers of ``layer_types`` attend only to the last ``sliding_window`` tokens; if that is
-missing, the unrotated layers do, with ``use_sliding_window``. No released checkpoint uses the window. Embeddings are
-tied by default.
+and 0 means none). The sliding layers of ``layer_types`` attend only to the last ``sliding_window`` tokens. If
+``layer_types`` is missing, the unrotated layers do, with ``use_sliding_window``. No released checkpoint uses the
+window. Embeddings are tied by default.
 
 Source: https://huggingface.co/blog/smollm3, https://arxiv.org/abs/2501.18795 (layers without rotation), transformers
 ``models/smollm3``.
@@ -91,7 +91,7 @@ class SmolLM3Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 

@@ -49,8 +49,7 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_documents(op: str, cu_seqlens: Tensor | None, B: int, T: int) -> int:
-    """Return the number of documents in ``cu_seqlens``, or B without them; raise if these are not valid bounds in [1,
-    T]."""
+    """Return the number of documents, or B without ``cu_seqlens``; raise if these are not valid bounds in [1, T]."""
     if cu_seqlens is None:
         return B
     if cu_seqlens.dtype not in (torch.int32, torch.int64):

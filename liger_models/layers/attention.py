@@ -93,7 +93,7 @@ class LigerAttention(Layer):
 
         Args:
             config: sizes and constants.
-            layer: index of the layer, its slot in the decode cache.
+            layer: index of the layer, which is also its slot in the decode cache.
             kernels: which parts run on fused kernels.
             options: further arguments of the class.
         """

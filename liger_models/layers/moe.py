@@ -321,7 +321,7 @@ class LigerSharedExpertMoE(Layer):
     def add_norm(
         self, norm: Norm, x: Tensor | None, residual: Tensor, experts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `LigerMoE.add_norm`."""
+        """See `LigerMoE.add_norm`."""
         normed, residual = add_norm(norm, x, residual)
         y, router_logits = self(normed, experts)
         return y, residual, router_logits

@@ -24,14 +24,14 @@ TOP = ("image_token_id", "video_token_id", "vision_config", "tie_word_embeddings
 
 
 def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames the keys of a Qwen vision-language config.json to the fields of the config class.
+    """Rename the keys of a Qwen vision-language config.json to the fields of the config class.
 
-    Keys of the language model move to the top, where older files have them, ``mrope_section`` out of the rope
-    parameters, and the tower's rope parameters into ``vision_config``. Only Qwen2-VL and Qwen2.5-VL read
-    ``tie_word_embeddings`` in ``text_config``, too.
+    Keys of the language model move to the top, where older files have them. ``mrope_section`` moves out of the rope
+    parameters, and the tower's rope parameters move into ``vision_config``. Qwen2-VL and Qwen2.5-VL also read
+    ``tie_word_embeddings`` in ``text_config``.
 
     Raises:
-        ValueError: rope parameters that these architectures do not have.
+        ValueError: the rope parameters are not supported.
     """
     text, vision = (dict(hf.get(part) or {}) for part in ("text_config", "vision_config"))
     if hf.get("text_config") is None:  # beside the language model's keys, the original length is in the rope parameters
@@ -42,6 +42,7 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str,
     if flat["model_type"] not in INTERLEAVED and text.get("tie_word_embeddings"):
         flat["tie_word_embeddings"] = True
     flat.pop("text_config", None)
+    # The rope parameters of both parts, without the keys that are fields of their own here.
     where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
     rope, axial = dict(flat.get(where) or {}), dict(vision.pop("rope_parameters", None) or {})
     interleaved, axial_type = rope.pop("mrope_interleaved", None), axial.pop("rope_type", "axial")
@@ -57,7 +58,7 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str,
 
 
 def write_multimodal(keys: Mapping[str, Any], *, interleaved: bool = False) -> dict[str, Any]:
-    """The inverse of `read_multimodal`, with the keys of the language model still at the top; see `write_config`."""
+    """The inverse of `read_multimodal`, except that the language model's keys stay at the top; see `write_config`."""
     out, vision = dict(keys), dict(keys["vision_config"])
     theta = vision.pop("rope_theta")
     if theta != 10000.0:
@@ -68,7 +69,7 @@ def write_multimodal(keys: Mapping[str, Any], *, interleaved: bool = False) -> d
 
 
 def write_qwen3_vl(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `read_multimodal`: moves the keys of the language model back into ``text_config``."""
+    """The inverse of `read_multimodal`, which moves the language model's keys back into ``text_config``."""
     keys = write_multimodal(keys, interleaved=True)
     text = {key: value for key, value in keys.items() if key not in TOP}
     return {key: keys[key] for key in TOP} | {"text_config": text}
@@ -97,7 +98,7 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
 
 
 def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str], dict[str, range]]:
-    """The arguments ``also`` and ``over`` of `decoder_map` for the tower of Qwen3-VL; ``visual`` is its prefix."""
+    """The arguments ``also`` and ``over`` of `decoder_map` for the tower of Qwen3-VL, whose prefix is ``visual``."""
     block, kinds = f"{visual}.blocks.{{b}}", ("weight", "bias")
     mergers = {"merger": "merger", "deepstack_mergers.{d}": "deepstack_merger_list.{d}"}
     entries: dict[str, Expression | str] = {

@@ -1,8 +1,8 @@
 """Gemma 3 with images (4B, 12B, 27B), MedGemma: model_type ``gemma3``.
 
-The language model is that of ``gemma3_text``, except that the tokens of an image attend to each other in both
-directions. The vision tower is SigLIP's: images of one size, learned positions, pre-norm blocks with LayerNorm and
-biases, no rotation. Its output is averaged over squares of patches, normalized and projected.
+The language model is ``gemma3_text``, except that the tokens of an image attend to each other in both directions. The
+vision tower is SigLIP, with images of one size, learned positions, pre-norm blocks with LayerNorm and biases, and no
+rotation. Its output is averaged over squares of patches, normalized and projected.
 
 Source: https://arxiv.org/abs/2503.19786, https://arxiv.org/abs/2303.15343, transformers ``models/gemma3``.
 """
@@ -41,8 +41,8 @@ class Gemma3VisionConfig:
     """Sizes of the vision tower.
 
     Raises:
-        ValueError: the width does not divide into heads, the image does not divide into patches, or the tower does not
-            have the activation.
+        ValueError: the width does not divide into heads, the image does not divide into patches, or the activation is
+            not supported.
     """
 
     hidden_size: int = 768
@@ -82,13 +82,13 @@ class Gemma3VisionConfig:
 
     @property
     def patches_per_side(self) -> int:
-        """Number of rows, and of columns, of patches."""
+        """Number of rows and columns of patches."""
         return self.image_size // self.patch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(Gemma3TextConfig):
-    """Sizes and constants of a Gemma 3 model; those of the vision tower are in ``vision_config``."""
+    """Sizes and constants of a Gemma 3 model; ``vision_config`` has the tower's."""
 
     image_token_index: int = 262144
     boi_token_index: int = 255999
@@ -107,7 +107,7 @@ class Gemma3Config(Gemma3TextConfig):
 
     @property
     def tokens_per_side(self) -> int:
-        """Number of rows, and of columns, of image tokens."""
+        """Number of rows and columns of image tokens."""
         return int(self.mm_tokens_per_image**0.5)
 
 
@@ -139,7 +139,7 @@ class Gemma3Tower(nn.Module):
         self.projection = nn.Linear(C, config.hidden_size, bias=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Pixels [n, channels, image_size, image_size] -> image tokens [n · tokens, C]."""
+        """Turn pixels [n, channels, image_size, image_size] into image tokens [n · tokens, C]."""
         # [n, patches, channels · side²]
         patches = rearrange(pixels, "n c (h y) (w x) -> n (h w) (c y x)", y=self.patch, x=self.patch)
         embedded = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
@@ -191,7 +191,7 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
             `CausalLMOutput`.
 
         Raises:
-            ValueError: the number of placeholders does not match the number of image tokens; otherwise as
+            ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
                 `Decoder.forward`.
         """
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
@@ -237,7 +237,7 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
         return self.run(embeds, layout, **options)
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """As `VisionLanguageModel.repeat_prompts`; images are in the order of the text."""
+        """`VisionLanguageModel.repeat_prompts`, where images are in the order of the text."""
         repeated = super().repeat_prompts(input_ids, inputs, times)
         if isinstance(inputs.get("pixel_values"), Tensor):
             counts = (input_ids == self.config.image_token_index).sum(1) // self.config.mm_tokens_per_image
@@ -259,16 +259,16 @@ IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves the keys of ``text_config`` to the top, and renames ``hidden_activation`` to ``hidden_act``.
+    """Move the keys of ``text_config`` to the top, and rename ``hidden_activation`` to ``hidden_act``.
 
-    ``image_token_id`` is another name of ``image_token_index``, as are those of the other tokens of an image.
+    ``image_token_id`` is another name of ``image_token_index``, and so for the other tokens of an image.
     """
     hf = {f"{key.removesuffix('_id')}_index" if key in IMAGE_TOKENS else key: value for key, value in hf.items()}
     return of_text(Gemma3Config, hf, text.from_json(hf.get("text_config") or {}), TOP)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`: moves the keys of the language model back into ``text_config``."""
+    """The inverse of `from_json`, which moves the language model's keys back into ``text_config``."""
     own = {key: value for key, value in keys.items() if key not in TOP}
     return {key: keys[key] for key in TOP if key in keys} | {"text_config": text.to_json(own)}
 
@@ -279,7 +279,7 @@ def weight_map(config: Gemma3Config) -> WeightMap:
 
 
 def other_maps(config: Gemma3Config) -> list[WeightMap]:
-    """The layouts of new models of transformers 5, of its modules in memory, and of transformers 4.52 to 4.57."""
+    """The layouts of new models in transformers 5, of its modules in memory, and of transformers 4.52 to 4.57."""
     return [
         _map(config, "language_model.model", "vision_tower", "", "language_model.lm_head.weight"),
         _map(config, "model.language_model", "model.vision_tower", "model.", "lm_head.weight"),

@@ -1,4 +1,4 @@
-"""The processor of Llama 3.2 Vision: text and images to model inputs.
+"""The processor of Llama 3.2 Vision, from text and images to model inputs.
 
 Source: transformers ``image_processing_pil_mllama.py``, ``processing_mllama.py``.
 """
@@ -38,8 +38,8 @@ BILINEAR = 2
 def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side: int) -> int:
     """Choose the arrangement of tiles for an image.
 
-    It is the one that enlarges the image least; if all shrink it, the one that shrinks it least. Of equally good ones
-    it is the one with the fewest tiles.
+    The arrangement enlarges the image least. If all arrangements shrink the image, it shrinks the image least. Among
+    equally good arrangements it has the fewest tiles.
 
     Args:
         height, width: size of the image in pixels.
@@ -56,9 +56,9 @@ def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side:
 
 
 def fit(height: int, width: int, rows: int, columns: int, side: int) -> tuple[int, int]:
-    """Height and width of an image resized to fit into rows and columns of tiles, keeping its aspect ratio.
+    """Height and width of an image that is resized to fit into rows and columns of tiles, keeping its aspect ratio.
 
-    An image smaller than the tiles is enlarged only to the size of one tile.
+    An image that is smaller than the tiles is only enlarged to the size of one tile.
     """
     high, wide = (min(max(size, side), tiles * side) for size, tiles in ((height, rows), (width, columns)))
     if wide / width < high / height:
@@ -67,7 +67,7 @@ def fit(height: int, width: int, rows: int, columns: int, side: int) -> tuple[in
 
 
 class MllamaImages:
-    """Resizes images, keeping their aspect ratio, and splits them into tiles; the rest of the tiles is black.
+    """Resizes images, keeping their aspect ratio, and splits them into tiles, whose remaining area is black.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -76,7 +76,7 @@ class MllamaImages:
         ratios: rows and columns of tiles of each arrangement that the model supports.
 
     Raises:
-        ValueError: the settings ask for something that is not implemented.
+        ValueError: the settings request a feature that is not implemented.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class MllamaImages:
         return f"MllamaImages(side={self.side}, max_tiles={self.max_tiles})"
 
     def __call__(self, source: "Source") -> tuple[Tensor, int]:
-        """The tiles of an image [max_tiles, 3, image_size, image_size] fp32, and 1 + the index of its arrangement."""
+        """Return an image's tiles [max_tiles, 3, image_size, image_size] fp32, and 1 + the index of its arrangement."""
         image = read_image(source)
         width, height = image.size
         kind = choose_tiles(height, width, self.ratios, self.side)
@@ -112,9 +112,9 @@ class MllamaProcessor(Processor):
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images: makes the tiles.
+        images: turns images into tiles.
         image: the placeholder token.
-        bos: the token that begins a text.
+        bos: the token at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, images: MllamaImages, *, image: str, bos: str) -> None:
@@ -123,11 +123,11 @@ class MllamaProcessor(Processor):
 
     @classmethod
     def of(cls, model: CausalLM) -> "MllamaProcessor":
-        """The processor of a model, by the settings in its checkpoint.
+        """Build the processor of a model from the settings in its checkpoint.
 
         Raises:
-            ValueError: the checkpoint has no tokenizer, no settings, a tokenizer without the placeholder, or settings
-                that are not implemented.
+            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholder, or the
+                settings are not implemented.
         """
         config, vision = model.config, model.config.vision_config
         settings = settings_of(model.assets, "image_processor")
@@ -151,11 +151,11 @@ class MllamaProcessor(Processor):
     ) -> ModelInputs:
         """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
 
-        If a text has no ``bos`` token, it is inserted after the placeholders that the text begins with.
+        If a text has no ``bos`` token, the token is inserted after any placeholders at the beginning of the text.
 
         Args:
-            texts: one or several, with one placeholder per image, as the chat template writes them.
-            images: PIL images, or what `locate_image` takes; in one list, or in a list for each text.
+            texts: one text or several, with one placeholder per image, as written by the chat template.
+            images: PIL images or anything that `locate_image` takes, in one list or in a list for each text.
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
@@ -186,16 +186,16 @@ class MllamaProcessor(Processor):
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """As `Processor.placeholders`."""
+        """See `Processor.placeholders`."""
         return {"image": re.escape(self.image)}
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """As `Processor.media_tokens`."""
+        """See `Processor.media_tokens`."""
         return (self.image,)
 
     def written(self, size: MediaSize) -> tuple[str, int]:
-        """As `Processor.written`: an image is one token, whatever its size."""
+        """See `Processor.written`; an image of any size is one token."""
         return self.image, 1
 
     def pixels(
@@ -205,8 +205,7 @@ class MllamaProcessor(Processor):
         fps: Sequence[float] = (),
         bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
-        """As `Processor.pixels`: ``pixel_values`` [1, M, tiles, 3, image_size, image_size], ``aspect_ratio_ids``
-        [1, M], also if M is 0."""
+        """See `Processor.pixels`; both results have a row [1, M, ...], even if M is 0."""
         made = [self.images(image) for image in images]
         empty = torch.zeros(0, self.images.max_tiles, 3, self.images.side, self.images.side)
         return {
@@ -215,7 +214,7 @@ class MllamaProcessor(Processor):
         }
 
     def _begun(self, text: str) -> list[Edit]:
-        """The insertion of ``bos`` after the placeholders that a text begins with, if it has none."""
+        """The edit that inserts ``bos`` after any placeholders at the beginning of a text, unless the text has it."""
         rest = text
         while rest.startswith(self.image):
             rest = rest[len(self.image) :]

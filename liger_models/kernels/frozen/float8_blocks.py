@@ -233,7 +233,7 @@ class Float8Blocks(Format):
     remedy = "keep_float8=False"
 
     def dense(self, weight: FrozenWeight) -> Tensor:
-        """As `blocks_dense`."""
+        """See `blocks_dense`."""
         # All rows of all experts at once.
         codes, scales = weight.codes.flatten(0, -2), weight.scales.flatten(0, -2)
         return blocks_dense(codes, scales, weight.layout[0], weight.dtype).view(weight.shape)
@@ -241,7 +241,7 @@ class Float8Blocks(Format):
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """As `block_rows`."""
+        """See `block_rows`."""
         codes, scales, width = weight.codes, weight.scales, weight.layout[0]
         if not takes_block_rows(x, codes, scales, width):
             return None

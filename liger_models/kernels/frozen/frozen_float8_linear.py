@@ -241,7 +241,7 @@ class Float8Rows(Format):
         return rounded.qdata, rounded.scale.view(-1)
 
     def quantize_expert(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """As `quantize_rows_reference`."""
+        """See `quantize_rows_reference`."""
         return quantize_rows_reference(matrix)
 
     def of_torchao(self, weight: Any) -> FrozenWeight | None:
@@ -251,21 +251,21 @@ class Float8Rows(Format):
         return FrozenWeight(self, (weight.qdata, weight.scale.view(-1)), weight.shape, [], weight.dtype)
 
     def dense(self, weight: FrozenWeight) -> Tensor:
-        """As `float8_dense`."""
+        """See `float8_dense`."""
         return float8_dense(weight.codes, weight.scales, weight.dtype)
 
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """As `row_linear_forward`."""
+        """See `row_linear_forward`."""
         if not takes_float8_rows(x, weight.codes):
             return None
         return row_linear_forward(x, weight.codes, bias, act, weight.scales, low_rank)
 
     def product(self, weight: FrozenWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-        """As `float8_product`."""
+        """See `float8_product`."""
         return float8_product(x, weight.codes, weight.scales, bias)
 
     def input_product(self, weight: FrozenWeight, dy: Tensor) -> Tensor:
-        """As `float8_input_product`."""
+        """See `float8_input_product`."""
         return float8_input_product(dy, weight.codes, weight.scales)

@@ -156,7 +156,7 @@ class NormalFloat4(Format):
     remedy = 'dtype="float8" in quantize_base'
 
     def layout(self, matrix: Sequence[int]) -> list[int]:
-        """As `nf4_layout`."""
+        """See `nf4_layout`."""
         return nf4_layout(matrix)[2:]
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
@@ -199,7 +199,7 @@ class NormalFloat4(Format):
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """As `nf4_rows`."""
+        """See `nf4_rows`."""
         packed, sizes = self._packed(weight), self._sizes(weight)
         return nf4_rows(x, bias, packed, sizes, act, low_rank) if takes_nf4_rows(x, packed, sizes) else None
 

@@ -363,7 +363,10 @@ def layer_norm_linear(
     Args:
         norm_bias: [C], or None for a LayerNorm without bias.
         eps: as in `layer_norm`.
-        Others: as in `rms_norm_linear`. Returns: As `rms_norm_linear`.
+        Others: as in `rms_norm_linear`.
+
+    Returns:
+        As `rms_norm_linear`.
 
     Raises:
         ValueError: the shapes do not fit together, or rows are wider than 65536.
