@@ -189,6 +189,7 @@ def _values(
     exists = row < N
     column = start + tl.arange(0, COLUMNS)[None, :]
     inside = exists & (column < C)
+    # Kinds other than plain are rounded to the dtype of x first, as the op that computes them alone would do.
     if KIND == "plain":
         return tl.load(x_ptr + row * C + column, mask=inside, other=0.0).to(tl.float32)
     elif KIND == "rms_norm":
@@ -242,7 +243,6 @@ def _flat_amax_kernel(
     amax = tl.zeros([BLOCK if KIND == "plain" else BLOCK // 2], tl.float32)
     for block in range(BLOCKS):
         start = (tl.program_id(0).to(tl.int64) * BLOCKS + block) * BLOCK
-        # The kinds other than plain are rounded to the dtype of x first, as the op that computes them alone would do.
         if KIND == "plain":
             element = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + element, mask=element < count, other=0.0).to(tl.float32)
