@@ -68,6 +68,7 @@ class Cohere2Block(nn.Module):
         self.input_layernorm = LigerLayerNorm(
             config.hidden_size, config.layer_norm_eps, use_bias=False, kernel=kernels.layer_norm
         )
+        # Layers that attend to everything have no position embedding.
         self.self_attn = LigerAttention.from_config(
             config,
             layer,
@@ -82,6 +83,7 @@ class Cohere2Block(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        # Both branches read the same norm of the same residual, and their results are added.
         attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         y, residual = self.mlp.add_norm(self.input_layernorm, None, residual)
         return attended + y, residual

@@ -71,6 +71,8 @@ class Gemma2Block(nn.Module):
 
     def __init__(self, config: Gemma2Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
+        # Each branch has a norm before it and another after it. The scores are capped, and a constant of the config
+        # scales them in place of the head size.
         norm = zero_centered_norm(config, kernels)
         self.input_layernorm = norm(config.hidden_size)
         self.self_attn = LigerAttention.from_config(
@@ -91,6 +93,7 @@ class Gemma2Block(nn.Module):
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        # [B, T, C]; the result of a branch is normed before it joins the residual stream.
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(x), residual

@@ -117,6 +117,7 @@ class GptOssBlock(nn.Module):
             window=config.window(layer),
         )
         self.post_attention_layernorm = norm(config.hidden_size)
+        # Each expert has biases, and its activation clamps gate and up.
         self.mlp = LigerMoE(
             config.hidden_size,
             config.intermediate_size,
@@ -179,6 +180,7 @@ def mxfp4_map(config: GptOssConfig) -> WeightMap:
 
 
 def _map(config: GptOssConfig, gate_up: Expression, down: Expression) -> WeightMap:
+    # None removes the matrices of a dense MLP from the map of a decoder.
     mlp = "model.layers.{i}.mlp"
     return decoder_map(
         config,

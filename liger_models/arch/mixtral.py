@@ -98,11 +98,13 @@ def other_maps(config: MixtralConfig) -> list[WeightMap]:
 def _map(config: MixtralConfig, name: str, *, fused: bool) -> WeightMap:
     moe = f"model.layers.{{i}}.{name}"
     expert = f"{moe}.experts.{{x}}"
+    # Newer checkpoints have one tensor for all experts, older ones three matrices per expert.
     gate_up, down = (
         fused_expert_rows(f"{moe}.experts.gate_up_proj", f"{moe}.experts.down_proj")
         if fused
         else expert_rows(f"{expert}.w1.weight", f"{expert}.w3.weight", f"{expert}.w2.weight", config.num_local_experts)
     )
+    # None removes the matrices of a dense MLP from the map of a decoder.
     return decoder_map(
         config,
         instead={

@@ -64,6 +64,7 @@ class Olmo3Block(nn.Module):
         super().__init__()
         norm = fp32_norm(config, kernels)
         layer_type = config.layer_type(layer)
+        # The norms of q and k span all heads. Branches read the residual stream as it is.
         self.self_attn = LigerQKNormAttention.from_config(
             config,
             layer,

@@ -105,6 +105,7 @@ class Qwen2_5VLTower(nn.Module):
         self.full = frozenset(config.fullatt_block_indexes)
         C = config.hidden_size
         norm = partial(LigerRMSNorm, eps=1e-6, kernel=kernels.rms_norm)
+        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
         pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.patch_embed = nn.Linear(pixels, C, bias=False)
         self.blocks = nn.ModuleList(
@@ -163,6 +164,7 @@ def _map(config: Qwen2_5VLConfig, text: str, visual: str) -> WeightMap:
             "visual.patch_embed.weight": patch_rows(
                 f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
             ),
+            # The blocks: norms without bias, q, k and v in one matrix, gate and up in two.
             **{f"visual.blocks.{{b}}.{norm}.weight": f"{block}.{norm}.weight" for norm in ("norm1", "norm2")},
             **{
                 f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
@@ -176,6 +178,7 @@ def _map(config: Qwen2_5VLConfig, text: str, visual: str) -> WeightMap:
                 for k in kinds
             },
             **{f"visual.blocks.{{b}}.mlp.down_proj.{k}": f"{block}.mlp.down_proj.{k}" for k in kinds},
+            # The merger is a norm and a sequence of a layer, an activation and a layer.
             "visual.merger.norm.weight": f"{visual}.merger.ln_q.weight",
             **{f"visual.merger.mlp.fc1.{k}": f"{visual}.merger.mlp.0.{k}" for k in kinds},
             **{f"visual.merger.mlp.fc2.{k}": f"{visual}.merger.mlp.2.{k}" for k in kinds},

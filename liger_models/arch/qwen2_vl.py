@@ -89,6 +89,7 @@ class Qwen2VLTower(nn.Module):
         self.merge = config.spatial_merge_size
         C = config.embed_dim
         norm = partial(LigerLayerNorm, eps=1e-6, kernel=kernels.layer_norm)
+        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
         pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.patch_embed = nn.Linear(pixels, C, bias=False)
         self.blocks = nn.ModuleList(
@@ -140,6 +141,7 @@ def _map(config: Qwen2VLConfig, text: str, visual: str) -> WeightMap:
             "visual.patch_embed.weight": patch_rows(
                 f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
             ),
+            # The blocks: q, k and v are one matrix in the checkpoint, one after the other.
             **{f"visual.blocks.{{b}}.{norm}.{k}": f"{block}.{norm}.{k}" for norm in ("norm1", "norm2") for k in kinds},
             **{
                 f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
@@ -147,6 +149,7 @@ def _map(config: Qwen2VLConfig, text: str, visual: str) -> WeightMap:
             },
             **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.attn.proj.{k}" for k in kinds},
             **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
+            # The merger is a norm and a sequence of a layer, an activation and a layer.
             **{f"visual.merger.norm.{k}": f"{visual}.merger.ln_q.{k}" for k in kinds},
             **{f"visual.merger.mlp.fc1.{k}": f"{visual}.merger.mlp.0.{k}" for k in kinds},
             **{f"visual.merger.mlp.fc2.{k}": f"{visual}.merger.mlp.2.{k}" for k in kinds},

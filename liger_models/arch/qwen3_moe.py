@@ -81,6 +81,7 @@ class Qwen3MoeBlock(nn.Module):
             window=config.sliding_window if config.use_sliding_window else None,
         )
         self.post_attention_layernorm = norm(config.hidden_size)
+        # Some layers can have a dense MLP in place of the experts.
         self.mlp: LigerMoE | LigerSwiGLUMLP
         if not config.is_sparse(layer):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
@@ -133,6 +134,7 @@ def other_maps(config: Qwen3MoeConfig) -> list[WeightMap]:
 
 
 def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> WeightMap:
+    # Only sparse layers have experts; the others keep the names of a dense MLP.
     sparse = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
     return decoder_map(
         config,

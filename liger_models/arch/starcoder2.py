@@ -61,6 +61,7 @@ class Starcoder2Block(nn.Module):
         self.post_attention_layernorm = LigerLayerNorm(
             config.hidden_size, config.norm_epsilon, kernel=kernels.layer_norm
         )
+        # One matrix, an activation and another matrix: there is no gate.
         self.mlp = LigerMLP(
             config.hidden_size,
             config.intermediate_size,

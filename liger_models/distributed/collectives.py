@@ -79,6 +79,7 @@ LIBRARY.define("all_to_all(Tensor x, SymInt[] sent, SymInt[] received, str group
 
 @torch.library.impl(LIBRARY, "all_reduce", "CompositeExplicitAutograd")
 def _all_reduce(x: Tensor, group: str) -> Tensor:
+    # Ops must not write to their inputs, so the sum is a new tensor.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_groups[group])
     return total
@@ -86,6 +87,7 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
 
 @torch.library.impl(LIBRARY, "all_gather", "CompositeExplicitAutograd")
 def _all_gather(x: Tensor, group: str) -> Tensor:
+    # [R, ...]; the collective takes flat tensors.
     gathered = x.new_empty(_groups[group].size(), *x.shape)
     _gather_into(gathered.flatten(), x.contiguous().flatten(), group=_groups[group])
     return gathered
@@ -145,6 +147,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 def by_rank(x: Tensor, size: int) -> Tensor:
     """Split [..., T, C] into the ranks' token shards [R, ..., T / R, C]."""
+    # [..., T, C] -> [..., R, T / R, C] -> [R, ..., T / R, C]
     parts: Tensor = x.unflatten(-2, (size, -1)).movedim(-3, 0)
     return parts
 
@@ -166,6 +169,7 @@ def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
     For use inside ops, since ``rows`` may be overwritten.
     """
     if group is not None and group.sequence_parallel:
+        # [R · n, C] -> [n, C]
         return reduce_scatter(rows.unflatten(0, (group.size, -1)), group)
     if group is not None:
         dist.all_reduce(rows, group=_groups[group.name])
@@ -182,6 +186,7 @@ def rows_in_order(rows: Tensor, shape: torch.Size, group: Group | None) -> Tenso
     """The inverse of `rows_by_rank`; ``shape`` [..., t] is the shape of this rank's tokens."""
     if group is None or not group.sequence_parallel:
         return rows.view(*shape, rows.shape[-1])
+    # [R, ..., t, C] -> [..., R · t, C]
     return in_order(rows.view(group.size, *shape, rows.shape[-1])).contiguous()
 
 

@@ -133,6 +133,7 @@ class GatedMLP(Layer):
         fused = None
         if self._fuses(residual):
             fused = FusedNorm(None) if norm is None else fused_norm(norm)
+        # A layer or norm must be called, or there is no kernel.
         if fused is None:
             if recomputes(self):
                 residual, _ = add_norm(None, x, residual)  # only the sum is saved
@@ -149,6 +150,7 @@ class GatedMLP(Layer):
         )
         recipe = float8_recipe(self.gate_up_proj, self.down_proj)
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
+        # In float8, weights that FSDP gathered in rounded form are passed along.
         if recipe:
             assert isinstance(gate_up, Tensor)
             assert isinstance(down, Tensor)

@@ -125,6 +125,7 @@ class LigerRMSNorm(Layer):
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
+        # A replaced or hooked norm must be called, so the sum is computed apart.
         if x is None or not is_plain(self):
             _, residual = add_norm(None, x, residual)
             return self(residual), residual
@@ -217,6 +218,7 @@ class LigerLayerNorm(Layer):
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
+        # A replaced or hooked norm must be called, so the sum is computed apart.
         if x is None or not is_plain(self):
             _, residual = add_norm(None, x, residual)
             return self(residual), residual
@@ -344,11 +346,13 @@ def add_norm_linear(
     Returns:
         ``(y [..., O], residual [..., C])``.
     """
+    # A fused op reads the weights itself. It cannot where the norm or the layer must be called.
     recipe = float8_recipe(linear)
     fused = fused_norm(norm) if recipe or is_fusible(linear) else None
     if fused is None:
         normed, residual = add_norm(norm, x, residual)
         return linear(normed), residual
+    # Fused ops do not cast: the weights are cast to autocast's dtype for them.
     weight, (bias,) = weight_of(linear, residual), autocast_weights(residual, local_or_none(linear.bias))
     if recipe:
         assert isinstance(weight, Tensor)

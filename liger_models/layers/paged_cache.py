@@ -37,6 +37,7 @@ class PagedCache(DecodeCache):
         self.rows = rows
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         """Number of tokens of each row, without padding."""
+        # Each row starts with pages of its own, [rows, pages]; the table changes when rows share a prompt.
         self._own = torch.arange(rows * count, dtype=torch.int32, device=device).view(rows, count)
         self._table = self._own.clone()
         self._row: Tensor | None = None

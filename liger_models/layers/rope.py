@@ -96,6 +96,7 @@ def yarn_attention_factor(scaling: YarnScaling) -> float:
     def mscale(m: float) -> float:
         return 0.1 * m * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
+    # With both constants only the ratio of their factors remains.
     if scaling.mscale and scaling.mscale_all_dim:
         return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
     return mscale(1.0)
@@ -128,6 +129,7 @@ def _longrope_frequencies(width: int, theta: float, divisors: list[float]) -> Te
 
 
 def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
+    # Wavelengths beyond original / low are divided, those below original / high are kept, and others are blended.
     wavelength = 2 * math.pi / base
     original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -146,6 +148,7 @@ def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScali
     first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
+    # The ramp over pairs: 0 up to the first, 1 from the last. Its length must not be 0.
     first, last = max(first, 0), min(last, width - 1)
     if first == last:
         last += 0.001
@@ -220,6 +223,7 @@ class RotaryEmbedding(Layer):
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
         """The frequencies for ``position_ids``, [width / 2] fp32 on the same device."""
+        # The choice by length is made on the device, so that the host does not wait and a graph has no branch.
         inv_freq = self.inv_freq.to(position_ids.device)
         if position_ids.numel() == 0:
             return inv_freq

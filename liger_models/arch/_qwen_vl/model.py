@@ -115,6 +115,7 @@ class MRopeModel(VisionLanguageModel):
             inputs_embeds=inputs_embeds,
             cache=cache,
         )
+        # The embeddings [B, T, C] already hold the image tokens; the decoder runs as for text.
         return self.run(embeds, layout, **options)
 
     def prepare(

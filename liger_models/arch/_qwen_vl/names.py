@@ -99,6 +99,7 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
 
 def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str], dict[str, range]]:
     """The arguments ``also`` and ``over`` of `decoder_map` for the tower of Qwen3-VL, whose prefix is ``visual``."""
+    # "{b}" counts the blocks, "{d}" the mergers whose results are added to the first blocks of the decoder.
     block, kinds = f"{visual}.blocks.{{b}}", ("weight", "bias")
     mergers = {"merger": "merger", "deepstack_mergers.{d}": "deepstack_merger_list.{d}"}
     entries: dict[str, Expression | str] = {
@@ -107,6 +108,7 @@ def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str
         ),
         "visual.patch_embed.bias": f"{visual}.patch_embed.proj.bias",
         "visual.pos_embed.weight": f"{visual}.pos_embed.weight",
+        # The blocks. The checkpoint has q, k and v in one matrix, one after the other.
         **{f"visual.blocks.{{b}}.{norm}.{k}": f"{block}.{norm}.{k}" for norm in ("norm1", "norm2") for k in kinds},
         **{
             f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
@@ -115,6 +117,7 @@ def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str
         **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.attn.proj.{k}" for k in kinds},
         **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.linear_{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
         **{
+            # "mlp.fc1" is "linear_fc1" in the checkpoint.
             f"visual.{ours}.{part}.{k}": f"{visual}.{theirs}.{part.replace('mlp.', 'linear_')}.{k}"
             for ours, theirs in mergers.items()
             for part in ("norm", "mlp.fc1", "mlp.fc2")

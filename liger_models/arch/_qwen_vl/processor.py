@@ -203,6 +203,8 @@ class QwenVLImages:
         if wanted is not None and not (isinstance(wanted, int | float) and 0 < wanted < math.inf):
             raise ValueError(f"QwenVLImages: fps must be a positive number of frames per second, got {wanted!r}.")
         whole, most = self.of == "video", min(self.most_frames, frames)
+        # The number of frames: a fixed one, or as many as the rate asks for within the limits. Except in Qwen3-VL it is
+        # a multiple of the frames of a patch.
         if wanted is None and self.num_frames:
             depth = 1 if whole else self.frames
             count = min(round(self.num_frames / depth), frames // depth) * depth
@@ -218,6 +220,7 @@ class QwenVLImages:
                 "image as an image."
             )
         if whole:
+            # Evenly spaced from the first frame to the last one.
             step = (frames - 1) / (count - 1)
             return [round(index * step) for index in range(count)]
         numbers: list[int] = torch.arange(0, frames, frames / count).int().tolist()

@@ -124,6 +124,7 @@ class Gemma3Tower(nn.Module):
         vision = config.vision_config
         self.patch, self.side, C = vision.patch_size, config.tokens_per_side, vision.hidden_size
         layer_norm = partial(LigerLayerNorm, C, vision.layer_norm_eps, kernel=kernels.layer_norm)
+        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
         self.patch_embed = nn.Linear(vision.num_channels * vision.patch_size**2, C)
         self.pos_embed = nn.Embedding(vision.patches_per_side**2, C)
         self.blocks = nn.ModuleList(
@@ -135,6 +136,7 @@ class Gemma3Tower(nn.Module):
             for _ in range(vision.num_hidden_layers)
         )  # fmt: skip
         self.post_layernorm = layer_norm()
+        # From the tower to the decoder: the norm is that of the decoder with the eps of the tower.
         self.soft_emb_norm = zero_centered_norm(config, kernels)(C, eps=vision.layer_norm_eps)
         self.projection = nn.Linear(C, config.hidden_size, bias=False)
 
@@ -290,6 +292,7 @@ def other_maps(config: Gemma3Config) -> list[WeightMap]:
 def _map(config: Gemma3Config, prefix: str, visual: str, projector: str, head: str) -> WeightMap:
     vision, block = config.vision_config, f"{visual}.encoder.layers.{{b}}"
     kinds, heads = ("weight", "bias"), vision.num_attention_heads
+    # The tower has as many key heads as query heads.
     attention = {
         f"visual.blocks.{{b}}.attn.qkv_proj.{k}": qkv_rows(
             *(f"{block}.self_attn.{part}_proj.{k}" for part in "qkv"),
@@ -316,10 +319,12 @@ def _map(config: Gemma3Config, prefix: str, visual: str, projector: str, head: s
             "visual.patch_embed.bias": f"{visual}.embeddings.patch_embedding.bias",
             "visual.pos_embed.weight": f"{visual}.embeddings.position_embedding.weight",
             **attention,
+            # Norms and MLPs of the blocks have other names in the checkpoint.
             **{f"visual.blocks.{{b}}.norm{n}.{k}": f"{block}.layer_norm{n}.{k}" for n in (1, 2) for k in kinds},
             **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.self_attn.out_proj.{k}" for k in kinds},
             **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
             **{f"visual.post_layernorm.{k}": f"{visual}.post_layernorm.{k}" for k in kinds},
+            # The projection is stored as a parameter [in, out], not as a linear layer.
             "visual.soft_emb_norm.weight": f"{projector}multi_modal_projector.mm_soft_emb_norm.weight",
             "visual.projection.weight": Rearrange(
                 "i o -> o i", f"{projector}multi_modal_projector.mm_input_projection_weight"

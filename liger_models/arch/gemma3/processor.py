@@ -49,10 +49,12 @@ def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> 
     """
     width, height = size
     longer, shorter = max(width, height), min(width, height)
+    # Only elongated images are cropped.
     if longer / shorter < ratio:
         return []
     pieces = min(math.floor(longer / least), math.floor(longer / shorter + 0.5))
     pieces = min(most, max(2, pieces))
+    # Length of a piece along the longer side; the last piece may be shorter.
     part = math.ceil(longer / pieces)
     if min(part, shorter) < least:
         return []
@@ -133,6 +135,7 @@ class Gemma3Processor(Processor):
                 settings are not implemented.
         """
         config = model.config
+        # The placeholders' ids are in the model's configuration, the pixels' settings in the processor's.
         settings = settings_of(model.assets, "image_processor")
         ids = config.boi_token_index, config.image_token_index, config.eoi_token_index
         begin, image, end = image_tokens("Gemma3Processor", model.tokenizer, ids)
@@ -163,6 +166,7 @@ class Gemma3Processor(Processor):
             ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
                 ``max_length``.
         """
+        # Pixels first: the number of an image's crops decides how many tokens its placeholder becomes.
         texts = self.texts(texts, options)
         pixels = each_once(self.images, one_list("Gemma3Processor", self.begin, texts, images))
         written = iter([self._written(len(each) - 1) for each in pixels])
@@ -198,6 +202,7 @@ class Gemma3Processor(Processor):
     def _written(self, pieces: int) -> str:
         if not pieces:
             return self.expanded
+        # The words around the crops are those of the checkpoint's training.
         crops = " ".join([self.expanded] * pieces)
         return f"Here is the original image {self.expanded} and here are some crops to help you see better {crops}"
 

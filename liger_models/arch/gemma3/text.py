@@ -83,6 +83,7 @@ class Gemma3Block(nn.Module):
     def __init__(self, config: Gemma3TextConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
         norm = zero_centered_norm(config, kernels)
+        # The type of a layer decides on the window and on the frequencies of the rotary embedding.
         layer_type = config.layer_type(layer)
         self.input_layernorm = norm(config.hidden_size)
         self.self_attn = LigerQKNormAttention.from_config(

@@ -178,6 +178,7 @@ class MllamaGlobalBlock(VisionBlock):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [n, N, C]; return the next ``(x, residual)``."""
+        # Each gate scales the result of a branch before it joins the residual stream.
         y, residual = self.attn.add_norm(self.norm1, x, residual, layout)
         y, residual = self.mlp.add_norm(self.norm2, y * local(self.gate_attn).tanh(), residual)
         return y * local(self.gate_ffn).tanh(), residual
@@ -206,6 +207,7 @@ class MllamaTower(nn.Module):
         C, tiles, ratios = vision.hidden_size, vision.max_num_tiles, len(vision.supported_aspect_ratios) + 1
         self.config, self.intermediate = vision, "outputs"
         norm = partial(LigerLayerNorm, C, vision.norm_eps, kernel=kernels.layer_norm)
+        # The norms before and after the first blocks have a fixed eps.
         around = partial(LigerLayerNorm, C, 1e-5, kernel=kernels.layer_norm)
         self.patch_embed = nn.Linear(vision.num_channels * vision.patch_size**2, C, bias=False)
         self.class_embed = nn.Parameter(torch.empty(C))
@@ -245,6 +247,7 @@ class MllamaTower(nn.Module):
         patches = rearrange(pixels, "n t c (h y) (w x) -> n t (h w) (c y x)", y=side, x=side)
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
         x = self._add_tile(x, ratio, self.pre_tile_embed, self.pre_tile_gate)  # [n, tiles, patches, C]
+        # Each tile has a class token in front: [n, tiles, P, C].
         x = torch.cat([local(self.class_embed).expand(n, tiles, 1, -1), x], 2)
         # Positions within a tile, and by the gate those that depend on the place of the tile.
         gate = local(self.pos_gate).tanh()
@@ -350,11 +353,13 @@ class MllamaCrossBlock(Layer):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: CrossLayout) -> tuple[Tensor | None, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        # Without images the block does nothing, and x stays to be added by the next one.
         images = layout.images
         if images is None:
             return x, residual
         y, residual = self.cross_attn.add_norm(self.input_layernorm, x, residual, images)
         attn_gate, mlp_gate = (replicated(gate, self.groups.tensor).tanh() for gate in (self.attn_gate, self.mlp_gate))
+        # The masks are factors, 0 or 1 per token, so that a compiled graph has no branch.
         y, residual = self.mlp.add_norm(self.post_attention_layernorm, y * (attn_gate * images.reached), residual)
         return y * (mlp_gate * images.sees), residual
 
@@ -595,6 +600,7 @@ def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
         ) if taken else f"{projector}.weight",
         **{f"visual.layernorm_{at}.{k}": f"{visual}.layernorm_{at}.{k}" for at in ("pre", "post") for k in kinds},
     }  # fmt: skip
+    # Embeddings of the tile's position, before and after the first blocks.
     for at in ("pre", "post"):
         tower[f"visual.{at}_tile_embed.weight"] = f"{visual}.{at}_tile_positional_embedding.embedding.weight"
         tower[f"visual.{at}_tile_gate"] = f"{visual}.{at}_tile_positional_embedding.gate"
@@ -605,6 +611,7 @@ def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
         number, theirs = vision.num_hidden_layers + layer, f"{visual}.global_transformer.layers.{layer}"
         tower |= _tower_block(config, number, theirs)
         tower |= {f"visual.blocks.{number}.{gate}": f"{theirs}.{gate}" for gate in ("gate_attn", "gate_ffn")}
+    # A layer has self-attention or cross-attention, so neither is in the map that all layers share.
     return decoder_map(
         config,
         instead={"self_attn.qkv_proj.weight": None, "self_attn.o_proj.weight": None},

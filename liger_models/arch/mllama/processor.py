@@ -49,6 +49,7 @@ def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side:
     Returns:
         Index into ``ratios``.
     """
+    # How much each arrangement could enlarge the image, below 1 where it shrinks the image.
     scales = [min(rows * side / height, columns * side / width) for rows, columns in ratios]
     enlarged = [scale for scale in scales if scale >= 1]
     best = min(enlarged) if enlarged else max(scales)
@@ -60,6 +61,7 @@ def fit(height: int, width: int, rows: int, columns: int, side: int) -> tuple[in
 
     An image that is smaller than the tiles is only enlarged to the size of one tile.
     """
+    # The box to fill; the side that limits the image is exact, and the other one is rounded down.
     high, wide = (min(max(size, side), tiles * side) for size, tiles in ((height, rows), (width, columns)))
     if wide / width < high / height:
         return min(math.floor(height * (wide / width)) or 1, high), wide
@@ -99,9 +101,11 @@ class MllamaImages:
         kind = choose_tiles(height, width, self.ratios, self.side)
         rows, columns = self.ratios[kind]
         size = fit(height, width, rows, columns, self.side)
+        # The image is at the upper left of a black canvas, which is cut into tiles row by row.
         canvas = torch.zeros(3, rows * self.side, columns * self.side, dtype=torch.uint8)
         canvas[:, : size[0], : size[1]] = to_tensor(image, size, BILINEAR)
         tiles = rearrange(self.normalize(canvas), "c (r h) (k w) -> (r k) c h w", r=rows, k=columns)
+        # Unused tiles are 0, after the normalization.
         out = tiles.new_zeros(self.max_tiles, *tiles.shape[1:])
         out[: len(tiles)] = tiles
         return out, kind + 1
@@ -173,6 +177,7 @@ class MllamaProcessor(Processor):
         out = self.encode(texts, [self._begun(text) for text in texts], **cast(Any, options))
         if not images:
             return out
+        # Rows with fewer images than the largest number keep zeros, and ratio 0.
         tiles, side = self.images.max_tiles, self.images.side
         pixels = torch.zeros(len(texts), max(counts), tiles, 3, side, side)
         kinds = torch.zeros(len(texts), max(counts), dtype=torch.int64)

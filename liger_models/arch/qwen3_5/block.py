@@ -102,6 +102,7 @@ class HybridBlock(nn.Module):
         norm = zero_centered_norm(config, kernels)
         self.input_layernorm = norm(config.hidden_size)
         self.linear = config.is_linear(layer)
+        # Linear attention in most layers, gated softmax attention in the others.
         if self.linear:
             self.linear_attn = LigerGatedDeltaNet(
                 config.hidden_size,
@@ -119,6 +120,7 @@ class HybridBlock(nn.Module):
                 config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
             )
         self.post_attention_layernorm = norm(config.hidden_size)
+        # Experts and one shared expert, or a dense MLP.
         self.mlp: LigerSwiGLUMLP | LigerSharedExpertMoE
         if isinstance(config, HybridMoeConfig) and config.is_sparse(layer):
             self.mlp = LigerSharedExpertMoE(

@@ -166,6 +166,8 @@ def _invariant_attention(
     k, v = (contiguous_rows(x) if table is None else x.contiguous() for x in (k, v))
     (N, H, D), G = q.shape, k.shape[-2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # The query heads of a KV head share its keys, so a tile holds several heads of each token. With pages a tile has
+    # one token, because tokens of different rows have different pages.
     tile = TILES[q.itemsize][D > 128]
     heads = min(triton.next_power_of_2(H // G), tile.rows)
     tokens = tile.rows // heads if table is None else 1
@@ -174,6 +176,7 @@ def _invariant_attention(
         with on_device_of(q):
             _invariant_attention_kernel[(triton.cdiv(N, tokens), G * triton.cdiv(H // G, heads))](
                 q, k, v, first, last, first if table is None else contiguous_rows(table),
+                # Pointers that the constants switch off point to q or first.
                 q if sinks is None else sinks.contiguous(), out, N, *q.stride()[:2], k.stride(-3), k.stride(-2),
                 v.stride(-3), v.stride(-2), 0 if table is None else table.stride(0), window or 0, scale, softcap or 0.0,
                 G=G, GROUP=H // G, D=D, PAGE=0 if table is None else k.shape[1], TOKENS=tokens, HEADS=heads,

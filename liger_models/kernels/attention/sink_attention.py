@@ -177,6 +177,7 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, H, D = q.shape
     aten = torch.ops.aten
+    # PyTorch's kernel for the CPU has no groups: keys are repeated for it, and their gradients summed over a group.
     if q.device.type == "cpu":
         heads, added = _on_cpu(q, k, v, cu_seqlens, window)
         results = (x.view(1, B * T, H, D).transpose(1, 2) for x in (dy, y))
@@ -187,6 +188,7 @@ def _flash_backward(
         return dq.transpose(1, 2).reshape(q.shape), dk, dv
 
     if cu_seqlens is None and not window and _cudnn_runs(q, k, v):
+        # cuDNN, where it can run: it takes [B, H, T, D] and lse as [B, H, T, 1].
         heads = [x.transpose(1, 2) for x in (q, k, v, y)]
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout
         statistics = lse.view(H, B, T).transpose(0, 1).reshape(B, H, T, 1).contiguous()
@@ -197,6 +199,7 @@ def _flash_backward(
         return dq, dk, dv
 
     bounds, longest = _bounds(q, cu_seqlens, max_seqlen)
+    # FlashAttention, over the packed tokens [B · T, H, D].
     rows = [x.reshape(B * T, *x.shape[2:]) for x in (dy, q, k, v, y)]
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads = aten._flash_attention_backward(
@@ -246,12 +249,14 @@ def _sink_attention_backward(
     dy = dy.contiguous()
     grads: list[Tensor] = [x.new_empty(0) for x in inputs]
     if need_sinks:
+        # dsink of a head is a sum over tokens: each program writes its part, [H, programs].
         grid, constants = _grid(B * T, H, D)
         sums = torch.empty(H, grid[0], dtype=torch.float32, device=q.device)
         with on_device_of(q):
             _sinks_backward_kernel[grid](dy, y, lse, sinks.contiguous(), sums, B * T, H, **constants)
         grads[3] = sums.sum(1).to(sinks.dtype)
     if need_qkv:
+        # With the lse that includes the sink, the ordinary backward gives the gradients of q, k and v.
         grads[:3] = _flash_backward(dy, q, k, v, y, lse, cu_seqlens, max_seqlen, scale, window)
     return tuple(grad.contiguous() for grad in grads)
 

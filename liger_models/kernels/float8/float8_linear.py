@@ -62,6 +62,7 @@ class _Float8Product(torch.autograd.Function):
     def forward(ctx, x, weight, recipe, codes, inverse):
         ctx.recipe = RECIPES[recipe]
         ctx.save_for_backward(x, weight, codes, inverse)
+        # FSDP may have gathered W in rounded form.
         rows = float8_pair(codes, inverse) or _rounded(weight, ctx.recipe)
         return scaled_product(_rounded(x, ctx.recipe), rows, weight.dtype, fast=True)
 
@@ -71,12 +72,15 @@ class _Float8Product(torch.autograd.Function):
         gathered = float8_pair(codes, inverse)
         dx = d_weight = None
         if ctx.needs_input_grad[0]:
+            # dx sums over the rows of W, so each column of W has a scale, as a row of Wᵀ. With "rowwise_with_gw_hp" all
+            # of W has one scale.
             for_dx = recipe if recipe.rounds_dw else recipe._replace(by_row=False)
             columns = transposed(gathered) if gathered else _rounded(weight.t(), for_dx)
             dx = scaled_product(_rounded(dy, recipe, True), columns, weight.dtype)
         if ctx.needs_input_grad[1] and recipe.rounds_dw:
             d_weight = scaled_product(_rounded(dy.t(), recipe, True), _rounded(x.t(), recipe), weight.dtype)
         elif ctx.needs_input_grad[1]:
+            # "rowwise_with_gw_hp" computes dW without rounding.
             d_weight = dy.t() @ x
         return dx, d_weight, None, None, None
 
@@ -154,6 +158,7 @@ class Float8NormLinearUpstream(NamedTuple):
 def _forward(inputs: Float8NormLinearInputs) -> Float8NormLinearOutputs:
     linear, recipe, gathered = inputs
     weight, tokens = linear.projection.weight, linear.residual.shape[:-1]
+    # With one scale per tensor the product fills amax, from which the backward takes the scales.
     amax = torch.zeros(2, dtype=torch.float32, device=weight.device)
     product = Float8Product(linear.projection, RECIPES[recipe], amax[:1], amax[1:], gathered)
     product.round_weight()

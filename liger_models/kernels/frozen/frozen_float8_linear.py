@@ -173,6 +173,7 @@ def float8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
     rows = x.reshape(-1, x.shape[-1])
     if not multiplies(rows, codes):
         return F.linear(x, float8_dense(codes, scales, x.dtype), bias)
+    # x is rounded to float8, too, with a scale per row.
     y = _scaled_mm(*quantize_rows(rows), codes.t(), scales)
     y = y if bias is None else y.add_(bias)
     return y.view(*x.shape[:-1], codes.shape[0])
@@ -183,6 +184,8 @@ def float8_input_product(dy: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     rows = dy.reshape(-1, dy.shape[-1])
     if not multiplies(rows, codes):
         return dy @ float8_dense(codes, scales, dy.dtype)
+    # The scales of W's rows are inside this product's sum, so they multiply dy before it is rounded. The hardware takes
+    # its second matrix by columns, so the codes are transposed in memory.
     ones = scales.new_ones(codes.shape[1])
     return _scaled_mm(*quantize_rows(rows, scales), transposed(codes).t(), ones).view(*dy.shape[:-1], codes.shape[1])
 

@@ -86,6 +86,8 @@ def _step(kind: str, columns: int) -> str:
     ptx = "{.reg .b32 o, s, y<2>, a<4>; .reg .b64 p, q; .reg .pred loads, uses; .reg .f32 c<8>, u, v;\n"
     ptx += f".reg .b32 w<{2 * words * loads * repeats}>, x<{numbers * repeats}>;\nsetp.ge.s32 loads, $13, 0;\n"
     names = lambda name, start, count: "{" + ", ".join(f"{name}{start + i}" for i in range(count)) + "}"
+    # Load the codes of all blocks, then all numbers of x, so that the loads are in flight together. The minimum keeps
+    # addresses inside the tensors.
     for load in range(loads * repeats):
         ptx += f"min.s32 o, $11, {load * 4 // lanes}; mad.wide.s32 p, o, 32, $8; mad.wide.s32 q, o, 32, $9;\n"
         for i, at in enumerate("pq"):
@@ -95,6 +97,7 @@ def _step(kind: str, columns: int) -> str:
         ptx += f"min.s32 o, $12, {slots * repeat}; mad.wide.s32 p, o, 128, $10;\n"
         for i in range(0, numbers, 4):
             ptx += f"@loads ld.global.v4.b32 {names('x', numbers * repeat + i, 4)}, [p+{4 * i}];\n"
+    # Look up the two weights of each byte in shared memory, and multiply. The first products of a chain add to zero.
     for repeat in range(repeats):
         chains = 4 // lanes  # independent sums
         for load in range(loads):
@@ -112,6 +115,7 @@ def _step(kind: str, columns: int) -> str:
                 before = c if load or j >= chains else "{" + ", ".join(["0f00000000"] * 4) + "}"
                 ptx += f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {c}, {names('a', 0, 4)}, "
                 ptx += f"{{{x[0]}, {x[1]}}}, {before};\n"
+        # Scale the sums of a block. With eight columns the scales are in other lanes.
         scales = ["$14", "$15", "$16", "$17"]
         if columns == 2:
             scales = [f"${14 + repeat}"] * 2 + [f"${16 + repeat}"] * 2

@@ -73,6 +73,7 @@ class FrozenWeight(NamedTuple):
         elif weight.dim() == 2:
             tensors = list(format_.quantize(weight.to(device)))
         else:
+            # Matrix by matrix, so that only one dense matrix is on the device at a time.
             experts = [format_.quantize_expert(matrix.to(device)) for matrix in weight]
             tensors = [
                 each[0] if part in format_.shared else torch.stack(each)
@@ -143,6 +144,7 @@ class FrozenWeight(NamedTuple):
 
     def split(self, count: int) -> list["FrozenWeight"]:
         """Split the matrices of experts into groups of ``count`` experts."""
+        # [X, O, C] -> pieces [count, O, C], views of the same memory; the last one may be smaller.
         X, *matrix = self.shape
         return [
             self._replace(
@@ -312,6 +314,7 @@ def weight_for_op(weight: Weight) -> tuple[Tensor, tuple[Any, ...]]:
     """A weight as arguments of an op: the tensor, and the further arguments in `SCHEMA`."""
     if isinstance(weight, Tensor):
         return weight, (None, None, None, None, [], None)
+    # An op has a fixed number of arguments: None stands for tensors that the format does not have.
     codes, *others = weight.tensors
     missing = [None] * (MAX_TENSORS - len(weight.tensors))
     layout = [weight.format.number, len(weight.shape), *weight.shape, *weight.layout]
@@ -322,6 +325,7 @@ def weight_from_op(weight: Tensor, rest: Sequence[Any]) -> Weight:
     """The inverse of `weight_for_op`; ``rest`` is empty if the dispatcher left out defaults."""
     if not rest or rest[0] is None:
         return weight
+    # The layout tells the format and where the shape ends.
     *others, (number, dims, *sizes), dtype = rest
     tensors = weight, *(tensor for tensor in others if tensor is not None)
     return FrozenWeight(_NUMBERS[number], tensors, torch.Size(sizes[:dims]), sizes[dims:], dtype)
@@ -387,6 +391,7 @@ def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, _, needs_bias, *_ = ctx.needs_input_grad
+    # x is not saved: a frozen weight has no gradient, and dx needs only dy and W.
     weight = *ctx.saved_tensors, *ctx.constants
     dx = torch.ops.liger_models.quantized_linear_backward(dy, *weight) if needs_x else None
     return dx, None, dy.flatten(0, -2).sum(0) if ctx.has_bias and needs_bias else None, *[None] * 6
@@ -416,6 +421,7 @@ def quantized_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None
         )
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    # The weight is dequantized to the dtype of x.
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if not use_triton(x):
         return F.linear(x, weight.dense(), bias)

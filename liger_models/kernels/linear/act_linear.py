@@ -40,6 +40,7 @@ NUM_WARPS = 8
 
 def act_reference(x: Tensor, act: str) -> Tensor:
     """The activation alone, in plain torch: [..., F] in the dtype of x."""
+    # In fp32, or in fp64 for fp64 inputs, with one rounding at the end.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if act == "quick_gelu":
         return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
@@ -150,6 +151,7 @@ def _backward(inputs: ActLinearUpstream) -> ActLinearGradients:
     dy = inputs.dy.reshape(-1, weight.shape[0])  # [N, O]
     dx = a = d_weight = None
     if needs.x:
+        # One kernel computes dx and recomputes a, which dW needs and which was not saved.
         dx, a = _activate_backward((dy @ weight).view(x.shape), x, act, needs.weight)
     elif needs.weight:
         a = _activate(x, act)

@@ -185,6 +185,7 @@ def norm_linear_forward(inputs: NormLinearInputs, product: Product) -> NormLinea
         rows = gather_rows(normed.reshape(-1, normed.shape[-1]), ranks)  # [N, C], of all ranks' tokens
         y = rows_in_order(product.forward(rows), residual.shape[:-1], ranks)
     else:
+        # [..., O] from the tokens as they are, because each rank has all of them.
         y = product.forward(normed)
     return NormLinearOutputs(y, None if x is None else h, statistics)
 

@@ -196,6 +196,7 @@ class Product:
             return dn, None
         A, B = self.low_rank
         g = dy @ B
+        # In place, so that no second [N, C] is held.
         return dn.addmm_(g, A), g
 
     def gated_backward(
@@ -227,12 +228,14 @@ class Product:
             totals: for a chunk of the rows, the sums over the chunks before it. The gradients are then in fp32 and
                 added to them.
         """
+        # With chunks, gradients are fp32 sums that are rounded once, after the last chunk.
         chunked, before = totals is not None, totals or ProjectionGradients()
         weight = bias = low_rank_A = low_rank_B = None
         if rows is not None and needs.weight:
             weight = weight_gradient(before.weight, dy, rows, chunked)
         if rows is not None and self.low_rank is not None:
             A, B = self.low_rank
+            # dA needs g = dy @ B, which `rows_gradient` may have computed; dB needs n @ Aᵀ, which is not saved.
             if needs.low_rank_A:
                 low_rank_A = weight_gradient(before.low_rank_A, dy @ B if g is None else g, rows, chunked)
             if needs.low_rank_B:
@@ -256,6 +259,7 @@ def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Low
         return linear(x, weight, bias, low_rank)
 
     x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
+    # A step of decoding has few rows, for which one kernel reads W once and adds the low-rank term.
     rows = few_rows(x, weight, bias, low_rank=low_rank)
     if rows is not None:
         return rows[0]
@@ -264,6 +268,7 @@ def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Low
         y = product(x, weight, bias)
     if low_rank is not None:
         A, B = low_rank
+        # In place, so that no second [..., O] is held.
         y.view(-1, y.shape[-1]).addmm_(linear_forward(x, A, None).view(-1, A.shape[0]), B.t())
     return y
 

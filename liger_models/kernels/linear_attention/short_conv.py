@@ -249,6 +249,7 @@ def _short_conv_backward(
         return dx, weight.new_zeros(C, K), weight.new_zeros(has_bias * C), d_initial
     cu = bounds(x, cu_seqlens)
     grid, constants = _launch(x, weight, cu)
+    # Each program sums dweight and dbias over its tokens; `sum_partials` adds the programs' sums in a fixed order.
     partial = torch.empty(grid[0], C * (K + has_bias), dtype=torch.float32, device=x.device)
     weight, rows, d_rows = weight.contiguous(), flat(x), flat(d_out)
     d_weight, d_bias = torch.empty_like(weight), weight.new_empty(has_bias * C)
@@ -339,6 +340,7 @@ def short_conv(
             f"{list(initial_state.shape) if initial_state is not None else None}."
         )
     if use_triton(x):
+        # The final state is a copy of inputs, in plain torch, so its gradient needs no kernel.
         out = torch.ops.liger_models.short_conv(x, weight, bias, initial_state, cu_seqlens, activation == "silu")
         return (out, _final_state(x, K, initial_state, cu_seqlens)) if return_state else out
     out, state = short_conv_reference(

@@ -383,10 +383,12 @@ def cross_entropy_reference(
     token_loss = F.cross_entropy(
         flat, y, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
+    # F.cross_entropy has no z-loss, and with class weights or smoothing its result is no log-probability.
     squared = (z_loss * flat.logsumexp(-1).square()).where(valid, 0)
     log_probs = -F.cross_entropy(flat, y, ignore_index=ignore_index, reduction="none")
     predicted = flat.argmax(-1).where(valid, -1)
     hits = token_accuracy(predicted, y, ignore_index)
+    # The z-loss is a part of the loss; the part that is reported has no gradient.
     scale = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, z.dtype)
     loss = reduce((token_loss + squared) * scale, reduction, target.shape)
     z_part = reduce((squared * scale).detach(), reduction, target.shape)
@@ -592,6 +594,7 @@ def cross_entropy(
         "cross_entropy", tuple(logits.shape[:-1]), V, target, class_weight, token_weight,
         ignore_index, label_smoothing, softcap, reduction, num_items,
     )  # fmt: skip
+    # Rows [N, V], and the factor [N] that reduces the losses of tokens.
     flat, y = logits.reshape(-1, V), target.reshape(-1)
     predict = return_token_accuracy or return_predicted_tokens
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)

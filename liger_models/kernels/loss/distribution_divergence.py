@@ -282,6 +282,7 @@ def distribution_divergence(
             factors /= valid.sum().clamp_min(1) * (V if reduction == "mean" else 1)
     training = student.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
+    # A scalar loss computes its gradient in the forward.
     if training and not terms:
         loss: Tensor = HandOver.apply(_loss_and_gradient, 3, (0,), flat, other, factors, kind, beta, eps)[0]
         return loss

@@ -136,6 +136,7 @@ def linear_divergence_reference(
         shift = None if teacher_bias is None else teacher_bias.to(wide)
         u = F.linear(teacher_x.to(wide), teacher_weight.to(wide), shift)
         u = final_logits(u, teacher_logit_scale, teacher_softcap)
+    # Without targets every token counts.
     target = torch.full(x.shape[:-1], ignore_index + 1, device=x.device) if target is None else target
     valid = target != ignore_index
     count = valid.sum().clamp_min(1)
@@ -304,6 +305,7 @@ def _divergence_kernel(
 
     # dz of the divergence, plus dz of the cross entropy: softmax − one-hot at temperature 1.
     if GRADIENT:
+        # The factors include d z / d logit without the softcap.
         soft_factor = soft_weight * logit_scale * tl.load(factor_ptr + row)
         hard_factor = hard_weight * logit_scale * tl.load(hard_factor_ptr + row)
         for start in range(0, V, BLOCK):
@@ -312,6 +314,7 @@ def _divergence_kernel(
             u = load_logits(
                 teacher_ptr + start, columns, inside, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP
             )
+            # Cosine has its own gradient; the other kinds share one in terms of a.
             if KIND == 4:
                 dz = soft_factor * beta * (total_a * z / (s_log * s_log) - u / (s_log * t_log))
             else:
@@ -420,6 +423,7 @@ def _forward(x, weight, target, bias, teacher_x, teacher_weight, teacher_bias, f
     x, teacher_x, target = x.contiguous(), teacher_x.contiguous(), target.contiguous()
     wide = torch.promote_types(x.dtype, torch.float32)
     shares, scale = without_exponent(factors, x.dtype)
+    # The teacher's logits have a buffer of their own, in fp32; it is reused by all chunks.
     teacher = logits_buffer(x, len(weight), rows, wide)
 
     def divergence(student: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -388,11 +388,13 @@ def linear_cross_entropy(
         shard = ranks.name, ranks.size, ranks.rank, V
     rows = chunk_rows(flat.shape[0], words, x.element_size(), workspace_mib)
 
+    # The factor of each token's loss under the reduction, [N].
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     factors = token_scale(
         y, class_weight, token_weight, ignore_index, reduction, num_items, torch.promote_types(x.dtype, torch.float32)
     )
 
+    # A scalar loss computes its gradient in the forward; results per token recompute the logits in the backward.
     if reduction == "none" or return_log_probs:
         loss, z_part, log_probs, _, predicted = torch.ops.liger_models.linear_cross_entropy_tokens(
             flat, weight, y, bias, class_weight, *options, rows, predict, *shard

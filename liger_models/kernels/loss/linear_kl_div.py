@@ -171,9 +171,11 @@ def _forward(x, weight, target, bias, probabilities, factors, *rest) -> tuple[Te
     *options, rows, need_dx, need_dw, need_db = rest
     need = need_dx, need_dw, need_db
     x, target = x.contiguous(), target.contiguous()
+    # The kernel takes any stride between rows; only the words of a row must be adjacent.
     if probabilities.stride(-1) != 1:
         probabilities = probabilities.contiguous()
     wide = torch.promote_types(x.dtype, torch.float32)
+    # A gradient in fp16 could underflow: the exponent that the factors share is applied at the end.
     shares, scale = without_exponent(factors, x.dtype)
 
     def divergence(logits: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor]:

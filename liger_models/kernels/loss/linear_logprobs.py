@@ -139,6 +139,7 @@ def _log_probs_kernel(
             x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
             z = tl.where(inside, scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(z, 0))
+            # The sum moves to the new maximum: z − m' = (z − m) + (m − m').
             down = maximum - new_maximum
             weighted = exp(down) * (weighted + down * total)
             total *= exp(down)
@@ -175,6 +176,7 @@ def _statistics(
     """Return log-probability, entropy, and the two summands of lse ([N, 2]) of each row."""
     if not use_triton(logits):
         z, _, log_prob, entropy = _rows_in_torch(logits, target, ignore_index, softcap, logit_scale)
+        # lse as two summands, because their rounded sum would lose digits of confident rows.
         maximum = z.amax(-1)
         lse = torch.stack([maximum, z.logsumexp(-1) - maximum], 1)
         return log_prob, entropy, lse.where((target != ignore_index)[:, None], 0)
@@ -200,6 +202,7 @@ def _gradient(
         _launch(logits, logits, target, (c, h), lse, c, entropy, ignore_index, softcap, logit_scale, True)
         return
     z, log_p, _, entropy = _rows_in_torch(logits, target, ignore_index, softcap, logit_scale)
+    # As in the kernel: dz = c · ([column = y] − p) − h · p · (log p + H).
     dz = -log_p.exp() * (c[:, None] + h[:, None] * (log_p.clamp_min(LOWEST) + entropy[:, None]))
     valid = target != ignore_index
     dz.scatter_add_(-1, target.where(valid, 0)[:, None], c[:, None].to(dz.dtype))
@@ -252,6 +255,7 @@ def _forward_fake(x, *_) -> tuple[Tensor, ...]:
 def _backward(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tensor, ...]:
     *options, rows, need_dx, need_dw, need_db = rest
     target = target.contiguous()
+    # Both upstream gradients share one exponent, which fp16 gradients get at the end.
     both = torch.stack([torch.zeros_like(entropy) if u is None else u for u in (c, h)])
     (c, h), scale = without_exponent(both, x.dtype)
 

@@ -136,6 +136,7 @@ def logits_divergence(
             student, teacher, target, divergence=divergence, beta=beta, temperature=temperature,
             ignore_index=ignore_index,
         )  # fmt: skip
+    # Rows [N, V]. The third result holds the statistics that the backward needs.
     hard, soft, _ = torch.ops.liger_models.logits_divergence(
         student.reshape(-1, V), teacher.detach().reshape(-1, V), target.reshape(-1), kind_or_limit(divergence, beta),
         beta, temperature, ignore_index,

@@ -62,11 +62,13 @@ def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     if is_batch_invariant():
         write_invariant_linear(x, weight, bias, out)
         return
+    # The words that fill whole tiles, then the few that remain.
     sizes = _split_words(len(weight), len(weight))
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
     for rows, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
         if out.dtype != x.dtype:
             if x.device.type == "cuda":
+                # An fp32 result of half-precision inputs, which need no cast.
                 torch.mm(x, rows.t(), out_dtype=out.dtype, out=columns)
             else:
                 torch.mm(x.to(out.dtype), rows.t().to(out.dtype), out=columns)

@@ -317,6 +317,7 @@ def row_linear_forward(
     ends = bias, y, product, low, B
     with on_device_of(x):
         if M == 1:
+            # One row is multiplied elementwise and needs no matrix units.
             columns = min(max(triton.next_power_of_2(K), 32), COLUMNS)
             _row_linear_kernel[(triton.cdiv(N, ROWS),)](
                 x, weight, scales, *ends, N, K, R, weight.stride(0), HAS_SCALE=scales is not None, ROWS=ROWS,
@@ -324,6 +325,7 @@ def row_linear_forward(
             )  # fmt: skip
             return y, product
         tiles, columns = triton.cdiv(N, TILE_ROWS), max(triton.next_power_of_2(M), 8)
+        # Few rows of weight make few tiles. K is split over more programs to keep the device busy; their sums are added.
         parts = max(min(triton.cdiv(num_programs(x, 1), tiles), K // (2 * TILE_COLUMNS)), 1)
         share = triton.cdiv(triton.cdiv(K, parts), TILE_COLUMNS) * TILE_COLUMNS
         sums = None if parts == 1 else torch.empty(parts, N, columns, dtype=torch.float32, device=x.device)

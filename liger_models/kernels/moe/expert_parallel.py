@@ -103,17 +103,22 @@ def moe_mlp_over(
         [N, C] in the dtype of the weights.
     """
     R, K, local = ranks.size, experts.shape[1], gate_up_weight.shape[0]
+    # For each token: the rank of each of its experts, its copies per rank [N, R], and the ranks that it goes to, once
+    # each however many of its experts are there.
     rank_of = experts // local
     copies = experts.new_zeros(len(experts), R).scatter_add_(1, rank_of, torch.ones_like(experts))
     goes = (copies > 0).T.contiguous()  # [R, N]
     counts = torch.stack([goes.sum(1), copies.sum(0)], 1)
     each = [1] * R
+    # Each rank learns what it will receive. `tolist` is the one wait for the device.
     incoming = all_to_all(counts, each, each, ranks)  # [R, 2]: rows from each rank, and their copies for experts here
     sent, received, local_copies = torch.stack([counts[:, 0], *incoming.T]).tolist()
     M = sum(sent)
+    # Where each token goes in the send buffer [M, C], which is ordered by rank; M means that it does not go there.
     first = counts[:, 0].cumsum(0) - counts[:, 0]
     slot = torch.where(goes, first[:, None] + goes.cumsum(1) - 1, M).int().T.contiguous()  # [N, R]
 
+    # Send rows and their routing. Experts of other ranks become expert X / R, which stands for no expert.
     rows = all_to_all(_Permute.apply(x.to(gate_up_weight.dtype), slot, M), sent, received, ranks)
     wide = torch.promote_types(weights.dtype, torch.float32)  # whole numbers of experts are exact
     routing = all_to_all(_Permute.apply(torch.cat([weights, experts], 1).to(wide), slot, M), sent, received, ranks)
@@ -122,5 +127,6 @@ def moe_mlp_over(
     low_ranks = gate_up_low_rank, down_low_rank
     inputs = rows, routing[:, :K].to(weights.dtype), local_experts, gate_up_weight, down_weight, gate_up_bias, down_bias
     options: dict[str, Any] = {"act": act, "limit": limit, "recompute": recompute, "dropout": dropout}
+    # Run the local experts, send the sums back, and add what the ranks return for each token.
     y = moe_mlp(*inputs, *low_ranks, copies=sum(local_copies), **options)
     return _Unpermute.apply(all_to_all(y, received, sent, ranks), slot)  # type: ignore[no-any-return]

@@ -557,8 +557,10 @@ def _like(inputs: MoEUpstream, new: Callable[..., Tensor]) -> MoEGradients:
 
 def _save(ctx: Any, inputs: MoEInputs, outputs: MoEOutputs, needs: MoENeeds) -> MoESaved:
     _, order, slot, ends, u = outputs
+    # Only y is an output for the user; the others are returned for the backward.
     ctx.mark_non_differentiable(*[output for output in (order, slot, ends, u) if output is not None])
     return MoESaved(
+        # x is needed to recompute u, or for the gradient of gate and up.
         x=inputs.x if u is None or needs.gate_up.rows else None,
         weights=inputs.weights,
         order=order,

@@ -137,6 +137,7 @@ def _few_nf4_kernel(
         columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         known = columns < OUT
         pairs = tl.arange(0, BLOCK_IN // 2)
+        # Rows of all experts' matrices, numbered through, and the codes of their first step: two numbers per byte.
         matrix_row = expert * OUT + columns
         mean = tl.load(mean_ptr + expert).to(tl.float32)
         a_ptrs = rows_ptr + (rows // K)[:, None] * IN + 2 * pairs[None, :]
@@ -177,6 +178,7 @@ def _few_kernel(
         columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         known = (columns < OUT)[:, None]
         matrix_row = (expert * OUT + columns)[:, None]
+        # A token's K copies read the same row.
         a_starts = rows_ptr + (rows // K)[:, None] * IN
         if SCALED and not WIDTH:
             scale = tl.load(scale_ptr + matrix_row, mask=known, other=0.0)
@@ -186,6 +188,7 @@ def _few_kernel(
             i = (start + tl.arange(0, BLOCK_IN))[None, :]
             a = tl.load(a_starts + i, mask=inside[:, None] & (i < IN), other=0.0)
             weight = tl.load(weight_ptr + matrix_row * IN + i, mask=known & (i < IN), other=0.0)
+            # Dequantize to what the dense weight would be: blocks go through bf16.
             if WIDTH:
                 scale = tl.load(scale_ptr + matrix_row * tl.cdiv(IN, WIDTH) + start // WIDTH, mask=known, other=0.0)
                 weight = _numbers(weight, scale).to(tl.bfloat16).to(dtype)
@@ -241,8 +244,10 @@ def _launch(
     block_in = min(block_in, blocks or block_in)
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
     if is_sorted:
+        # Sorted: tiles of rows of one expert, which a program finds among the ends of X experts.
         tiles, count, block = most_tiles(results, X, FEW_ROWS), X, max(triton.next_power_of_2(X), 2)
     else:
+        # Not sorted: one tile per copy. A tile of several rows finds the other copies of its expert by comparison.
         tiles = count = results
         block = next(most for most in FEW_COPIES if results <= most)
     constants = {

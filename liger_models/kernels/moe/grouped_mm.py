@@ -160,6 +160,7 @@ def _sum_kernel(
 ):  # fmt: skip
     expert = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    # Rows are sorted by expert; this expert has the rows from first to end − 1.
     first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
     total = tl.zeros([BLOCK_ROWS, BLOCK_W], tl.float32)

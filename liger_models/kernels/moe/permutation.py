@@ -77,6 +77,7 @@ def _unpermute_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + token * K + k).to(tl.int64) if SORTED else token * K + k
+        # Slot S means that this copy has no row and adds nothing.
         there = inside & (slot < S)
         row = tl.load(rows_ptr + slot * C + columns, mask=there, other=0.0).to(tl.float32)
         if BIAS:

@@ -368,7 +368,9 @@ def norm_backward(
         in_flight = rows * block * sum(tensor.element_size() for tensor in (h, dy, dh) if tensor is not None)
         programs = min(triton.cdiv(N, rows), num_programs(h, max(2 * BACKWARD_TILE // block // rows, 1)))
     else:
+        # Rows too wide for registers: dx by row, then dw by columns, over a share of the rows per program.
         programs = min(N, WIDE_ROW_SPLITS)
+    # The programs' sums [programs, C] of dw and db, side by side, in fp32.
     partial = torch.empty(programs, len(sums) * C, dtype=torch.float32, device=h.device) if sums else None
 
     with on_device_of(h):

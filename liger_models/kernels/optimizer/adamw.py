@@ -89,12 +89,14 @@ def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int
     beta1, grad_to_m, beta2, grad_to_v, decay, step_size, root, eps = hyper.factors()
     wide = torch.promote_types(param.dtype, torch.float32)
     g, m, v = grad.to(wide), exp_avg.to(wide), exp_avg_sq.to(wide)
+    # Moments in 8 bits are codes with one scale per block.
     if scales is not None:
         m, v = (decode(codes, scale.to(wide)) for codes, scale in zip((exp_avg, exp_avg_sq), scales, strict=True))
     m = m.mul(beta1).add(g, alpha=grad_to_m)
     v = v.mul(beta2).addcmul(g, g, value=grad_to_v)
     p = param.to(wide)
     p = p.sub(p, alpha=decay).addcdiv(m, v.sqrt().div_(root).add_(eps), value=-step_size)
+    # Write back, in the order of the kernel: codes are always rounded stochastically, other numbers only if asked.
     generator = torch.Generator(param.device).manual_seed(hash((seed, hyper.step, stream)) & (2**63 - 1))
     rounded = [(param, p), (exp_avg, m), (exp_avg_sq, v)]
     if scales is not None:

@@ -88,6 +88,7 @@ def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOL
     With WHOLE the first chunk is all queries, and the second is all keys.
     """
     H: tl.constexpr = G * GROUP
+    # In the packed row each group has its queries, then its key, then its value.
     PER_CHUNK: tl.constexpr = H if WHOLE else ROWS
     row = tl.arange(0, ROWS)[:, None]
     head = chunk * PER_CHUNK + row
@@ -141,6 +142,7 @@ def _qk_norm_rope_kernel(
     z2 = scale_rows(x2 * rstd, w2, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
     y1, y2 = rotate(z1, z2, cos, sin, True, HALF, BLOCK)
 
+    # Queries and keys go to tensors of their own, which are contiguous; values are copied.
     split = choose(head < H, q_ptr + row * (H * D) + head * D, k_ptr + row * (G * D) + (head - H) * D)
     store_heads(split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
     tl.store(v_ptr + row * (G * D) + value * D + column, values, mask=inside_values)
@@ -194,6 +196,7 @@ def _qk_norm_rope_backward_kernel(
         rstd = inverse_rms(x1, x2, count, eps, WHOLE)
         dx1, dx2 = norm_gradient(x1, x2, s1, s2, rstd, count, WHOLE)
 
+        # dqkv is contiguous; the gradients of values are copied.
         d_packed = d_packed_ptr + (batch * T + position) * ((H + 2 * G) * D)
         store_heads(d_packed + packed_head * D, inside, dx1, dx2, D, HALF, BLOCK, INTERLEAVED)
         tl.store(d_packed + (value * (GROUP + 2) + GROUP + 1) * D + column, values, mask=inside_values)
@@ -214,6 +217,7 @@ def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | N
     """Constants of both kernels; ``CHUNKS`` is the number of programs that share a token's heads."""
     constants = tiles(num_heads + num_kv_heads, head_dim, cos)
     if whole:
+        # One program has all queries or all keys of a token, since their norm spans them.
         rows = triton.next_power_of_2(num_heads)
         warps = min(rows * 2 * constants["BLOCK"] // ELEMENTS_PER_WARP, MAX_WARPS)
         constants |= {"ROWS": rows, "num_warps": max(constants["num_warps"], warps)}

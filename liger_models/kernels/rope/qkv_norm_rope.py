@@ -65,6 +65,7 @@ def qkv_norm_rope_reference(
     queries = num_heads // num_kv_heads
     groups = packed.unflatten(-1, (num_kv_heads, -1, head_dim))  # [B, T, G, H / G + parts, D]
 
+    # Queries and keys are normed with a weight and rotated; values are normed without a weight.
     def normed(x: Tensor, weight: Tensor | None) -> Tensor:
         weight = x.new_ones(head_dim) if weight is None else weight
         return rms_norm_reference(x, weight, eps, scale_in_fp32=True)
@@ -91,6 +92,7 @@ def _weights(
 ):  # fmt: skip
     """The norm's weight for each head in fp32, in the layout of `load_heads`; 1 for values."""
     weight = choose(member < GROUP, wq_ptr + slot * 0, wk_ptr + slot * 0)
+    # Values read the weight of keys, and ignore it.
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, False)
     scaled = member <= GROUP
     return tl.where(scaled, w1.to(tl.float32), 1.0), tl.where(scaled, w2.to(tl.float32), 1.0)
@@ -176,9 +178,11 @@ def _qkv_norm_rope_backward_kernel(
         rstd = inverse_rms(x1, x2, D, eps, False)
         dx1, dx2 = norm_gradient(x1, x2, s1, s2, rstd, D, False)
 
+        # d_packed is contiguous, unlike packed.
         d_packed = d_packed_ptr + (batch * T + position) * (G * (GROUP + PARTS) * D) + slot * D
         store_heads(d_packed, inside, dx1, dx2, D, HALF, BLOCK, False)
         if STORE_DW:
+            # Each lane sums its element of dw over the program's tokens: dw = Σ dz · n.
             dw1 += g1 * (x1 * rstd)
             dw2 += g2 * (x2 * rstd)
 
@@ -248,6 +252,7 @@ def _qkv_norm_rope_backward(
     chunks = constants["CHUNKS"]
     cos, sin, table_b, table_t = tables(cos, sin, packed)
     B, T, _ = packed.shape
+    # Programs take a share of the tokens and a chunk of the heads, and each sums its part of dw.
     shares, stages = backward_launch(packed, constants, need_dw)
     d_packed = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
     partial = torch.empty(shares * chunks if need_dw else 0, 2, head_dim, dtype=torch.float32, device=packed.device)

@@ -114,6 +114,7 @@ def load_heads(
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
         x = tl.load(source + column, mask=mask & (column < D), other=0.0)
+        # Neighbors are a pair: [ROWS, 2 · BLOCK] -> [ROWS, BLOCK] twice.
         x1, x2 = tl.split(tl.reshape(x, [source.shape[0], BLOCK, 2]))
     else:
         first, second, inside = _columns(D, HALF, BLOCK)
@@ -141,6 +142,7 @@ def store_heads(
 def rotate(x1, x2, cos, sin, rotary, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """Rotate the first HALF pairs of the rows marked ``rotary``; all other numbers keep their bits."""
     rotated = rotary
+    # Partial rotary: the pairs after the first HALF are copied.
     if HALF < BLOCK:
         rotated = rotary & (tl.arange(0, BLOCK)[None, :] < HALF)
     return tl.where(rotated, x1 * cos - x2 * sin, x1), tl.where(rotated, x2 * cos + x1 * sin, x2)
@@ -204,6 +206,7 @@ def _rope_qkv_kernel(
         present = present & (member != GROUP)
     if not HAS_V:
         present = present & (member <= GROUP)
+    # [ROWS, BLOCK] twice, in fp32 for the rotation. Values are copied.
     x1, x2 = load_heads(split if BACKWARD else packed, present, D, HALF, BLOCK, INTERLEAVED)
     y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin, member <= GROUP, HALF, BLOCK)
     store_heads(packed if BACKWARD else split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
@@ -216,6 +219,7 @@ def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Te
     """
     if cos is None or sin is None:
         return stand_in, stand_in, 0, 0
+    # A kernel takes one pair of strides for both tables.
     cos, sin = contiguous_rows(cos), contiguous_rows(sin)
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -224,6 +228,7 @@ def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Te
 
 def tiles(heads: int, head_dim: int, cos: Tensor | None) -> dict[str, int]:
     """Constants of a launch over a token's heads: each program takes BLOCK pairs of ROWS heads."""
+    # Warps that suit the width of a head, and as many heads as fill them.
     block = triton.next_power_of_2(head_dim // 2)
     warps = min(max(block // PAIRS_PER_WARP, MIN_WARPS), MAX_WARPS)
     return {
@@ -315,6 +320,7 @@ def _rope_qkv_backward(
 ) -> Tensor:  # fmt: skip
     dq, dk, dv = (None if grad is None else contiguous_rows(grad) for grad in (dq, dk, dv))
     like = next(grad for grad in (dq, dk, dv) if grad is not None)
+    # The kernel writes every element of dqkv, with zeros where a gradient is absent.
     width = (num_heads + 2 * num_kv_heads) * head_dim
     dqkv = torch.empty(*like.shape[:2], width, dtype=like.dtype, device=like.device)
     queries = num_heads // num_kv_heads
