@@ -50,6 +50,7 @@ def get_arch(model_type: str) -> type[CausalLM]:
                     "got no such call. Use the same name in both."
                 )
     if model_type not in MODEL_CLASSES:
+        # Not found: suggest the nearest name, since most failures are misspelled.
         known = list_archs()
         near = difflib.get_close_matches(model_type, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -120,6 +121,7 @@ class AutoLigerModel:
             strict: whether an unknown key of config.json is an error instead of a warning.
         """
         if isinstance(config, Mapping):
+            # The content of a config.json names its family by model_type, an instance by its class.
             model_class = get_arch(read_model_type(config))
             parsed: Any = read_config(model_class.config_class, config, strict=strict)
         else:
@@ -151,6 +153,7 @@ class AutoLigerProcessor:
                 f"AutoLigerProcessor: {folder} must be a model with images, got {model_class.__name__}, which takes "
                 "text only. Use Tokenizer.from_pretrained."
             )
+        # A model without values: the processor reads only its config and files.
         with torch.device("meta"):
             model: Any = model_class(read_config(model_class.config_class, hf_config))
         model.hf_config, model.assets = hf_config, read_assets(Path(folder), hf_config)

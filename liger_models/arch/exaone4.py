@@ -73,6 +73,7 @@ class Exaone4Block(nn.Module):
     def __init__(self, config: Exaone4Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
         norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+        # If some layers have a window, the others have no position embedding.
         self.self_attn = LigerQKNormAttention.from_config(
             config,
             layer,
@@ -87,6 +88,7 @@ class Exaone4Block(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        # Branches read the residual stream as it is, and their results are normed.
         x, residual = self.self_attn.add_norm(None, x, residual, layout)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(None, x, residual)

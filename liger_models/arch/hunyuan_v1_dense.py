@@ -39,6 +39,7 @@ class HunYuanDenseV1Attention(LigerQKNormAttention):
     """Attention whose q and k are rotated and then normed."""
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        # Not fused: the kernel norms before it rotates.
         q, k, v = LigerAttention._split(self, qkv, layout)  # [B, T, H, D], [B, T, G, D] twice
         return self.q_norm(q), self.k_norm(k), v
 
@@ -69,7 +70,7 @@ class LigerHunYuanDenseV1(CausalLM):
     block_class = HunYuanDenseV1Block
 
 
-# What the files say of the only layout, and of a token that no one reads; transformers' model has none of them.
+# Keys that describe the only layout, or a token that is never read. The model of transformers reads none of them.
 IGNORED_KEYS = (
     "add_classification_head",
     "attention_head_dim",

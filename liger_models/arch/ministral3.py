@@ -72,6 +72,7 @@ class Ministral3Attention(LigerAttention):
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super()._split(qkv, layout)
+        # A factor per position, in fp32, on the rotated queries [B, T, H, D].
         scale = 1 + self.beta * torch.log((1 + layout.position_ids // self.length).float())  # [1 or B, T]
         return q * scale.to(q.dtype)[..., None, None], k, v
 

@@ -82,6 +82,7 @@ class Olmo3Block(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        # The result of a branch is normed before it joins the residual stream.
         x, residual = self.self_attn.add_norm(None, x, residual, layout)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(None, x, residual)
@@ -116,6 +117,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     all layers.
     """
     out = dict(keys)
+    # The released files have one base, which every version of transformers reads.
     local = out.pop("rope_local_base_freq")
     if local != Olmo3Config.rope_local_base_freq:
         full = {"rope_type": "default", **(keys["rope_scaling"] or {}), "rope_theta": keys["rope_theta"]}

@@ -105,6 +105,7 @@ def weight_map(config: Phi3Config) -> WeightMap:
     """Maps the parameters of Phi-3 to the tensors of a Hugging Face checkpoint."""
     return decoder_map(
         config,
+        # The checkpoint has q, k and v one after the other in one matrix, and gate and up in another.
         instead={
             "self_attn.qkv_proj.weight": fused_qkv_rows(
                 "model.layers.{i}.self_attn.qkv_proj.weight",

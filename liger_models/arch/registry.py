@@ -39,6 +39,7 @@ def built_in_modules() -> dict[str, str]:
             continue
         path = f"{__package__}.{module.name}"
         if module.ispkg:
+            # A package has several families, and lists their files without importing them.
             files = importlib.import_module(path).MODEL_TYPES
             modules.update({model_type: f"{path}.{file}" for model_type, file in files.items()})
         else:

@@ -78,6 +78,7 @@ class SmolLM3Block(nn.Module):
         super().__init__()
         norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
         self.input_layernorm = norm()
+        # By default every fourth layer has no position embedding.
         self.self_attn = LigerAttention.from_config(
             config,
             layer,

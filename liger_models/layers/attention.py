@@ -78,12 +78,14 @@ class LigerAttention(Layer):
             raise ValueError(
                 f"LigerAttention: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})."
             )
+        # Tensor and context parallelism divide the numbers of heads by the number of ranks.
         self.num_heads, self.num_kv_heads, self.head_dim, self.layer = num_heads, num_kv_heads, head_dim, layer
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window, self.softcap, self.dropout = window, softcap, dropout
         self.rotary, self.interleaved, self.rope_kernel = rotary, interleaved, rope_kernel
         self.recompute = False
         """Save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
+        # One projection, whose rows are grouped by KV head: its queries, its key, its value.
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
 
@@ -176,6 +178,7 @@ class LigerAttention(Layer):
     def _add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
+        # [B, T, (H + 2 G) · D]
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         return self._attend(qkv, layout), residual
 
@@ -205,6 +208,7 @@ class LigerAttention(Layer):
         if layout.cache is not None:
             # All keys and values so far, [B, S, G, D], or all pages of the layer.
             k, v = layout.cache.extend(self.layer, k, v)
+        # [B, T, H, D]; the mask or the bounds of documents are in the layout.
         out = attention(
             q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),
@@ -270,6 +274,7 @@ class LigerQKNormAttention(LigerAttention):
         for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
             weight = norm.local_weight(qkv)
             if self.groups.context is not None:  # replicated
+                # Context parallelism shards tokens, so each rank has all weights and takes those of its heads.
                 weight = weight.chunk(group.size)[group.rank]
             normed = scale_normed(
                 x * torch.rsqrt(mean + norm.eps), weight, like.dtype, norm.offset, norm.scale_in_fp32

@@ -413,7 +413,7 @@ WITH_MASK: tuple[Backend, ...] = (
     (lambda call: call.softcap is not None or call.sinks is not None, _formula),
     (lambda call: call.q.shape[1] == 1 and call.layout.cache is not None, _single),
 )
-"""As `WITHOUT_MASK`, of a call with its mask. `_plain`, which is SDPA, takes everything else."""
+"""The same for a call with its mask. `_plain`, which is SDPA, takes every other call."""
 
 
 # PyTorch's kernels and the formula

@@ -252,9 +252,11 @@ class BatchLayout:
         Returns:
             [B, T] int64.
         """
+        # The label of the next token, and nothing for the last one.
         target = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), ignore_index)], 1)
         if self.documents is None:
             return target
+        # The next token of a document's last token is in another document.
         last = torch.ones_like(labels[:, :1], dtype=torch.bool)
         ends = torch.cat([self.documents[:, 1:] != self.documents[:, :-1], last], 1)
         return target.masked_fill(ends | (self.documents < 0), ignore_index)
@@ -265,6 +267,7 @@ def _spans(
 ) -> tuple[Tensor, Tensor]:
     """Compute `BatchLayout.spans` of a batch [B, T] after ``past`` cached tokens."""
     if pages is not None:
+        # A row's pages hold its tokens from key 0 on.
         return torch.zeros_like(pages.lengths), pages.lengths - 1
     key = torch.arange(B * (past + T), dtype=torch.int32, device=device).view(B, -1)
     begins = torch.zeros_like(key, dtype=torch.bool)
@@ -276,6 +279,7 @@ def _spans(
             "forward: attention_mask must have no holes with deterministic_forward, got padding between tokens. Pack "
             "the tokens.",
         )
+    # The last beginning at or before each token. Of the cached tokens only keys are needed.
     first = key.where(begins, 0).cummax(1).values
     return first[:, past:].flatten(), key[:, past:].flatten()
 
@@ -300,8 +304,10 @@ def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -
     flat = torch.arange(B * T, device=device)
     # Not torch.bucketize: Inductor 2.11 fuses it with a maximum over the positions and gives wrong numbers.
     ends = bounds[1:].clamp(max=B * T)
+    # How many documents end at or before each token, which is the token's document.
     number = torch.zeros(B * T + 1, dtype=torch.int64, device=device).index_add(0, ends, torch.ones_like(ends))
     number = number[:-1].cumsum(0)
+    # A document never spans rows, so positions start anew at the start of a row.
     row_start = flat // T * T if T else flat
     positions = flat - torch.maximum(bounds[number], row_start)
     return number.view(B, T), positions.view(B, T)

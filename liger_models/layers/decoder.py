@@ -357,6 +357,7 @@ class Decoder(nn.Module):
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
         """The weights of all linear layers except the head, and the stacked weights of experts, by name."""
         linear = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Linear)}
+        # Experts are one parameter [X, O, C] each, which belongs to no `nn.Linear`.
         routed = tuple(path for path, layer in named_layers(self) if layer.router is not None)
         return {
             name: weight
@@ -396,6 +397,7 @@ class Decoder(nn.Module):
             )
         if not 0 <= offload_layers <= blocks:
             raise ValueError(f"set_checkpointing: offload_layers must be 0 to {blocks}, got {offload_layers}.")
+        # All checks come before the first change.
         for block_policy in policies:
             check_policy("policy", block_policy)
 

@@ -137,6 +137,7 @@ class FrozenParameters(nn.Module):
             ValueError: a slice would end inside a block that shares a scale.
         """
         path, _, attribute = name.rpartition(".")
+        # A slice must not end inside a block, whose numbers share a scale.
         *_, rows, columns = self.shape
         by_rows, by_columns = dim == len(self.shape) - 2, dim == len(self.shape) - 1
         if by_rows or by_columns:  # a slice of whole experts has whole blocks anyway
@@ -189,6 +190,7 @@ class FrozenParameters(nn.Module):
         """Copy this rank's part of a weight that begins at row or expert ``first`` into the parameters."""
         tensors = self.format.pack(weight)
         if self.sharded is not None:
+            # Rearranged as the parameters are, so that this rank's slice is contiguous.
             tensors, *_ = self.format.slices(tensors, weight.shape, list(weight.layout), *self.sharded)
         for name, parameter in parameters.items():
             own, part = local(parameter), _bytes_of(tensors[name])

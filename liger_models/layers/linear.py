@@ -127,6 +127,7 @@ class RowParallelLinear(PartialLinear):
 
     def sum(self, parts: Tensor) -> Tensor:
         """Compute the output of the layer from this rank's partial sum over the inputs."""
+        # The bias is added after the sum, so that it is added once.
         y = reduce_from_region(parts, self.group)
         return y if self.bias is None else y + replicated(self.bias, self.group).to(y.dtype)
 

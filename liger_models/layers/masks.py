@@ -191,6 +191,7 @@ def _document_block_mask(documents: Tensor) -> "BlockMask":
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return documents[b, q] == documents[b, k]
 
+    # A block of 128 tokens is compared by its first and last document.
     N = documents.shape[1]
     first, end = _block_bounds(0, N, documents.device)
     # Numbers ascend, so a block's documents are a range: two blocks meet if their ranges do.
@@ -217,6 +218,7 @@ def _block_mask(
     window and the cached length are tensors, so that flex_attention is compiled once for all values.
     """
     S = past + T
+    # Tensors, not numbers: a number would be a constant of the compiled kernel.
     reach = torch.full((), S if window is None else window, device=device)
     start = torch.full((), past, device=device)
 
@@ -278,9 +280,11 @@ def _parts_block_mask(visible: Tensor, part: Tensor) -> "BlockMask":
     query, query_end = _block_bounds(0, T, visible.device)
     key, key_end = _block_bounds(0, S, visible.device)
     low, high = part[key], part[key_end - 1]
+    # Queries in blocks, [B, blocks, BLOCK, N]; the last query stands for those past the end.
     rows = torch.cat([visible, visible[:, -1:].expand(-1, -T % BLOCK, -1)], 1).unflatten(1, (-1, BLOCK))
 
     def count(parts: Tensor) -> Tensor:  # [B, blocks of queries, N] -> [B, blocks of queries, blocks of keys]
+        # Parts low to high of a block of keys: a difference of running sums.
         sums = torch.nn.functional.pad(parts.cumsum(-1), (1, 0))
         return sums[..., high + 1] - sums[..., low]
 
@@ -316,6 +320,7 @@ def _block_bounds(start: int, end: int, device: torch.device) -> tuple[Tensor, T
 
 def _block_range(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """The minimum and the maximum of each block of [B, T] integers, both [B, blocks]."""
+    # The last block is filled with its last number, which changes neither result.
     last = numbers[:, -1:].expand(-1, -numbers.shape[1] % BLOCK)
     blocks = torch.cat([numbers, last], 1).unflatten(1, (-1, BLOCK))
     return blocks.amin(-1), blocks.amax(-1)

@@ -74,6 +74,7 @@ class LigerMoE(Layer):
         check_expert_act("LigerMoE", act, limit)
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"LigerMoE: top_k ({top_k}) must be 1 to num_experts ({num_experts}). Check config.json.")
+        # Router: [N, C] -> logits [N, X].
         self.gate: nn.Module = nn.Linear(hidden_size, num_experts, bias=bias)
         # The matrices of all experts, stacked: one grouped product computes them.
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
@@ -149,6 +150,7 @@ class LigerMoE(Layer):
         if isinstance(self.gate, nn.Linear):  # a router that is more than that shards itself
             self.gate = ReplicatedLinear.of(self.gate, group)
         self.groups = replace(self.groups, tensor=group)
+        # Each rank has all experts, with its part of their intermediate size; the bias of down is replicated.
         biased = {} if self.gate_up_bias is None else {"gate_up_bias": 1}
         return {"gate_up_weight": 1, "down_weight": 2, **biased}
 
@@ -160,6 +162,7 @@ class LigerMoE(Layer):
         """
         check_divisible("LigerMoE", "num_experts", self.down_weight.shape[0], group)
         self.groups = replace(self.groups, expert=group)
+        # Each rank has some experts, with all of their parameters and adapters.
         biased = {} if self.gate_up_bias is None else {"gate_up_bias": 0, "down_bias": 0}
         adapters = {} if self.lora is None else {f"lora.{name}": 0 for name, _ in self.lora.named_parameters()}
         return {"gate_up_weight": 0, "down_weight": 0, **biased, **adapters}
@@ -203,6 +206,7 @@ class LigerMoE(Layer):
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [..., C], experts [..., K] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
         if self.training and self.router_jitter:
+            # The noise reaches the experts, too.
             x = x * torch.empty_like(x).uniform_(1 - self.router_jitter, 1 + self.router_jitter)
         return self._mix(x, *self._route(call_linear(self.gate, x.reshape(-1, x.shape[-1])), experts))
 

@@ -122,6 +122,7 @@ class FusedDistillationLoss(FusedDivergence):
             bias=student_bias, teacher_bias=teacher_bias, beta=self.beta,
             hard_weight=self.weight_hard_loss, soft_weight=self.weight_soft_loss, **self._divergence_options,
         )  # fmt: skip
+        # The two parts are metrics, without gradients.
         if not self.return_soft_hard_loss:
             return loss
         if self.weight_hard_loss == 0.0:  # `linear_divergence` skips a hard loss of weight 0

@@ -123,6 +123,7 @@ class PreferenceLoss(FusedLinearLoss):
         ref_bias: Tensor | None = None,
     ) -> Tensor | None:
         """l_ref(y) [B] without gradient; None without a reference model."""
+        # A reference is given once, and only if the loss uses it.
         references = [tensor is not None for tensor in (ref_input, ref_weight, ref_log_probs)]
         allowed = ([True, True, False], [False, False, True]) if self.use_ref_model else ([False] * 3,)
         if references not in allowed or (ref_bias is not None and ref_weight is None):
@@ -215,6 +216,7 @@ class PairLoss(PreferenceLoss, ABC):
         self, log_probs: Tensor, target: Tensor, reference: Tensor | None = None, add_nll: bool = True
     ) -> tuple[Tensor, PreferenceMetrics]:
         self._check_rows(log_probs, target, paired=True)
+        # Row i and row i + pairs are a pair.
         pairs = len(target) // 2
         logps, ratios = self._ratios(log_probs, target, reference)  # [2·pairs]
         loss = self.pair_losses(ratios[:pairs], ratios[pairs:]).sum() / max(pairs, 1)
@@ -226,6 +228,7 @@ class PairLoss(PreferenceLoss, ABC):
             nll_loss = -log_probs[:pairs].where(valid, 0).sum() / valid.sum().clamp_min(1)
             loss = loss + self.alpha * nll_loss
 
+        # The implicit rewards of the policy, as metrics.
         rewards = self.beta * ratios.detach()
         return loss, PreferenceMetrics(
             logps[:pairs], logps[pairs:], None, None, nll_loss.detach(), rewards[:pairs], rewards[pairs:]
@@ -245,6 +248,7 @@ class PairLoss(PreferenceLoss, ABC):
             lambda log_probs: self._from_log_probs(log_probs, target, reference, add_nll),
             x, weight, target, together=2, uniform=True, bias=bias, **self._head_options,
         )  # fmt: skip
+        # Metrics of Liger-Kernel that would need all logits are computed from means.
         means = self._mean_logits(x, weight, bias)  # [2·pairs]
         chosen, rejected = means.view(2, len(means) // 2).sum(1) / max(len(target) // 2, 1)
         return loss, metrics._replace(chosen_logits_mean=chosen, rejected_logits_mean=rejected)

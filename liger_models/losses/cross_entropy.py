@@ -38,6 +38,7 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
+        # A buffer, so that it moves with the module; not persistent, because it is no part of a checkpoint.
         self.register_buffer("weight", weight, persistent=False)
         self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
         self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
@@ -118,5 +119,6 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
         """Compute the loss of lin_weight [V, C], hidden states [..., C], targets [...] int64 and bias [V]."""
+        # Liger-Kernel takes the weight before the hidden states, and the op takes it after them.
         options = {**self._options, "bias": bias, "workspace_mib": self.workspace_mib}
         return self._selected(linear_cross_entropy(_input, lin_weight, target, **options))

@@ -89,6 +89,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Losses [pairs] from r(y_w) and r(y_l) [pairs]."""
         loss_type = self.loss_type
+        # Losses that judge chosen and rejected sequences apart; `margin_losses` has the losses of the margin alone.
         w, l = self.beta * chosen, self.beta * rejected  # noqa: E741
         margin = self.beta * (chosen - rejected)
         if loss_type == "nca_pair":

@@ -125,6 +125,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
         self.kl_estimator = kl_estimator
+        # Now rather than in the first step.
         self._check_ranges()
         self._check_combinations()
 
@@ -253,6 +254,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         if not self.use_ref_model and any(references):
             raise ValueError(f"{self._name}: a reference was given with use_ref_model=False. Leave it out.")
 
+        # The reference model needs no gradient, and no logits are kept for it.
         reference = ref_per_token_logps
         if self.beta != 0.0 and ref_input is not None and ref_weight is not None:
             with torch.no_grad():
@@ -260,6 +262,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         if num_items_in_batch is None and self.loss_type in TOKEN_MEANS:
             num_items_in_batch = _tokens_of_all_ranks(attention_mask)
 
+        # The loss as a function of the log-probabilities, which chunks of rows compute, forward and backward.
         def loss_of(log_probs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             return self.from_log_probs(
                 log_probs, attention_mask, advantages, ref_per_token_logps=reference,
@@ -291,6 +294,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         )  # fmt: skip
         mask = attention_mask.to(log_probs.dtype)
         tokens = mask.sum().clamp_min(1)
+        # Metrics are means over this rank's tokens, whatever the loss type divides by.
         metrics = [values.sum() / tokens for values in (kl, clipped) if values is not None]
         return self._reduced(loss, mask, num_items_in_batch), tuple(metrics)
 
@@ -334,6 +338,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         else:
             ratio = log_ratio.exp()
 
+        # The policy's loss L without the KL term, [B, T].
         A = advantages.to(log_probs.dtype)[:, None]  # [B, 1]
         loss = self._policy_losses(log_probs, log_ratio, ratio, A, mask, vllm_is_ratio)
         if vllm_is_ratio is not None and self.loss_type != "vespo":  # whose weight has it in the product
@@ -342,6 +347,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         divergence = None
         if self.beta != 0.0:
             assert ref_per_token_logps is not None
+            # The KL term, [B, T]. The mask again keeps out NaN of masked positions.
             kl = self._kl((log_probs - ref_per_token_logps.detach()).where(inside, 0))
             if self.use_bias_correction_kl:
                 kl = kl * ratio
@@ -402,11 +408,13 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         """The loss [] from the masked losses of tokens [B, T]."""
         sequences = max(len(mask), 1)  # B
         if self.loss_type in ("grpo", "sapo"):
+            # Mean over each sequence's tokens, then over sequences.
             return (loss.sum(-1) / mask.sum(-1).clamp_min(1)).sum() / sequences
         if self.loss_type == "bnpo":
             return loss.sum() / mask.sum().clamp_min(1)
         if self.loss_type == "dr_grpo":
             assert self.max_completion_length is not None
+            # A constant, so that long and short completions weigh their tokens alike.
             return loss.sum() / (sequences * self.max_completion_length)
         if self.loss_type == "luspo":
             return loss.sum() / sequences
@@ -416,6 +424,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         else:
             check_num_items(num_items, torch.where(mask != 0, 0, IGNORED))
         tokens = torch.as_tensor(num_items, dtype=mask.dtype, device=mask.device)
+        # Data parallelism averages the gradients of ranks, so the divisor is a rank's share of the tokens.
         return loss.sum() / (tokens / world_size()).clamp_min(1)
 
     def _target(self, ids: Tensor, attention_mask: Tensor, x: Tensor) -> Tensor:
@@ -513,6 +522,7 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
                 f"{list(logits.shape)} and {list(completion_ids.shape)}."
             )
 
+        # Log-probabilities of the completions at the sampling temperature, as the fused loss computes them.
         mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
         if mask.shape != (B, T):
             raise ValueError(f"{self._name}: completion_mask must be [{B}, {T}], got {list(mask.shape)}.")

@@ -142,6 +142,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             raise ValueError(f"{self._name}: kl must be a number or [{len(target)}], got {shape}.")
         logps, ratios = self._ratios(log_probs, target, reference)
         z = torch.as_tensor(0.0 if kl is None else kl, dtype=ratios.dtype, device=ratios.device)
+        # Desirable sequences should gain on the reference by more than z, and undesirable ones by less.
         gain = ratios - z.detach()  # [B]
         losses = torch.where(
             labels,

@@ -137,6 +137,7 @@ class MRopeModel(VisionLanguageModel):
 
         Args: as in `forward`.
         """
+        # Pixels and their grid, or None.
         images = _pair("pixel_values", pixel_values, "image_grid_thw", image_grid_thw)
         videos = _pair("pixel_values_videos", pixel_values_videos, "video_grid_thw", video_grid_thw)
         masks: dict[str, Any] = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "cache": cache}
@@ -225,6 +226,7 @@ class MRopeModel(VisionLanguageModel):
         )
         counts = []
         for kind, pair, token, _, _ in media:
+            # Numbers of all checks, [] each; they go to the host together.
             here = input_ids == token  # [B, T]
             thw = input_ids.new_zeros(0, 3) if pair is None else pair[1].to(input_ids)
             frame = thw[:, 1:].prod(1) // side**2  # placeholders of a frame
@@ -235,6 +237,7 @@ class MRopeModel(VisionLanguageModel):
 
         numbers = torch.stack(counts).view(2, 4).tolist()
         for (kind, pair, _, pixels, grid), (tokens, expected, uneven, torn) in zip(media, numbers, strict=True):
+            # The errors, with the numbers on the host.
             rows = 0 if pair is None else pair[0].shape[0]
             if pair is not None and pair[0].shape[1] != width:
                 raise ValueError(f"forward: {pixels} must be [patches, {width}], got {list(pair[0].shape)}.")
@@ -307,6 +310,7 @@ class MRopeModel(VisionLanguageModel):
                 f"forward: attention_mask must be {list(input_ids.shape)} like input_ids, preceded by the cached "
                 f"tokens if there are any, got {None if mask is None else list(mask.shape)}."
             )
+        # Some models space the frames of a video by their time, in positions per frame.
         interval = None
         if rate is not None and video_grid_thw is not None:
             seconds = torch.ones(len(video_grid_thw)) if second_per_grid_ts is None else second_per_grid_ts

@@ -146,6 +146,7 @@ class Gemma3Tower(nn.Module):
         patches = rearrange(pixels, "n c (h y) (w x) -> n (h w) (c y x)", y=self.patch, x=self.patch)
         embedded = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
         x, residual = None, embedded + local(self.pos_embed.weight)
+        # All patches of an image attend to each other, without rotation.
         layout = BatchLayout.bidirectional(torch.arange(residual.shape[1], device=residual.device)[None], {}, None)
         for block in self.blocks:
             x, residual = block(x, residual, layout)
@@ -197,6 +198,7 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
                 `Decoder.forward`.
         """
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
+        # Embeddings without ids: text only.
         if input_ids is None or inputs_embeds is not None:
             if pixel_values is not None:
                 raise ValueError("forward: pixels need input_ids, which say where the images are.")
@@ -228,6 +230,7 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
             # All ranks gather the weights of a sharded tower together, whichever of them has images.
             unused = self.visual(embeds.new_zeros(1, *size))
             embeds = embeds + 0 * unused.sum().to(embeds.dtype)
+        # The tokens of an image attend to each other, so each of them sees up to the end of its image.
         visible_until = None
         if pixel_values is not None:
             embeds = embeds.masked_scatter(here[..., None], self.visual(pixel_values).to(embeds.dtype))

@@ -100,6 +100,7 @@ class Gemma4Attention(LigerAttention):
         """See `LigerAttention.shard`."""
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
+                # Each rank norms its own heads with the same weights, so their gradients are summed over the ranks.
                 norm.group = group
         return super().shard(group)
 

@@ -57,6 +57,7 @@ class Gemma4Block(nn.Module):
         # Attention and MLP have a norm before and a norm after each.
         C, norm = config.hidden_size, fp32_norm(config, kernels)
         self.layer = layer
+        # Each branch has a norm before it and another after it.
         self.input_layernorm = norm(C)
         self.self_attn = Gemma4Attention(config, layer, norm, kernels)
         self.post_attention_layernorm = norm(C)
@@ -77,6 +78,7 @@ class Gemma4Block(nn.Module):
         # Attention. x is the branch's output, which the next norm adds to the stream.
         attended: Any = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual, *carried = attended  # keys and values, unless they are those of another layer
+        # The MLP, which all models have.
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
 
@@ -207,6 +209,7 @@ class Gemma4Decoder(CausalLM):
     def stand_ins(self, layout: Any, like: Tensor) -> Any:
         """Second inputs of all blocks, and keys and values of both types of layers."""
         config, shape = self.config, like.shape[:2]
+        # Shapes differ between types of layers; of each type the last layer's remain, as in `carry`.
         width, shared = config.hidden_size_per_layer_input, {}
         for layer in range(config.num_hidden_layers):
             heads = (*shape, config.kv_heads_of(layer), config.head_size_of(layer))

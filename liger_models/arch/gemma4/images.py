@@ -137,6 +137,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         if pixels is None or positions is None:
             return None
         vision = self.config.vision_config
+        # Whole image tokens only: several patches are pooled to one token.
         values, per_token, shape = vision.patch_values, vision.pooled**2, tuple(pixels.shape)
         if not (len(shape) == 3 and shape[1] > 0 and shape[1] % per_token == 0 and shape[2] == values):
             raise ValueError(
@@ -183,6 +184,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         found, expected, others, wrong_ones, apart = torch.stack(
             [here.sum(), tokens.sum(), other, wrong, torn]
         ).tolist()
+        # The errors, with the numbers on the host.
         if others != 0:
             raise ValueError(
                 f"forward: input_ids must have no placeholders of audio or videos, got {others}. The model takes texts "

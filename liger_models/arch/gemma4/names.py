@@ -69,6 +69,7 @@ def _of_full_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `from_json`."""
+    # The three fields of the frequencies become one entry per type of layer.
     out = {key: value for key, value in keys.items() if key not in ("rope_scaling", "hidden_act")}
     full, share, sliding = (out.pop(k) for k in ("rope_theta", "partial_rotary_factor", "rope_local_base_freq"))
     kind = {"rope_type": "proportional", "partial_rotary_factor": share} if share < 1 else {"rope_type": "default"}
@@ -116,6 +117,7 @@ def text_map(
         "input_layernorm", "self_attn.q_norm", "post_attention_layernorm", "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ]  # fmt: skip
+    # Experts beside the MLP, with further norms.
     if config.enable_moe_block:
         norms += [f"{place}_feedforward_layernorm_{n}" for place, n in (("pre", 2), ("post", 1), ("post", 2))]
         gate_up, down = fused_expert_rows(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj")
@@ -126,6 +128,7 @@ def text_map(
             "layers.{i}.moe.gate_up_weight": gate_up,
             "layers.{i}.moe.down_weight": down,
         }
+    # The second inputs of the blocks, and the module that computes them.
     if config.hidden_size_per_layer_input:
         entries |= {
             "layers.{i}.per_layer.gate.weight": f"{block}.per_layer_input_gate.weight",

@@ -70,6 +70,7 @@ class Gemma4Images:
         side = self.patch * self.pool
         factor = math.sqrt(self.max_soft_tokens * self.pool**2 * self.patch**2 / (size[0] * size[1]))
         columns, rows = (math.floor(factor * length / side) for length in size)
+        # Too narrow for one token: one row or column, as long as its shape and the limit allow.
         if rows == 0:
             return 1, min(size[0] // size[1], self.max_soft_tokens)
         if columns == 0:
@@ -153,6 +154,7 @@ class Gemma4Processor(Processor):
             )
         texts = self.texts(texts, options)
         made = each_once(self.images, one_list("Gemma4Processor", self.image, texts, images))
+        # Each placeholder becomes as many tokens as its image has, between a begin and an end.
         patches = [int((positions >= 0).all(-1).sum()) for _, positions in made]
         written = iter([self._written(count // self.images.pool**2) for count in patches])
         edits = [[Edit(*found.span(), next(written)) for found in self.placeholder.finditer(text)] for text in texts]

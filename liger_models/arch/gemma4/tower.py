@@ -108,6 +108,7 @@ class ClippedLinear(Layer):
         if self.least is None or self.most is None:
             y: Tensor = self.linear(x)
             return y
+        # Each parameter holds a bound of the input, then a bound of the output.
         (low, low_output), (high, high_output) = local(self.least).unbind(), local(self.most).unbind()
         clipped: Tensor = self.linear(x.clamp(low, high)).clamp(low_output, high_output)
         return clipped
@@ -133,6 +134,7 @@ class Gemma4VisionAttention(Layer):
 
     def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
         """x [1, N, C] -> [1, N, C]."""
+        # Three projections, because each clips by bounds of its own: [1, N, H, D] each.
         heads = [proj(x).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         packed = torch.stack(heads, -2).flatten(2)  # by head its query, key and value
         split = qkv_norm_rope if self.rope_kernel and self.q_norm.kernel else qkv_norm_rope_reference
@@ -140,6 +142,7 @@ class Gemma4VisionAttention(Layer):
             packed, *layout.tables["default"], self.num_heads, self.num_heads, self.head_dim,
             self.q_norm.local_weight(packed), self.k_norm.local_weight(packed), eps=self.q_norm.eps,
         )  # fmt: skip
+        # The norms of q and k take the place of a scale.
         y: Tensor = self.o_proj(attention(q, k, v, layout, scale=1.0).flatten(2))
         return y
 
@@ -192,6 +195,7 @@ class Gemma4VisionBlock(Layer):
 
     def _branches(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         normed, residual = add_norm(self.input_layernorm, x, residual)
+        # The result of a branch is normed before it joins the residual stream.
         x = self.post_attention_layernorm(self.self_attn(normed, layout))
         normed, residual = add_norm(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(self.mlp(normed)), residual
@@ -277,6 +281,7 @@ class Gemma4Tower(nn.Module):
         """Means over squares of patches times sqrt(C), in fp32, because they may exceed the range of fp16."""
         (column, row), tokens = place.unbind(-1), place.shape[1] // self.pool**2
         # Which square each patch belongs to, as a matrix [n, tokens, P], so that pooling is one product.
+        # Number of squares in a row of the image, [n, 1]; padding has column 0.
         across = column.amax(1, keepdim=True) // self.pool + 1
         square = column // self.pool + across * (row // self.pool)
         inside = (square[..., None] == torch.arange(tokens, device=place.device)) & valid[..., None]

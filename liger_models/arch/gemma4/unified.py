@@ -113,6 +113,7 @@ class PatchEmbedder(nn.Module):
         # Rows 2i and 2i + 1 of the table are column i and row i.
         table = local(self.pos_embed.weight)
         placed = F.embedding(2 * place[:, 0], table) + F.embedding(2 * place[:, 1] + 1, table)
+        # Three norms: of the pixels, of the embedding, and of the sum with the position.
         embedded = self.embed_norm(self.patch_embed(self.patch_norm(patches.to(self.patch_embed.weight.dtype))))
         normed = self.pos_norm(embedded + placed)
         projected: Tensor = self.projection(self.soft_emb_norm(normed))
@@ -167,6 +168,7 @@ def other_maps(config: Gemma4UnifiedConfig) -> list[WeightMap]:
 
 
 def _map(config: Gemma4UnifiedConfig, embedder: str, projection: str) -> WeightMap:
+    # The checkpoint has the positions as [position, column or row, C].
     also: dict[str, Expression | str] = {
         "visual.pos_embed.weight": Rearrange("p two c -> (p two) c", f"{embedder}.pos_embedding", two=2),
         "visual.projection.weight": f"{projection}.weight",

@@ -155,6 +155,7 @@ def read_text(hf: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the frequencies are not interleaved.
     """
+    # The sections of M-RoPE are among the rope parameters, and here a field of the config.
     flat = {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
     where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
     rope = dict(flat.get(where) or {})

@@ -51,6 +51,7 @@ class Qwen3VLMoeBlock(Qwen3VLBlock):
         """The MLP of a layer, or its mixture of experts."""
         if not config.is_sparse(layer):
             return super().build_mlp(config, layer, kernels)
+        # Routing weights always add up to 1, and are rounded to the dtype of the logits, as in transformers.
         return LigerMoE(
             config.hidden_size,
             config.moe_intermediate_size,
@@ -81,7 +82,7 @@ EXPERTS = f"{TEXT}.layers.{{sparse}}.mlp.experts"
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """As `read_multimodal`; Read ``num_local_experts``, transformers 5's name of ``num_experts``."""
+    """`read_multimodal`, which also reads ``num_experts`` under the name ``num_local_experts`` of transformers 5."""
     flat = names.read_multimodal(Qwen3VLMoeConfig, hf)
     if "num_local_experts" in flat:
         flat["num_experts"] = flat.pop("num_local_experts")

@@ -97,6 +97,7 @@ class Float8Product(Product):
             assert self.amax is not None
             constants = norm.eps, norm.weight_offset, norm.scale_in_fp32
             return rms_norm_round(x, residual, norm.weight, *constants, self.recipe, self.amax)
+        # Other norms write unrounded rows, and a second kernel rounds them.
         normed, h, statistics = norm.forward(x, residual)
         return round_matrix(plain(normed.to(self.dtype)), self.recipe, amax=self.amax)[0], h, statistics
 
@@ -137,6 +138,7 @@ class Float8Product(Product):
         columns = weight_columns(self.weight, self.recipe, self.weight_amax, self.gathered)
         assert dy.rows is not None
         dn = scaled_product(dy.rows, columns, self.dtype)
+        # The rounded rows are freed before dW is computed.
         dy.rows = None
         return dn, None
 

@@ -325,7 +325,7 @@ def row_linear_forward(
             )  # fmt: skip
             return y, product
         tiles, columns = triton.cdiv(N, TILE_ROWS), max(triton.next_power_of_2(M), 8)
-        # Few rows of weight make few tiles. K is split over more programs to keep the device busy; their sums are added.
+        # Few rows of W make few tiles. K is split over more programs to keep the device busy; their sums are added.
         parts = max(min(triton.cdiv(num_programs(x, 1), tiles), K // (2 * TILE_COLUMNS)), 1)
         share = triton.cdiv(triton.cdiv(K, parts), TILE_COLUMNS) * TILE_COLUMNS
         sums = None if parts == 1 else torch.empty(parts, N, columns, dtype=torch.float32, device=x.device)

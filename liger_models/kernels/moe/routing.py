@@ -37,6 +37,7 @@ def route_reference(
 ) -> tuple[Tensor, Tensor]:
     """`route` in plain torch (differentiable; fp64 stays fp64)."""
     compute = torch.promote_types(logits.dtype, torch.float32)
+    # [N, X] probabilities; [N, K] weights and experts, the largest first.
     shares = logits.softmax(-1, dtype=compute)
     weights, experts = shares.topk(top_k, dim=-1)
     if given is not None:
@@ -103,6 +104,7 @@ def _route_kernel(
         weights = tl.where(picks[None, :] == k, tl.sum(tl.where(mine, e, 0.0), 1)[:, None], weights)
         experts = tl.where(picks[None, :] == k, pick[:, None], experts)
         keys = tl.where(mine, -2147483647, keys)
+    # One division at the end: the sum is over the chosen experts, or over all experts for a softmax.
     weights /= (tl.sum(weights, 1) if NORMALIZE else tl.sum(e, 1))[:, None]
     if ROUND:
         weights = weights.to(logits_ptr.dtype.element_ty).to(tl.float32)
@@ -133,6 +135,7 @@ def _route_backward_kernel(
     if NORMALIZE:
         e = tl.where(chosen > 0, e, 0.0)
     q = e / tl.sum(e, 1)[:, None]
+    # The backward of a softmax q, over the chosen experts or over all.
     d_logits = q * (d - tl.sum(q * d, 1)[:, None])
     inside = (rows < N)[:, None] & (lanes < X)[None, :]
     tl.store(d_logits_ptr + rows[:, None] * X + lanes[None, :], d_logits.to(d_logits_ptr.dtype.element_ty), mask=inside)

@@ -148,6 +148,7 @@ def _gated_norm_backward(
     dy, x, gate = _as_rows(dy, x, gate)
     N = x.shape[0] * x.shape[1]
     programs = min(triton.cdiv(N, constants["ROWS"]), num_programs(x, max(WARPS_PER_SM // constants["num_warps"], 1)))
+    # Bytes of a tile, of which shared memory holds one per pipeline stage.
     in_flight = constants["ROWS"] * constants["BLOCK"] * sum(tensor.element_size() for tensor in (dy, x, gate))
     stages = fitting_stages(x, STAGES, in_flight)
     partial = torch.empty(programs, x.shape[2], dtype=torch.float32, device=x.device)
