@@ -113,11 +113,11 @@ def register(
         )
     # The class decides which format is written, so it has one model type.
     for cls in (model_class, config_class):
-        taken = FORMATS[cls].model_type if cls in FORMATS else None
-        if taken not in (None, model_type):
+        registered = FORMATS[cls].model_type if cls in FORMATS else None
+        if registered not in (None, model_type):
             raise ValueError(
                 f"register: {model_class.__name__} and its config_class must be classes of their own, got "
-                f"{cls.__name__}, registered as {taken!r}. Derive a class from it; a derived config_class is a "
+                f"{cls.__name__}, registered as {registered!r}. Derive a class from it; a derived config_class is a "
                 "dataclass too."
             )
     _check_fields(config_class)

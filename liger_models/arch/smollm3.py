@@ -52,11 +52,11 @@ class SmolLM3Config(RMSNormDecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layer_types("SmolLM3Config", self.layer_types, self.num_hidden_layers)
-        given = self.num_hidden_layers if self.no_rope_layers is None else len(self.no_rope_layers)
-        if not given >= self.num_hidden_layers:
+        entries = self.num_hidden_layers if self.no_rope_layers is None else len(self.no_rope_layers)
+        if not entries >= self.num_hidden_layers:
             raise ValueError(
                 f"SmolLM3Config: no_rope_layers must hold num_hidden_layers ({self.num_hidden_layers}) entries, got "
-                f"{given}. Check config.json."
+                f"{entries}. Check config.json."
             )
 
     def rotates(self, layer: int) -> bool:

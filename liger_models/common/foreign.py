@@ -16,13 +16,13 @@ class Foreign(NamedTuple):
 
     Attributes:
         todo: advice for the user.
-        idle: values that request the default behavior of this package.
+        defaults: values that request the default behavior of this package.
         rename: name of the equivalent argument in this package.
         convert: function from transformers' value to the value of ``rename``; returns None for unsupported values.
     """
 
     todo: str
-    idle: tuple[object, ...] = ()
+    defaults: tuple[object, ...] = ()
     rename: str = ""
     convert: Callable[[Any], Any] = lambda value: value
 
@@ -126,20 +126,20 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
     Raises:
         TypeError: an argument or its value is not supported.
     """
-    taken = {name: value for name, value in given.items() if name in known}
+    accepted = {name: value for name, value in given.items() if name in known}
     for name, value in given.items():
         if name in known:
             continue
         # An argument of transformers: dropped if it asks for the default, renamed if it has an equivalent.
         foreign = FOREIGN.get(name)
         if foreign is not None:
-            if value is None or (isinstance(value, str | int | float) and value in foreign.idle):
+            if value is None or (isinstance(value, str | int | float) and value in foreign.defaults):
                 continue
             converted = foreign.convert(value) if foreign.rename in known else None
             if converted is not None:
-                if foreign.rename in taken:
+                if foreign.rename in accepted:
                     raise TypeError(f"{function}: {name} and {foreign.rename} are the same, got both. Pass one.")
-                taken[foreign.rename] = converted
+                accepted[foreign.rename] = converted
                 continue
         # Anything else is an error, with advice for arguments of transformers and a guess for misspelled ones.
         near = difflib.get_close_matches(name, known, n=1)
@@ -148,7 +148,7 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
         raise TypeError(
             f"{function}: got an unexpected keyword argument {name!r}{got}. {todo if foreign is None else foreign.todo}"
         )
-    return taken
+    return accepted
 
 
 def foreign_arguments(name: str) -> Callable[[Function], Function]:

@@ -178,8 +178,8 @@ def _type_name(hint: Any) -> str:
     """The schema type for an annotation."""
     if get_origin(hint) not in (types.UnionType, Union):
         return TYPES[hint]
-    (kind,) = (option for option in get_args(hint) if option is not type(None))
-    return f"{TYPES[kind]}?"
+    (option_type,) = (option for option in get_args(hint) if option is not type(None))
+    return f"{TYPES[option_type]}?"
 
 
 def _join(
@@ -193,11 +193,11 @@ def _join(
     return head + joined
 
 
-def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _picker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """A function that picks the values at the given places of a sequence."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple(values[place] for place in places)
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: tuple(values[index] for index in indices)
 
 
 class Op(Generic[Inputs, Outputs]):
@@ -319,7 +319,7 @@ def register_autograd(
     function: Any = type(f"_{name}", (torch.autograd.Function,), members)
 
     def differentiable(*inputs: Any) -> Any:
-        needed = torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
+        needed = torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
         return function.apply(*inputs) if needed else run(*inputs)
 
     library.impl(name, differentiable, "Autograd")

@@ -51,7 +51,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
     if world_size() > 1:
         errors: list[Exception | None] = [None] * world_size()
         dist.all_gather_object(errors, _picklable(error), group)
-        error = next((each for each in errors if each is not None), None)
+        error = next((rank_error for rank_error in errors if rank_error is not None), None)
     if error is not None:
         raise error
 
@@ -112,12 +112,12 @@ def wait_for_ranks(name: str) -> None:
     # Each rank leaves a key in the store. Unlike a barrier, this shows which ranks are missing.
     store: Any = dist.distributed_c10d._get_default_store()
     _calls[name] += 1
-    keys = [f"liger_models {name} {_calls[name]} rank {each}" for each in range(world_size())]
+    keys = [f"liger_models {name} {_calls[name]} rank {index}" for index in range(world_size())]
     store.set(keys[rank()], b"")
     try:
         store.wait(keys, PATIENCE)
     except dist.DistStoreError:
-        absent = [each for each, key in enumerate(keys) if not store.check([key])]
+        absent = [index for index, key in enumerate(keys) if not store.check([key])]
         message = f"{name}: every rank must make this call, got none from rank {', '.join(map(str, absent))}"
         warnings.warn(f"{message} in {PATIENCE.total_seconds():g} s. Still waiting.", stacklevel=3)
         try:

@@ -152,11 +152,11 @@ class BatchLayout:
                     f"forward: attention_mask must be [{B}, {past + T}] (cached and new tokens), got "
                     f"{list(attention_mask.shape)}."
                 )
-            kind = attention_mask.dtype
-            if kind.is_floating_point or kind.is_complex:
+            mask_dtype = attention_mask.dtype
+            if mask_dtype.is_floating_point or mask_dtype.is_complex:
                 raise ValueError(
-                    f"forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got {kind}. "
-                    "Pass mask.bool(); of a mask that is added to scores (0 and -inf), pass mask == 0."
+                    "forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got "
+                    f"{mask_dtype}. Pass mask.bool(); of a mask that is added to scores (0 and -inf), pass mask == 0."
                 )
             # Reading the mask synchronizes once, which costs far less than attention with a needless mask. Single
             # tokens and compiled graphs skip the check.
@@ -291,10 +291,10 @@ def mark_padding(attention_mask: Tensor, device: torch.device) -> Tensor:
 
 def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The document number of each token and its position in the document, both [B, T] int64."""
-    kind = cu_seqlens.dtype
-    integers = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+    dtype = cu_seqlens.dtype
+    integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not integers:
-        raise ValueError(f"forward: cu_seqlens must hold n + 1 >= 2 integers, got {list(cu_seqlens.shape)} {kind}.")
+        raise ValueError(f"forward: cu_seqlens must hold n + 1 >= 2 integers, got {list(cu_seqlens.shape)} {dtype}.")
     check_values(
         (cu_seqlens[0] == 0) & (cu_seqlens.diff() >= 0).all(),
         "forward: cu_seqlens must start with 0 and not fall, got other bounds. Pass the start of each packed document "

@@ -193,12 +193,12 @@ class FrozenParameters(nn.Module):
             # Rearranged as the parameters are, so that this rank's slice is contiguous.
             tensors, *_ = self.format.slices(tensors, weight.shape, list(weight.layout), *self.sharded)
         for name, parameter in parameters.items():
-            own, part = local(parameter), _bytes_of(tensors[name])
+            target, part = local(parameter), _bytes_of(tensors[name])
             # Tensors that all experts share have no experts in their first dimension.
             begin = 0 if name in self.format.shared else first
             for dim, start in enumerate(offset_of(parameter)):
-                part = part.narrow(dim, start - begin if dim == 0 else start, own.shape[dim])
-            own.copy_(part)
+                part = part.narrow(dim, start - begin if dim == 0 else start, target.shape[dim])
+            target.copy_(part)
 
     def _numbers(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
         """The numbers [n, K] of this rank's rows of the codes, which are contiguous numbers or slices of rows."""

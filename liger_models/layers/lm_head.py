@@ -71,10 +71,10 @@ class LabeledRows:
         """Return x [..., C] and targets [...], or n rows of both (a multiple of 256) with all labeled rows."""
         if self.copied is not None:
             self.copied.synchronize()
-        wanted = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
-        if wanted >= len(self.ignored):
+        count = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
+        if count >= len(self.ignored):
             return x, self.target
-        rows = self.ignored.to(torch.uint8).argsort(stable=True)[:wanted]  # labeled rows come first
+        rows = self.ignored.to(torch.uint8).argsort(stable=True)[:count]  # labeled rows come first
         return _Rows.apply(x.flatten(0, -2), rows), self.target.flatten()[rows]  # type: ignore[no-untyped-call]
 
 

@@ -62,7 +62,7 @@ class Segments:
         ends = torch.stack([counts, torch.zeros_like(counts).index_add(0, which, torch.ones_like(which))]).cumsum(1)
         bounds = torch.nn.functional.pad(ends, (1, 0))
         lengths = bounds.diff().tolist()
-        queries, keys = (cls(bound.int(), max(each), each) for bound, each in zip(bounds, lengths, strict=True))
+        queries, keys = (cls(bound.int(), max(sizes), sizes) for bound, sizes in zip(bounds, lengths, strict=True))
         keys = replace(keys, at=alike[which, 0] * len(part) + key)
         return replace(queries, at=number.argsort(stable=True), keys=keys, recurring=recurring)
 

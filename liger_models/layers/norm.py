@@ -270,13 +270,13 @@ def is_plain(*modules: nn.Module) -> bool:
     not sharded by `apply_tp`, and for modules with hooks or a replaced forward.
     """
     for module in modules:  # a loop, since every layer asks in every step
-        kind = type(module)
-        if kind not in PLAIN_MODULES or is_hooked(module):
+        module_class = type(module)
+        if module_class not in PLAIN_MODULES or is_hooked(module):
             return False
         weight = module.weight
-        if type(weight) not in PLAIN_WEIGHTS and (kind is nn.Linear or not is_sharded(weight)):
+        if type(weight) not in PLAIN_WEIGHTS and (module_class is nn.Linear or not is_sharded(weight)):
             return False
-        if kind is ReplicatedLinear and module.group is not None:
+        if module_class is ReplicatedLinear and module.group is not None:
             return False
     return True
 

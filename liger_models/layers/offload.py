@@ -56,8 +56,8 @@ class Inbound:
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event:
         """Start copying each pair's second tensor to the first, both [N] uint8; return the completion event."""
-        for place, host in pairs:
-            for part, piece in zip(place.split(SLICE), host.split(SLICE), strict=True):
+        for target, host in pairs:
+            for part, piece in zip(target.split(SLICE), host.split(SLICE), strict=True):
                 stream = self.streams[0]
                 if self._last is not None:
                     stream.wait_event(self._last)

@@ -37,7 +37,7 @@ class Patches(NamedTuple):
 
     def take(self, order: Tensor, unit: int) -> "Patches":
         """Reorder the patches in groups of ``unit``; ``order`` [N / unit] int64 indexes the groups."""
-        return Patches(*(place.unflatten(0, (-1, unit))[order].flatten() for place in self))
+        return Patches(*(column.unflatten(0, (-1, unit))[order].flatten() for column in self))
 
 
 def locate_patches(grid_thw: Tensor, count: int, merge: int) -> Patches:
@@ -117,11 +117,11 @@ def mrope_positions(
     offset = kinds.new_zeros(3, B, T)
 
     # How far each token moves the positions on, and where it is within its image.
-    for kind, grid in enumerate(grids, start=1):
+    for medium, grid in enumerate(grids, start=1):
         if grid is None or len(grid) == 0:
             continue
         grid = grid.to(kinds.device)
-        here = kinds == kind
+        here = kinds == medium
         tokens = (grid[:, 0], grid[:, 1] // merge, grid[:, 2] // merge)
         size = tokens[0] * tokens[1] * tokens[2]
         # The image of each token, and its frame, row and column there.
@@ -131,11 +131,11 @@ def mrope_positions(
         row, column = _divide(cell, width)
         # Only the last token of an image, or of a video, moves the positions on.
         last = cell == height * width - 1
-        if kind == 2 and frames_apart:
+        if medium == 2 and frames_apart:
             frame = torch.zeros_like(frame)
         else:
             last = last & (index == size[item] - 1)
-            if kind == 2 and interval is not None:
+            if medium == 2 and interval is not None:
                 frame = (frame.float() * interval.to(kinds.device)[item]).long()
         step = torch.where(here, torch.where(last, torch.maximum(height, width), 0), step)
         offset = torch.where(here, torch.stack([frame, row, column]), offset)

@@ -18,8 +18,8 @@ def is_hooked(module: nn.Module) -> bool:
 
     Hooks with ``only_checks`` set to True don't count, since they can only raise errors.
     """
-    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    hooks = (hook for kind in kinds for hook in kind.values())
+    registries = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    hooks = (hook for registry in registries for hook in registry.values())
     return "forward" in vars(module) or not all(getattr(hook, "only_checks", False) for hook in hooks)
 
 

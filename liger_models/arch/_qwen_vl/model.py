@@ -225,18 +225,18 @@ class MRopeModel(VisionLanguageModel):
             ("video", videos, self.config.video_token_id, "pixel_values_videos", "video_grid_thw"),
         )
         counts = []
-        for kind, pair, token, _, _ in media:
+        for medium, pair, token, _, _ in media:
             # Numbers of all checks, [] each; they go to the host together.
             here = input_ids == token  # [B, T]
             thw = input_ids.new_zeros(0, 3) if pair is None else pair[1].to(input_ids)
             frame = thw[:, 1:].prod(1) // side**2  # placeholders of a frame
             size = frame * thw[:, 0]
             uneven = (thw < 1).sum() + (thw[:, 1:] % side).sum()
-            together = frame if kind == "video" and self.frames_apart else size
+            together = frame if medium == "video" and self.frames_apart else size
             counts += [here.sum(), thw.prod(1).sum(), uneven, count_torn(here, size, together, cu_seqlens)]
 
         numbers = torch.stack(counts).view(2, 4).tolist()
-        for (kind, pair, _, pixels, grid), (tokens, expected, uneven, torn) in zip(media, numbers, strict=True):
+        for (medium, pair, _, pixels, grid), (tokens, expected, uneven, torn) in zip(media, numbers, strict=True):
             # The errors, with the numbers on the host.
             rows = 0 if pair is None else pair[0].shape[0]
             if pair is not None and pair[0].shape[1] != width:
@@ -248,7 +248,7 @@ class MRopeModel(VisionLanguageModel):
                 )
             if tokens != 0 and pair is None:
                 raise ValueError(
-                    f"forward: {tokens} {kind} placeholders in input_ids must have {pixels}, got none. Pass what the "
+                    f"forward: {tokens} {medium} placeholders in input_ids must have {pixels}, got none. Pass what the "
                     "processor returns."
                 )
             if rows != expected:
@@ -257,12 +257,12 @@ class MRopeModel(VisionLanguageModel):
                 )
             if tokens * side**2 != rows:
                 raise ValueError(
-                    f"forward: input_ids must have one {kind} placeholder for each of the {rows // side**2} {kind} "
+                    f"forward: input_ids must have one {medium} placeholder for each of the {rows // side**2} {medium} "
                     f"tokens, got {tokens}. Expand them as the processor does; was the text truncated?"
                 )
             if torn != 0:
                 raise ValueError(
-                    f"forward: the placeholders of each {kind} must be contiguous in input_ids and in one document, "
+                    f"forward: the placeholders of each {medium} must be contiguous in input_ids and in one document, "
                     f"got {torn} apart from the one before. Are {pixels} and {grid} in the order of the text?"
                 )
 
@@ -373,21 +373,21 @@ class MRopeModel(VisionLanguageModel):
         """`VisionLanguageModel.repeat_prompts`, where images and videos are in the order of the text."""
         of_rows = {name: x for name, x in inputs.items() if name == "mm_token_type_ids"}
         repeated = inputs | super().repeat_prompts(input_ids, of_rows, times)
-        for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-            grid = inputs.get(f"{kind}_grid_thw")
+        for medium, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            grid = inputs.get(f"{medium}_grid_thw")
             if not isinstance(grid, Tensor) or not len(grid):
                 continue
             # How many images or videos belong to each prompt: those whose tokens end within its placeholders.
             patches = grid.prod(1).tolist()
-            wanted = (input_ids == getattr(self.config, f"{kind}_token_id")).sum(1)
-            ends = grid.prod(1).cumsum(0).to(wanted.device) // self.config.vision_config.spatial_merge_size**2
-            before = torch.searchsorted(ends, wanted.cumsum(0), right=True).tolist()
+            tokens = (input_ids == getattr(self.config, f"{medium}_token_id")).sum(1)
+            ends = grid.prod(1).cumsum(0).to(tokens.device) // self.config.vision_config.spatial_merge_size**2
+            before = torch.searchsorted(ends, tokens.cumsum(0), right=True).tolist()
             chosen = repeated_items([n - m for n, m in zip(before, [0, *before], strict=False)], times)
             parts = inputs[pixels].split(patches)
             repeated[pixels] = torch.cat([parts[i] for i in chosen])
-            repeated[f"{kind}_grid_thw"] = grid[chosen]
+            repeated[f"{medium}_grid_thw"] = grid[chosen]
             seconds = inputs.get("second_per_grid_ts")
-            if kind == "video" and seconds is not None:
+            if medium == "video" and seconds is not None:
                 repeated["second_per_grid_ts"] = torch.as_tensor(seconds)[chosen]
         return repeated
 

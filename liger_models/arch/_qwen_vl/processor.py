@@ -60,13 +60,13 @@ def smart_resize(
         raise ValueError(
             f"smart_resize: an image must be at most {MOST_ELONGATED} times as long as wide, got {height} x {width}."
         )
-    given, rounded = frames
+    exact, rounded = frames
     high, wide = round(height / factor) * factor, round(width / factor) * factor
     if rounded * high * wide > max_pixels:
-        shrink = math.sqrt(given * height * width / max_pixels)
+        shrink = math.sqrt(exact * height * width / max_pixels)
         return tuple(max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))  # type: ignore[return-value]
     if rounded * high * wide < min_pixels:
-        grow = math.sqrt(min_pixels / (given * height * width))
+        grow = math.sqrt(min_pixels / (exact * height * width))
         return tuple(math.ceil(side * grow / factor) * factor for side in (height, width))  # type: ignore[return-value]
     return high, wide
 
@@ -383,22 +383,22 @@ class QwenVLProcessor(Processor):
                     f"QwenVLProcessor: a video must be a list of images, its frames, got {type(frames).__name__}. "
                     "Decode video files first."
                 )
-        found = sum(text.count(self.video_token) for text in texts)
-        if found != len(videos):
+        count = sum(text.count(self.video_token) for text in texts)
+        if count != len(videos):
             raise ValueError(
                 f"QwenVLProcessor: the texts must have one {self.video_token} for each of the {len(videos)} videos, "
-                f"got {found}."
+                f"got {count}."
             )
         # Bounds for each image.
         listed = one_list("QwenVLProcessor", self.image_token, texts, images)
         bounds = [
-            [given] * len(listed) if given is None or isinstance(given, int) else list(given)
-            for given in (min_pixels, max_pixels)
+            [bound] * len(listed) if bound is None or isinstance(bound, int) else list(bound)
+            for bound in (min_pixels, max_pixels)
         ]
-        if not all(len(given) == len(listed) for given in bounds):
+        if not all(len(bound) == len(listed) for bound in bounds):
             raise ValueError(
                 f"QwenVLProcessor: min_pixels and max_pixels must be one number, or one for each of the {len(listed)} "
-                f"images, got {' and '.join(str(len(given)) for given in bounds)}."
+                f"images, got {' and '.join(str(len(bound)) for bound in bounds)}."
             )
         # The patches of all images and videos.
         pictures: list[Image] = each_once(read_image, listed)
@@ -416,7 +416,7 @@ class QwenVLProcessor(Processor):
         }
         # Each placeholder in the texts becomes the tokens of the next image or video of its kind.
         edits = [
-            [Edit(*found.span(), next(of_kind[str(found.lastgroup)])) for found in self.placeholder.finditer(text)]
+            [Edit(*match.span(), next(of_kind[str(match.lastgroup)])) for match in self.placeholder.finditer(text)]
             for text in texts
         ]
         return self.encode(texts, edits, **cast(Any, options)) | out
@@ -460,14 +460,14 @@ class QwenVLProcessor(Processor):
         ``bounds`` has ``min_pixels`` and ``max_pixels`` for each image, if images have their own bounds.
         """
         out: dict[str, Tensor] = {}
-        of_image: Callable[..., Any] = lambda image, *own: self.images([image], *own)
-        for kind, names, made in (
+        of_image: Callable[..., Any] = lambda image, *image_bounds: self.images([image], *image_bounds)
+        for kind, names, pairs in (
             ("image", "pixel_values", each_once(of_image, images, *bounds)),
             ("video", "pixel_values_videos", [self.videos(frames) for frames in videos]),
         ):
-            if made:
-                out[names] = torch.cat([patches for patches, _ in made])
-                out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in made])
+            if pairs:
+                out[names] = torch.cat([patches for patches, _ in pairs])
+                out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in pairs])
         if videos and self.times:
             out["second_per_grid_ts"] = self.videos.frames / torch.tensor(fps, dtype=torch.float64)
         return out
@@ -494,7 +494,7 @@ class QwenVLProcessor(Processor):
     def changed_settings(self) -> dict[str, dict[str, Any]]:
         """The bounds of images and videos, if any of them was changed."""
         parts = {"image_processor": self.images, "video_processor": self.videos}
-        return {part: each.bounds() for part, each in parts.items()} if any(map(_changed, parts.values())) else {}
+        return {part: images.bounds() for part, images in parts.items()} if any(map(_changed, parts.values())) else {}
 
 
 def _changed(images: QwenVLImages) -> bool:

@@ -220,8 +220,8 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
             images = None if pixel_values is None else len(pixel_values)
             sizes = input_ids.new_full((images or 0,), per_image)
             # One wait for the device for both numbers.
-            found, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes, cu_seqlens)]).tolist()
-            check_placeholders(found, (images or 0) * per_image, torn, images, f"{per_image} ")
+            tokens, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes, cu_seqlens)]).tolist()
+            check_placeholders(tokens, (images or 0) * per_image, torn, images, f"{per_image} ")
 
         # Image tokens take the places of the placeholders, whose id the embedding may lack.
         outside = self.config.image_token_index >= self.config.vocab_size
@@ -274,8 +274,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `from_json`, which moves the language model's keys back into ``text_config``."""
-    own = {key: value for key, value in keys.items() if key not in TOP}
-    return {key: keys[key] for key in TOP if key in keys} | {"text_config": text.to_json(own)}
+    text_keys = {key: value for key, value in keys.items() if key not in TOP}
+    return {key: keys[key] for key in TOP if key in keys} | {"text_config": text.to_json(text_keys)}
 
 
 def weight_map(config: Gemma3Config) -> WeightMap:

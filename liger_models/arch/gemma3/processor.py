@@ -106,7 +106,7 @@ class Gemma3Images:
         """The image followed by its crops: [1 + crops, 3, image_size, image_size] fp32."""
         image = read_image(source)
         pieces = [image.crop(box) for box in self.crops(image.size)]
-        return self.normalize(torch.stack([to_tensor(each, self.size, BILINEAR) for each in (image, *pieces)]))
+        return self.normalize(torch.stack([to_tensor(picture, self.size, BILINEAR) for picture in (image, *pieces)]))
 
 
 class Gemma3Processor(Processor):
@@ -169,8 +169,8 @@ class Gemma3Processor(Processor):
         # Pixels first: the number of an image's crops decides how many tokens its placeholder becomes.
         texts = self.texts(texts, options)
         pixels = each_once(self.images, one_list("Gemma3Processor", self.begin, texts, images))
-        written = iter([self._written(len(each) - 1) for each in pixels])
-        edits = [[Edit(*found.span(), next(written)) for found in self.placeholder.finditer(text)] for text in texts]
+        written = iter([self._written(len(tiles) - 1) for tiles in pixels])
+        edits = [[Edit(*match.span(), next(written)) for match in self.placeholder.finditer(text)] for text in texts]
         out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
         return out | ({"pixel_values": torch.cat(pixels)} if pixels else {})
 

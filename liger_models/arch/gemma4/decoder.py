@@ -179,8 +179,8 @@ class Gemma4Decoder(CausalLM):
         direction = direction.to(table.device)
         values, order = torch.cat([(part * scale).double() @ direction for part in table.split(4096)]).sort()
         # Sums of another order may differ in the last bits, so the search starts a little below.
-        wanted = rows.double() @ direction
-        near = torch.searchsorted(values, wanted - 1e-9 * wanted.abs()).clamp_max(len(values) - 1)
+        targets = rows.double() @ direction
+        near = torch.searchsorted(values, targets - 1e-9 * targets.abs()).clamp_max(len(values) - 1)
         ids = order[near]
         if not torch.equal(table[ids] * scale, rows.to(table.dtype)):
             raise ValueError(

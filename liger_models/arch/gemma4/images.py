@@ -86,10 +86,10 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
             ValueError: the number of placeholders does not match the number of image tokens, or there is audio or a
                 video; otherwise as in `Decoder.forward`.
         """
-        for name, kind in REFUSED.items():
+        for name, medium in REFUSED.items():
             if options.pop(name, None) is not None:
                 raise ValueError(
-                    f"forward: {name} must be left out, got some. The model takes texts and images, and no {kind}."
+                    f"forward: {name} must be left out, got some. The model takes texts and images, and no {medium}."
                 )
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
         if input_ids is None or inputs_embeds is not None:
@@ -181,7 +181,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         # One wait for the device for all numbers.
         other = self._refused(input_ids).sum()
         torn = count_torn(here, tokens, tokens, cu_seqlens)
-        found, expected, others, wrong_ones, apart = torch.stack(
+        tokens_in_text, expected, others, wrong_ones, apart = torch.stack(
             [here.sum(), tokens.sum(), other, wrong, torn]
         ).tolist()
         # The errors, with the numbers on the host.
@@ -196,7 +196,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
                 f"{vision.position_embedding_size}, of images whose rows and columns are multiples of {vision.pooled}, "
                 "and then -1 for padding, got others. Pass what the processor returns."
             )
-        check_placeholders(found, expected, apart, None if images is None else len(tokens))
+        check_placeholders(tokens_in_text, expected, apart, None if images is None else len(tokens))
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
         """`VisionLanguageModel.repeat_prompts`, where images are in the order of the text."""
@@ -207,8 +207,8 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         if isinstance(positions, Tensor) and len(positions):
             # How many images belong to each prompt: those whose tokens end within its placeholders.
             sizes = (positions >= 0).all(-1).sum(1) // self.config.vision_config.pooled**2
-            wanted = (input_ids == self.config.image_token_id).sum(1).cumsum(0)
-            before = torch.searchsorted(sizes.to(wanted.device).cumsum(0), wanted, right=True).tolist()
+            token_ends = (input_ids == self.config.image_token_id).sum(1).cumsum(0)
+            before = torch.searchsorted(sizes.to(token_ends.device).cumsum(0), token_ends, right=True).tolist()
             chosen = repeated_items([n - m for n, m in zip(before, [0, *before], strict=False)], times)
             repeated |= {name: inputs[name][chosen] for name in images}
         return repeated
@@ -249,6 +249,6 @@ def to_json(
     keys: Mapping[str, Any], vision: Mapping[str, Any], text_to_json: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
     """The inverse of `from_json`, which moves the language model's keys back into ``text_config``."""
-    own = {key: value for key, value in keys.items() if key not in TOP}
+    text_keys = {key: value for key, value in keys.items() if key not in TOP}
     top = {key: keys[key] for key in TOP if key in keys} | {"vision_config": dict(vision)}
-    return top | {"text_config": text_to_json(own)}
+    return top | {"text_config": text_to_json(text_keys)}

@@ -52,11 +52,11 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     vision = dict(hf.get("vision_config") or {})
     rope = dict(vision.pop("rope_parameters", None) or {})
-    kind = rope.pop("rope_type", "axial")
-    if kind not in ("axial", "default") or rope.keys() - {"rope_theta"}:
+    rope_type = rope.pop("rope_type", "axial")
+    if rope_type not in ("axial", "default") or rope.keys() - {"rope_theta"}:
         raise ValueError(
             "config.json: vision_config.rope_parameters must be of type 'axial' or 'default' with a rope_theta, got "
-            f"{kind!r} with {', '.join(rope)}. The architecture supports nothing else."
+            f"{rope_type!r} with {', '.join(rope)}. The architecture supports nothing else."
         )
     return images.from_json(Gemma4Config, hf, vision | rope)
 
@@ -74,7 +74,7 @@ def weight_map(config: Gemma4Config) -> WeightMap:
     vision, tower = config.vision_config, "model.vision_tower"
     block, ours = f"{tower}.encoder.layers.{{b}}", "visual.blocks.{b}"
     linears = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
-    norms = [f"{place}_layernorm" for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
+    norms = [f"{position}_layernorm" for position in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
     # The tower: embeddings, norms, linear layers and the projection.
     also: dict[str, Expression | str] = {
         "visual.patch_embed.weight": f"{tower}.patch_embedder.input_proj.weight",

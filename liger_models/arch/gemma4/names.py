@@ -56,15 +56,15 @@ def _of_full_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
     if "per_layer_config" not in hf:
         return {}
     # All layers without a window must agree, because the config has one size for them.
-    own: list[dict[str, Any]] = [dict(each) for each in hf["per_layer_config"].values()]
+    layers: list[dict[str, Any]] = [dict(layer) for layer in hf["per_layer_config"].values()]
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    if any(each != own[0] for each in own) or any(each.keys() - names.keys() for each in own):
+    if any(layer != layers[0] for layer in layers) or any(layer.keys() - names.keys() for layer in layers):
         raise ValueError(
             "config.json: per_layer_config must give head_dim and num_key_value_heads of all layers without a window "
             f"alike, got {hf['per_layer_config']}. The architecture supports nothing else."
         )
-    found = {names[key]: value for each in own[:1] for key, value in each.items()}
-    return {"global_head_dim": hf.get("head_dim", 256)} | found
+    sizes = {names[key]: value for layer in layers[:1] for key, value in layer.items()}
+    return {"global_head_dim": hf.get("head_dim", 256)} | sizes
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,9 +72,9 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     # The three fields of the frequencies become one entry per type of layer.
     out = {key: value for key, value in keys.items() if key not in ("rope_scaling", "hidden_act")}
     full, share, sliding = (out.pop(k) for k in ("rope_theta", "partial_rotary_factor", "rope_local_base_freq"))
-    kind = {"rope_type": "proportional", "partial_rotary_factor": share} if share < 1 else {"rope_type": "default"}
+    full_rope = {"rope_type": "proportional", "partial_rotary_factor": share} if share < 1 else {"rope_type": "default"}
     rope = {
-        "full_attention": {**kind, "rope_theta": full},
+        "full_attention": {**full_rope, "rope_theta": full},
         "sliding_attention": {"rope_type": "default", "rope_theta": sliding},
     }
     return out | {"hidden_activation": keys["hidden_act"], "rope_parameters": rope}
@@ -119,7 +119,7 @@ def text_map(
     ]  # fmt: skip
     # Experts beside the MLP, with further norms.
     if config.enable_moe_block:
-        norms += [f"{place}_feedforward_layernorm_{n}" for place, n in (("pre", 2), ("post", 1), ("post", 2))]
+        norms += [f"{position}_feedforward_layernorm_{n}" for position, n in (("pre", 2), ("post", 1), ("post", 2))]
         gate_up, down = fused_expert_rows(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj")
         entries |= {
             "layers.{i}.moe.gate.proj.weight": f"{block}.router.proj.weight",

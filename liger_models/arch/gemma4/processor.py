@@ -153,18 +153,18 @@ class Gemma4Processor(Processor):
                 "Gemma4Processor: audio and videos must be left out, got some. The model takes texts and images."
             )
         texts = self.texts(texts, options)
-        made = each_once(self.images, one_list("Gemma4Processor", self.image, texts, images))
+        pairs = each_once(self.images, one_list("Gemma4Processor", self.image, texts, images))
         # Each placeholder becomes as many tokens as its image has, between a begin and an end.
-        patches = [int((positions >= 0).all(-1).sum()) for _, positions in made]
+        patches = [int((positions >= 0).all(-1).sum()) for _, positions in pairs]
         written = iter([self._written(count // self.images.pool**2) for count in patches])
-        edits = [[Edit(*found.span(), next(written)) for found in self.placeholder.finditer(text)] for text in texts]
+        edits = [[Edit(*match.span(), next(written)) for match in self.placeholder.finditer(text)] for text in texts]
         out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
-        return out | self._stacked(made)
+        return out | self._stacked(pairs)
 
     @staticmethod
-    def _stacked(made: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    def _stacked(pairs: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
         names = ("pixel_values", "image_position_ids")
-        return {name: torch.stack(column) for name, column in zip(names, zip(*made, strict=True), strict=bool(made))}
+        return {name: torch.stack(column) for name, column in zip(names, zip(*pairs, strict=True), strict=bool(pairs))}
 
     @property
     def placeholders(self) -> dict[str, str]:

@@ -255,20 +255,22 @@ class Gemma4Tower(nn.Module):
         Returns:
             [n · P / patches per token, C], the tokens of all images in order, followed by the tokens of padding.
         """
-        (n, P), valid, place = pixels.shape[:2], (positions >= 0).all(-1), positions.clamp_min(0)
+        (n, P), valid, coordinates = pixels.shape[:2], (positions >= 0).all(-1), positions.clamp_min(0)
         # Embedded patches [1, n · P, C] with the learned positions of their column and row; padding has none.
         table = local(self.pos_embed.weight)
-        placed = F.embedding(place[..., 0], table) + F.embedding(place[..., 1] + self.positions, table)
+        placed = F.embedding(coordinates[..., 0], table) + F.embedding(coordinates[..., 1] + self.positions, table)
         embedded = self.patch_embed((2 * (pixels - 0.5)).to(dtype_of(self.patch_embed)))
         x, residual = None, (embedded + placed * valid[..., None]).flatten(0, 1)[None]
         segments = 2 * torch.arange(n, device=valid.device)[:, None] + ~valid  # images, each followed by its padding
-        layout = BatchLayout.bidirectional(place.flatten(0, 1).T[:, None], {"default": self.rotary}, segments.flatten())
+        layout = BatchLayout.bidirectional(
+            coordinates.flatten(0, 1).T[:, None], {"default": self.rotary}, segments.flatten()
+        )
         # Patches attend to the patches of their image.
         for block in self.blocks:
             x, residual = block(x, residual, layout)
         seen = add_norm(None, x, residual)[0].view(n, P, -1)
         # Image tokens [n, tokens, C], pooled, standardized in some models, normed and projected.
-        tokens = self._pooled(seen, place, valid)
+        tokens = self._pooled(seen, coordinates, valid)
         if self.standard is not None:
             tokens = self.standard(tokens)
         projected: Tensor = self.projection(self.soft_emb_norm(tokens.to(seen.dtype)))
@@ -277,14 +279,14 @@ class Gemma4Tower(nn.Module):
         padding = torch.arange(projected.shape[1], device=count.device) >= count
         return projected.flatten(0, 1)[padding.flatten().int().argsort(stable=True)]
 
-    def _pooled(self, seen: Tensor, place: Tensor, valid: Tensor) -> Tensor:
+    def _pooled(self, seen: Tensor, coordinates: Tensor, valid: Tensor) -> Tensor:
         """Means over squares of patches times sqrt(C), in fp32, because they may exceed the range of fp16."""
-        (column, row), tokens = place.unbind(-1), place.shape[1] // self.pool**2
+        (column, row), tokens = coordinates.unbind(-1), coordinates.shape[1] // self.pool**2
         # Which square each patch belongs to, as a matrix [n, tokens, P], so that pooling is one product.
         # Number of squares in a row of the image, [n, 1]; padding has column 0.
         across = column.amax(1, keepdim=True) // self.pool + 1
         square = column // self.pool + across * (row // self.pool)
-        inside = (square[..., None] == torch.arange(tokens, device=place.device)) & valid[..., None]
+        inside = (square[..., None] == torch.arange(tokens, device=coordinates.device)) & valid[..., None]
         compute = torch.promote_types(seen.dtype, torch.float32)
         with torch.autocast(seen.device.type, enabled=False):
             total = inside.to(compute).transpose(1, 2) @ seen.to(compute)

@@ -109,10 +109,10 @@ class PatchEmbedder(nn.Module):
         valid = (positions >= 0).all(-1)
         # Patches of all images first, padding last: [n · P, values of a patch].
         order = (~valid).flatten().int().argsort(stable=True)
-        patches, place = pixels.flatten(0, 1)[order], positions.flatten(0, 1)[order].clamp_min(0)
+        patches, coordinates = pixels.flatten(0, 1)[order], positions.flatten(0, 1)[order].clamp_min(0)
         # Rows 2i and 2i + 1 of the table are column i and row i.
         table = local(self.pos_embed.weight)
-        placed = F.embedding(2 * place[:, 0], table) + F.embedding(2 * place[:, 1] + 1, table)
+        placed = F.embedding(2 * coordinates[:, 0], table) + F.embedding(2 * coordinates[:, 1] + 1, table)
         # Three norms: of the pixels, of the embedding, and of the sum with the position.
         embedded = self.embed_norm(self.patch_embed(self.patch_norm(patches.to(self.patch_embed.weight.dtype))))
         normed = self.pos_norm(embedded + placed)
@@ -143,11 +143,11 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     vision = {"patch_size": 16, "pooling_kernel_size": 3, **(hf.get("vision_config") or {})}
     side = vision["patch_size"] * vision["pooling_kernel_size"]
-    given = vision.pop("model_patch_size", side)
-    if given != side:
+    stated = vision.pop("model_patch_size", side)
+    if stated != side:
         raise ValueError(
             f"config.json: vision_config.model_patch_size must be patch_size · pooling_kernel_size, {side}, got "
-            f"{given}."
+            f"{stated}."
         )
     return images.from_json(Gemma4UnifiedConfig, hf, vision)
 

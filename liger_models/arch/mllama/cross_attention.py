@@ -109,12 +109,18 @@ def tiles_seen(here: Tensor, images: Tensor, tiles: Tensor, cu_seqlens: Tensor |
     # The number of images up to each token, and the placeholder of each image.
     count = here.cumsum(1)
     order = images.cumsum(1)
-    place = torch.searchsorted(count, order).clamp(max=T - 1)  # [B, M], index of each image's placeholder
-    seen = (run[:, :, None] == run.gather(1, place)[:, None]) & (count[:, :, None] >= order[:, None]) & images[:, None]
-    own = images[:, None]
+    placeholder = torch.searchsorted(count, order).clamp(max=T - 1)  # [B, M], index of each image's placeholder
+    seen = (
+        (run[:, :, None] == run.gather(1, placeholder)[:, None])
+        & (count[:, :, None] >= order[:, None])
+        & images[:, None]
+    )
+    in_document = images[:, None]
     if cu_seqlens is not None:
-        own = own & (document[:, :, None] == document.gather(1, place)[:, None])
-    return (seen[..., None] & tiles[:, None]).flatten(2), own[..., None].expand(-1, -1, -1, tiles.shape[2]).flatten(2)
+        in_document = in_document & (document[:, :, None] == document.gather(1, placeholder)[:, None])
+    return (seen[..., None] & tiles[:, None]).flatten(2), in_document[..., None].expand(
+        -1, -1, -1, tiles.shape[2]
+    ).flatten(2)
 
 
 class LigerCrossAttention(Layer):
@@ -174,7 +180,7 @@ class LigerCrossAttention(Layer):
         check_heads("LigerCrossAttention", self.k_proj.out_features // self.head_dim, group)
         self.q_norm.group = self.k_norm.group = group
         self.q_proj = ColumnParallelLinear.of(self.q_proj, group)
-        self.k_proj, self.v_proj = (ColumnParallelLinear.of(each, None) for each in (self.k_proj, self.v_proj))
+        self.k_proj, self.v_proj = (ColumnParallelLinear.of(linear, None) for linear in (self.k_proj, self.v_proj))
         self.o_proj = RowParallelLinear.of(self.o_proj, group)
         return {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
 

@@ -484,7 +484,7 @@ class LigerMllama(VisionLanguageModel):
         tokens = features.new_zeros(*real.shape, *features.shape[1:])
         tokens = tokens.masked_scatter(real[..., None, None], features).flatten(1, 2)
         # Which tiles each token attends to: by the placeholders, or by the caller's mask, repeated for tokens after it.
-        seen, own = tiles_seen(here, real, used, cu_seqlens)
+        seen, in_document = tiles_seen(here, real, used, cu_seqlens)
         if mask is not None:
             T, size = here.shape[1], [len(here), min(here.shape[1], mask.shape[1]), *used.shape[1:]]
             if list(mask[:, :T].shape) != size:
@@ -492,15 +492,19 @@ class LigerMllama(VisionLanguageModel):
             mask = torch.cat([mask[:, :T], mask[:, -1:].expand(-1, max(T - mask.shape[1], 0), -1, -1)], 1)
             seen = (mask != 0).flatten(2).to(pixels.device)
         if cache is not None:
-            cache.extra[IMAGES_SEEN] = torch.stack([seen[:, -1], own[:, -1]], 1)
-        return ImageStates.build(tokens, seen, own, vision.tokens_per_tile, cache, self.groups)
+            cache.extra[IMAGES_SEEN] = torch.stack([seen[:, -1], in_document[:, -1]], 1)
+        return ImageStates.build(tokens, seen, in_document, vision.tokens_per_tile, cache, self.groups)
 
     def _cached(self, new: Tensor | None, cache: DecodeCache | None) -> ImageStates | None:
         """The states for new tokens [B, T, ...], with cached keys and values; None without images."""
         if cache is None or IMAGES_SEEN not in cache.extra or new is None:
             return None
-        seen, own = (each[:, None].expand(-1, new.shape[1], -1) for each in cache.extra[IMAGES_SEEN].unbind(1))
-        return ImageStates.build(None, seen, own, self.config.vision_config.tokens_per_tile, cache, ParallelGroups())
+        seen, in_document = (
+            tiles[:, None].expand(-1, new.shape[1], -1) for tiles in cache.extra[IMAGES_SEEN].unbind(1)
+        )
+        return ImageStates.build(
+            None, seen, in_document, self.config.vision_config.tokens_per_tile, cache, ParallelGroups()
+        )
 
     def _nothing(self, here: Tensor) -> ImageStates:
         """The states of a zero image that no token attends to; all ranks must gather the tower's weights together."""
@@ -518,10 +522,10 @@ class LigerMllama(VisionLanguageModel):
     def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
         """Return the number of images; raise ValueError unless placeholders match. Synchronizes once."""
         if pixels is None or ratios is None:
-            found = int(here.sum())
-            if found != 0:
+            count = int(here.sum())
+            if count != 0:
                 raise ValueError(
-                    f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
+                    f"forward: {count} image placeholders in input_ids must have pixel_values, got none. Pass what the "
                     "processor returns."
                 )
             return 0
@@ -580,7 +584,7 @@ def other_maps(config: MllamaConfig) -> list[WeightMap]:
 
 def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
     vision, visual, projector = config.vision_config, f"{prefix}vision_model", f"{prefix}multi_modal_projector"
-    C, taken = vision.hidden_size, len(vision.intermediate_layers_indices)
+    C, intermediate = vision.hidden_size, len(vision.intermediate_layers_indices)
     own, cross, kinds = f"{text}.layers.{{own}}", f"{text}.layers.{{cross}}", ("weight", "bias")
 
     # The tower, the blocks with self-attention, and those with cross-attention.
@@ -595,9 +599,9 @@ def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
         "visual.projection.bias": f"{projector}.bias",
         # In the checkpoint the intermediate layers are the inner axis of the input features; here they are the outer.
         "visual.projection.weight": Split(
-            f"{projector}.weight", 1, {"last": C, "between": taken * C},
-            Cat(["last", Rearrange("o (c l) -> o (l c)", "between", l=taken)], 1, [C, taken * C]),
-        ) if taken else f"{projector}.weight",
+            f"{projector}.weight", 1, {"last": C, "between": intermediate * C},
+            Cat(["last", Rearrange("o (c l) -> o (l c)", "between", l=intermediate)], 1, [C, intermediate * C]),
+        ) if intermediate else f"{projector}.weight",
         **{f"visual.layernorm_{at}.{k}": f"{visual}.layernorm_{at}.{k}" for at in ("pre", "post") for k in kinds},
     }  # fmt: skip
     # Embeddings of the tile's position, before and after the first blocks.

@@ -98,8 +98,8 @@ class MllamaImages:
         """Return an image's tiles [max_tiles, 3, image_size, image_size] fp32, and 1 + the index of its arrangement."""
         image = read_image(source)
         width, height = image.size
-        kind = choose_tiles(height, width, self.ratios, self.side)
-        rows, columns = self.ratios[kind]
+        ratio = choose_tiles(height, width, self.ratios, self.side)
+        rows, columns = self.ratios[ratio]
         size = fit(height, width, rows, columns, self.side)
         # The image is at the upper left of a black canvas, which is cut into tiles row by row.
         canvas = torch.zeros(3, rows * self.side, columns * self.side, dtype=torch.uint8)
@@ -108,7 +108,7 @@ class MllamaImages:
         # Unused tiles are 0, after the normalization.
         out = tiles.new_zeros(self.max_tiles, *tiles.shape[1:])
         out[: len(tiles)] = tiles
-        return out, kind + 1
+        return out, ratio + 1
 
 
 class MllamaProcessor(Processor):
@@ -181,9 +181,9 @@ class MllamaProcessor(Processor):
         tiles, side = self.images.max_tiles, self.images.side
         pixels = torch.zeros(len(texts), max(counts), tiles, 3, side, side)
         kinds = torch.zeros(len(texts), max(counts), dtype=torch.int64)
-        places = [(row, place) for row, count in enumerate(counts) for place in range(count)]
-        for made, place in zip(each_once(self.images, images), places, strict=True):
-            pixels[place], kinds[place] = made
+        cells = [(row, cell) for row, count in enumerate(counts) for cell in range(count)]
+        for image_tiles, cell in zip(each_once(self.images, images), cells, strict=True):
+            pixels[cell], kinds[cell] = image_tiles
         # A missing image counts as an image of one tile, as in transformers.
         lengths = torch.tensor([1, *(math.prod(ratio) for ratio in self.images.ratios)])
         used = (torch.arange(tiles) < lengths[kinds][..., None]).long()
@@ -211,11 +211,11 @@ class MllamaProcessor(Processor):
         bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
         """See `Processor.pixels`; both results have a row [1, M, ...], even if M is 0."""
-        made = [self.images(image) for image in images]
+        pairs = [self.images(image) for image in images]
         empty = torch.zeros(0, self.images.max_tiles, 3, self.images.side, self.images.side)
         return {
-            "pixel_values": torch.cat([empty, *(tiles[None] for tiles, _ in made)])[None],
-            "aspect_ratio_ids": torch.tensor([[kind for _, kind in made]], dtype=torch.int64),
+            "pixel_values": torch.cat([empty, *(tiles[None] for tiles, _ in pairs)])[None],
+            "aspect_ratio_ids": torch.tensor([[ratio for _, ratio in pairs]], dtype=torch.int64),
         }
 
     def _begun(self, text: str) -> list[Edit]:

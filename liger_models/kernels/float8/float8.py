@@ -633,7 +633,7 @@ def scaled_product(a: Float8, b: Float8, dtype: torch.dtype, *, fast: bool = Fal
     scale_a, scale_b = a.inverse, b.inverse
     if by_row:  # both factors or none
         scale_a, scale_b = scale_a.expand(M).contiguous()[:, None], scale_b.expand(N).contiguous()[None]
-    left, right = (pad_columns(each.data) for each in (a, b))
+    left, right = (pad_columns(factor.data) for factor in (a, b))
     out_dtype = torch.bfloat16 if by_row else dtype
     y = torch._scaled_mm(left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=fast)
     return y.to(dtype)

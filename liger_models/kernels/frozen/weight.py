@@ -76,8 +76,8 @@ class FrozenWeight(NamedTuple):
             # Matrix by matrix, so that only one dense matrix is on the device at a time.
             experts = [format_.quantize_expert(matrix.to(device)) for matrix in weight]
             tensors = [
-                each[0] if part in format_.shared else torch.stack(each)
-                for part, each in zip(format_.names, zip(*experts, strict=True), strict=True)
+                matrices[0] if part in format_.shared else torch.stack(matrices)
+                for part, matrices in zip(format_.names, zip(*experts, strict=True), strict=True)
             ]
             tensors[0] = tensors[0].view(*shape[:2], -1)  # codes [X, O, ...]
         return cls(format_, tuple(tensors), shape, layout, weight.dtype)
@@ -85,8 +85,8 @@ class FrozenWeight(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor) -> "FrozenWeight | None":
         """The weight of a torchao tensor, sharing its memory; None for any other tensor."""
-        found = (each.of_torchao(weight) for each in FORMATS.values())
-        return next((each for each in found if each is not None), None)
+        weights = (format_.of_torchao(weight) for format_ in FORMATS.values())
+        return next((frozen for frozen in weights if frozen is not None), None)
 
     @property
     def codes(self) -> Tensor:
@@ -206,7 +206,7 @@ class Format:
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes of the tensors of a weight [O, C] or [X, O, C]."""
-        return sum(math.prod(size) * kind.itemsize for size, kind in self.tensors_like(shape, dtype).values())
+        return sum(math.prod(size) * stored.itemsize for size, stored in self.tensors_like(shape, dtype).values())
 
     def quantize(self, matrix: Tensor) -> Sequence[Tensor]:
         """The tensors of a dense matrix [O, C]."""
@@ -288,12 +288,14 @@ FORMATS: dict[str, Format] = {}
 _NUMBERS: dict[int, Format] = {}
 
 
-def register(kind: type[Format]) -> type[Format]:
+def register(format_class: type[Format]) -> type[Format]:
     """Register a format; a decorator of its class. Raises ValueError if the name or number is taken."""
-    if kind.name in FORMATS or kind.number in _NUMBERS:
-        raise ValueError(f"register: name and number of a format must be new, got {kind.name!r} and {kind.number}.")
-    FORMATS[kind.name] = _NUMBERS[kind.number] = kind()
-    return kind
+    if format_class.name in FORMATS or format_class.number in _NUMBERS:
+        raise ValueError(
+            f"register: name and number of a format must be new, got {format_class.name!r} and {format_class.number}."
+        )
+    FORMATS[format_class.name] = _NUMBERS[format_class.number] = format_class()
+    return format_class
 
 
 Weight = Tensor | FrozenWeight

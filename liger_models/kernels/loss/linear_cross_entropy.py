@@ -306,7 +306,7 @@ def _tokens_grad(ctx, a, _z_loss, c, _lse, _predicted):
     gradients = torch.ops.liger_models.linear_cross_entropy_tokens_backward(
         a, c, *inputs, lse, *ctx.options, *need, *ctx.vocab_shard
     )
-    dx, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, need, strict=True))
+    dx, dweight, dbias = (g if needed else None for g, needed in zip(gradients, need, strict=True))
     return dx, dweight, None, dbias, *(None,) * 12
 
 

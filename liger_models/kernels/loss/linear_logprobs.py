@@ -284,7 +284,7 @@ def _grad(ctx, c, h, _lse):
         return (None,) * 8
     need = [ctx.needs_input_grad[index] for index in (0, 1, 3)]
     gradients = torch.ops.liger_models.linear_logprobs_backward(c, h, *ctx.saved_tensors, *ctx.options, *need)
-    dx, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, need, strict=True))
+    dx, dweight, dbias = (g if needed else None for g, needed in zip(gradients, need, strict=True))
     return dx, dweight, None, dbias, *(None,) * 4
 
 

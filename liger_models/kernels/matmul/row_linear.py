@@ -264,7 +264,7 @@ def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def takes_low_rank(x: Tensor, low_rank: LowRank | None) -> bool:
     """Whether the kernels for few rows can add this low-rank term to their sums; True without a term."""
-    return low_rank is None or (len(low_rank[0]) <= MOST_RANKS and {each.dtype for each in low_rank} == {x.dtype})
+    return low_rank is None or (len(low_rank[0]) <= MOST_RANKS and {matrix.dtype for matrix in low_rank} == {x.dtype})
 
 
 def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -282,7 +282,7 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
     constants = {"LOW": "", **overlaps} if one else {"OVERLAPS": overlaps["OVERLAPS"]}
     if low_rank is None:
         return (None, None, 0), {"RANKS": 0, **constants}
-    A, B = (each.contiguous() for each in low_rank)
+    A, B = (matrix.contiguous() for matrix in low_rank)
     R, K = A.shape
     low, columns = x.new_empty(x.numel() // K, R), min(max(triton.next_power_of_2(K), 32), LOW_COLUMNS)
     beside = one and can_overlap(x.device)  # several rows are faster in turn

@@ -109,9 +109,11 @@ def moe_mlp_over(
     copies = experts.new_zeros(len(experts), R).scatter_add_(1, rank_of, torch.ones_like(experts))
     goes = (copies > 0).T.contiguous()  # [R, N]
     counts = torch.stack([goes.sum(1), copies.sum(0)], 1)
-    each = [1] * R
+    one_row = [1] * R
     # Each rank learns what it will receive. `tolist` is the one wait for the device.
-    incoming = all_to_all(counts, each, each, ranks)  # [R, 2]: rows from each rank, and their copies for experts here
+    incoming = all_to_all(
+        counts, one_row, one_row, ranks
+    )  # [R, 2]: rows from each rank, and their copies for experts here
     sent, received, local_copies = torch.stack([counts[:, 0], *incoming.T]).tolist()
     M = sum(sent)
     # Where each token goes in the send buffer [M, C], which is ordered by rank; M means that it does not go there.

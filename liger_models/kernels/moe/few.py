@@ -234,13 +234,13 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     """Launch a kernel that multiplies row s // K with the transposed matrix of its expert, for each result s."""
     (X, out, width), frozen = weight.shape, isinstance(weight, FrozenWeight)
-    kind = weight.format.name if frozen else "dense"
+    storage = weight.format.name if frozen else "dense"
     stored = weight.tensors if frozen else (weight, None)
 
     # A step reads columns that share a scale: those of a block in NF4 and in "blocks", else any of a row.
-    one_row = one_row and kind != "nf4"
-    block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[kind])
-    blocks = weight.layout[0] if kind == "blocks" else 0
+    one_row = one_row and storage != "nf4"
+    block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[storage])
+    blocks = weight.layout[0] if storage == "blocks" else 0
     block_in = min(block_in, blocks or block_in)
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
     if is_sorted:
@@ -256,7 +256,7 @@ def _launch(
         "num_warps": ROW_WARPS if one_row else FEW_WARPS, "num_stages": fitting_stages(rows, FEW_STAGES, stage),
         **overlap(rows),
     }  # fmt: skip
-    if kind == "nf4":
+    if storage == "nf4":
         kernel, constants["SCALES_PER_FACTOR"] = _few_nf4_kernel, weight.layout[1]
     else:
         kernel, constants["SCALED"], constants["WIDTH"] = _few_kernel, frozen, blocks

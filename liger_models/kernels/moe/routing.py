@@ -53,12 +53,12 @@ def route_reference(
 
 def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
     """Raise ValueError unless each token has valid experts or begins with a negative number."""
-    (N, X), kind = logits.shape, given.dtype
-    integers = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+    (N, X), dtype = logits.shape, given.dtype
+    integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if given.shape != (N, top_k) or not integers:  # formatted only here: in a graph N may be symbolic
         raise ValueError(
-            f"route: given must be [{N}, {top_k}] integers, got {list(given.shape)} {kind}. Was it recorded with these "
-            "tokens?"
+            f"route: given must be [{N}, {top_k}] integers, got {list(given.shape)} {dtype}. Was it recorded with "
+            "these tokens?"
         )
     check_values(
         ((given < X) & ((given >= 0) | (given[:, :1] < 0))).all(),
