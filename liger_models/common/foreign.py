@@ -116,7 +116,7 @@ FOREIGN = {
 
 
 def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Rename keyword arguments to the names of this package, and drop those that request its default behavior.
+    """Rename keyword arguments to the names of this package, and drop arguments that request its default behavior.
 
     Args:
         function: name of the function, for errors.

@@ -90,7 +90,7 @@ class ParallelGroups:
         return copy_to_region(hidden, self.tensor)
 
     def gather_logits(self, logits: Tensor | None) -> Tensor | None:
-        """Gather the logits of each rank's tokens [B, T / R, V] to those of all tokens [B, T, V].
+        """Gather the logits [B, T / R, V] of each rank's tokens into the logits [B, T, V] of all tokens.
 
         The gradient is scaled so that the mean over the ranks is the gradient of the gathered logits.
         """
@@ -99,7 +99,7 @@ class ParallelGroups:
         return gather_tokens(divide_gradient(logits, 1 / self.context.size), self.context)
 
     def gather_log_probs(self, log_probs: Tensor) -> Tensor:
-        """Gather the log-probabilities of each rank's tokens [B, T / R] to those of all tokens [B, T]."""
+        """Gather the log-probabilities [B, T / R] of each rank's tokens into a tensor [B, T] of all tokens."""
         gathered = self.gather_logits(log_probs[..., None])
         assert gathered is not None
         return gathered[..., 0]

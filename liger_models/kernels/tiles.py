@@ -10,7 +10,7 @@ from liger_models.kernels.dispatch import tl, triton
 
 @triton.jit
 def exp(x):
-    """exp by exp2, whose instruction flushes the smallest results to 0; tl.exp spends extra instructions on them."""
+    """exp by the exp2 instruction, which flushes tiny results to 0; tl.exp keeps them with extra instructions."""
     return tl.exp2(x * 1.4426950408889634)
 
 

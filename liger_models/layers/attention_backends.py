@@ -54,9 +54,9 @@ attention and cuDNN, both for half precision, support sharing.) Beyond this size
 each head, and a fused kernel runs."""
 
 MOST_QUERIES, MOST_RECOMPUTED = 2**31, 2**29
-"""Elements of the queries beyond which attention takes a part of the heads at a time, and beyond which it does so in a
-block that is recomputed. The backward of a fused kernel allocates up to four times the queries' bytes: sums of dq in
-fp32, and where heads share keys also dk and dv of every head. Elsewhere the heads' results would be saved twice."""
+"""Elements of the queries beyond which attention takes a part of the heads at a time: in general, and in a block that
+is recomputed. The backward of a fused kernel allocates up to four times the queries' bytes: sums of dq in fp32, and
+where heads share keys also dk and dv of every head. Elsewhere the heads' results would be saved twice."""
 
 
 NO_MASK = Mask()

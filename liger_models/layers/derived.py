@@ -19,8 +19,8 @@ _USED: ContextVar["DerivedTensors | None"] = ContextVar("derived", default=None)
 class DerivedTensors:
     """Tensors that layers have derived from their weights since the last `renew`, at fixed addresses.
 
-    An instance belongs to one generation, which assumes that the weights do not change, or to a step that is captured
-    as a CUDA graph and reads these tensors. Layers hold no reference to it, so it has no effect outside of `used`.
+    An instance belongs to one generation, during which the weights must not change, or to a captured CUDA graph that
+    reads these tensors. Layers hold no reference to it, so it has no effect outside of `used`.
     """
 
     def __init__(self) -> None:

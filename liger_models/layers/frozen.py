@@ -108,7 +108,7 @@ class FrozenParameters(nn.Module):
         return self._join(local, codes, self.local_shape)
 
     def whole(self, codes: Tensor) -> FrozenWeight:
-        """`join`, but always gathered from all ranks."""
+        """The whole weight as ops take it, gathered from all ranks if it is sharded."""
         return self._join(_whole, codes, self.shape)
 
     def _join(self, take: Callable[[Tensor], Tensor], codes: Tensor, shape: torch.Size) -> FrozenWeight:

@@ -32,7 +32,7 @@ class DecodeCache:
     pages: Pages | None = None
     """Set if keys and values are in pages, which `extend` then returns; see `PagedCache`."""
     takes_documents = False
-    """Whether packed documents may be cached, whose next tokens are then given row by row; see `PagePool`."""
+    """Whether packed documents may be cached. Their next tokens are then rows of a batch; see `PagePool`."""
 
     def __init__(self, capacity: int = sys.maxsize) -> None:
         self.capacity, self.length = capacity, 0

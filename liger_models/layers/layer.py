@@ -66,8 +66,7 @@ class Layer(nn.Module):
     top_k: int = 0
     """Number of experts that a token passes through, in a layer with a router."""
     switch_length: int | None = None
-    """Length beyond which a rotary embedding changes the frequencies of all positions, including those of cached keys
-    (longrope); None for layers without such a length."""
+    """Length beyond which a rotary embedding changes all frequencies, also of cached keys; None if it never does."""
     groups: ParallelGroups = ParallelGroups()
     """The process groups that the layer is distributed over."""
 

@@ -41,11 +41,11 @@ class PagedCache(DecodeCache):
         self._own = torch.arange(rows * count, dtype=torch.int32, device=device).view(rows, count)
         self._table = self._own.clone()
         self._row: Tensor | None = None
-        """The row that each row does the same as, [rows] int64; None if all are different."""
+        """The row whose tokens each row repeats, [rows] int64; None if all rows are different."""
         self._prompt: Tensor | None = None
         """The prompt of each row, [rows] int64; None if each row has its own."""
         self._shared: tuple[Tensor, Tensor] | None = None
-        """Pages [rows] with the last tokens of a prompt, which each row continues in its own, and those of the rows."""
+        """The partly filled page of each row's prompt, and the row's page into which it is copied, [rows] each."""
         self._slots = self.lengths
         """Where the tokens of the forward go, [B · T] int64; negative for padding."""
         self._fixed: dict[Hashable, Tensor] = {}
@@ -121,7 +121,7 @@ class PagedCache(DecodeCache):
         """Copy each prompt's partly filled page and its part of ``extra`` to its rows, at fixed addresses.
 
         Returns:
-            Whether the addresses are those of earlier prompts, so that a captured step remains valid.
+            Whether the addresses are the same as for earlier prompts, so that a captured step remains valid.
         """
         if self._shared is not None:
             begun, copies = self._shared

@@ -489,7 +489,7 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
         num_items_in_batch: Tensor | float | None = None,
         reduce: bool = True,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | tuple[Tensor, Tensor | None, Tensor]:
-        """Compute the loss. The order of arguments is that of Liger-Kernel's ``triton_grpo_loss``.
+        """Compute the loss. The arguments are ordered as in Liger-Kernel's ``triton_grpo_loss``.
 
         Args:
             logits: [B, T, V] of the positions that predict the completions, or [B, T + 1, V] with the position after

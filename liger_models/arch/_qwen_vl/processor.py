@@ -455,7 +455,7 @@ class QwenVLProcessor(Processor):
         fps: Sequence[float] = (),
         bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; the names of the results are those of ``__call__``.
+        """See `Processor.pixels`; the results have the same names as in ``__call__``.
 
         ``bounds`` has ``min_pixels`` and ``max_pixels`` for each image, if images have their own bounds.
         """

@@ -88,7 +88,7 @@ class Gemma3VisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(Gemma3TextConfig):
-    """Sizes and constants of a Gemma 3 model; ``vision_config`` has the tower's."""
+    """Sizes and constants of a Gemma 3 model; ``vision_config`` holds the sizes of the tower."""
 
     image_token_index: int = 262144
     boi_token_index: int = 255999

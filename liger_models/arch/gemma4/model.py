@@ -22,7 +22,7 @@ from liger_models.convert.weight_map import Expression, Rearrange, Stack, Weight
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(Placeholders, Gemma4TextConfig):
-    """Sizes and constants of a Gemma 4 model, as in `Gemma4TextConfig`; those of the tower are in ``vision_config``."""
+    """Sizes and constants, as in `Gemma4TextConfig`; ``vision_config`` holds the sizes of the tower."""
 
     vision_config: Gemma4VisionConfig = field(default_factory=Gemma4VisionConfig)
 

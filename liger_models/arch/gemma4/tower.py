@@ -238,7 +238,7 @@ class Gemma4Tower(nn.Module):
         norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
         self.patch_embed = nn.Linear(config.patch_values, C, bias=False)
         self.pos_embed = nn.Embedding(2 * self.positions, C)
-        """The positions of columns, then those of rows."""
+        """The positions of columns, then the positions of rows."""
         self.blocks = nn.ModuleList(Gemma4VisionBlock(config, norm, kernels) for _ in range(config.num_hidden_layers))
         self.standard = Standardize(C) if config.standardize else None
         self.soft_emb_norm = norm(C, elementwise_affine=False)

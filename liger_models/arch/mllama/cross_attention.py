@@ -19,7 +19,7 @@ from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
 from liger_models.layers.recompute import draws, recomputes, run_twice
 
 IMAGES_SEEN = "images_seen"
-"""Key in the decode cache: [B, 2, tiles] bool, the tiles that the last token attends to, and those of its document."""
+"""Key in the decode cache: [B, 2, tiles] bool, the tiles seen by the last token, and all tiles of its document."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,7 +38,7 @@ class Qwen3_5VisionConfig(Qwen3VLVisionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3_5Config(HybridConfig):
-    """Sizes and constants of a Qwen3.5 model; ``vision_config`` has the tower's."""
+    """Sizes and constants of a Qwen3.5 model; ``vision_config`` holds the sizes of the tower."""
 
     vocab_size: int = 248320
     intermediate_size: int = 12288
@@ -55,7 +55,7 @@ class Qwen3_5Config(HybridConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3_5MoeConfig(HybridMoeConfig):
-    """Sizes and constants of a Qwen3.5 model; ``vision_config`` has the tower's."""
+    """Sizes and constants of a Qwen3.5 model; ``vision_config`` holds the sizes of the tower."""
 
     vocab_size: int = 248320
     num_hidden_layers: int = 40

@@ -174,18 +174,18 @@ def write_text(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fused(config: HybridConfig) -> tuple[bool, ...]:
-    """For each layout, the written one first, whether all experts of a layer are in one tensor per projection."""
+    """Whether all experts of a layer are in one tensor per projection, for each layout; the first is written."""
     return (True, False) if any(config.is_sparse(i) for i in range(config.num_hidden_layers)) else (False,)
 
 
 def text_maps(config: HybridConfig) -> list[WeightMap]:
-    """The layouts of a Qwen3.5 text model, starting with the written one, which is transformers'."""
+    """The layouts of a Qwen3.5 text model. The first is written, and is the layout of transformers."""
     prefixes = ("model.language_model", "model")
     return [hybrid_map(config, prefix, fused=fused) for prefix in prefixes for fused in _fused(config)]
 
 
 def multimodal_maps(config: Any) -> list[WeightMap]:
-    """The layouts of a Qwen3.5 model with its tower: the hub's, then layouts with Qwen2-VL's older prefixes."""
+    """The layouts of a Qwen3.5 model with its tower. The first is the hub's layout; the last have older prefixes."""
     maps = []
     for text, visual in (("model.language_model", "model.visual"), ("model", "visual")):
         tower, over = qwen3_vl_tower(config.vision_config, visual)

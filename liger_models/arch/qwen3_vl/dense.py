@@ -31,7 +31,7 @@ from liger_models.layers.norm import LigerRMSNorm
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VLConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a Qwen3-VL model; ``vision_config`` has the tower's."""
+    """Sizes and constants of a Qwen3-VL model; ``vision_config`` holds the sizes of the tower."""
 
     vocab_size: int = 151936
     intermediate_size: int = 22016

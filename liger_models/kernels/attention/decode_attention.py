@@ -39,10 +39,10 @@ STAGES = 3
 programs of 96 KB fit into the shared memory of a multiprocessor."""
 
 LEAST_ROWS = 16
-"""Heads of a product at least; a group that has fewer is padded."""
+"""Minimum number of heads in a product; a smaller group is padded."""
 
 MOST_QUERIES = 2**13
-"""Elements of a program's queries at most. Wider groups are divided, and each part reads the keys again."""
+"""Maximum number of elements in a program's queries. A wider group is divided, and each part reads the keys again."""
 
 COMBINED_COLUMNS = 128
 """Columns of a head that a program of the second kernel combines."""

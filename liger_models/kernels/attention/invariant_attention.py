@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 
 
 TILES = {2: (Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)), 4: (Tile(32, 32, 4, 2), Tile(16, 16, 4, 2))}
-"""By the bytes of an element: for heads of up to 128, and for wider ones. Nothing else may choose it."""
+"""Bytes of an element -> tiles for head dimensions up to 128 and above. The choice may depend on nothing else."""
 
 NOWHERE = tl.constexpr(2147483647)
 

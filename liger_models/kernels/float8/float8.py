@@ -485,7 +485,7 @@ def round_matrix(
 
 
 def round_columns(matrix: Matrix, recipe: Recipe, amax: Tensor | None = None) -> Float8:
-    """`round_matrix` by columns alone; if amax is given, it must cover the matrix."""
+    """`round_matrix` by columns only. If amax is given, it must be at least the largest absolute value."""
     return round_matrix(matrix, recipe, rows=False, columns=True, amax=amax, known=amax is not None)[1]
 
 

@@ -17,8 +17,8 @@ The kernels that round also compute N(h), A(u) and du, so these exist only in fl
 them unrounded. Weights are rounded in each pass, as in `float8_norm_linear`.
 
 Saved: the tensors that `gated_mlp` saves, and with one scale per tensor also the largest absolute values of N(h), Wgu,
-A(u) and Wd. With ``recompute`` u is not saved, and many rows are processed in chunks, as in `gated_mlp`. The scale of a
-tensor then follows from one chunk, or from all rows up to the end of a chunk.
+A(u) and Wd. With ``recompute`` u is not saved, and many rows are processed in chunks, as in `gated_mlp`. One scale per
+tensor then means one scale per chunk, computed from this chunk or from all rows up to its end.
 
 Source: https://arxiv.org/abs/2002.05202 (gated MLP), https://arxiv.org/abs/2209.05433 (float8 training).
 """

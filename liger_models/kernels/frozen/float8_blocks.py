@@ -42,7 +42,7 @@ ROW_TILE = (4, 1024, 2)
 """Tile of the kernel for a single row of x: results of a program, columns that it reads in a step, and its warps."""
 
 RUN = tl.constexpr(16)
-"""Columns that a thread of this kernel reads at once, and adds up."""
+"""Number of columns that a thread of this kernel reads and sums at once."""
 
 TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
 """Tiles of the kernel for several rows, each up to a number of rows of x: that number, the results of a program, the
@@ -52,7 +52,7 @@ ROUND = tl.constexpr("""{
 .reg .b32 pair;
 cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000;
 }""")
-"""PTX that rounds two numbers in float32 to bfloat16 at once. Compilers round each by itself, which is slow."""
+"""PTX that rounds two numbers in float32 to bfloat16 at once. Compilers round the numbers one by one, which is slow."""
 
 
 @triton.jit

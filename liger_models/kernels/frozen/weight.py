@@ -190,7 +190,7 @@ class Format:
     rounds_inputs: ClassVar[bool] = False
     """Whether products round x, too, so that a row's result depends on the kernel that computes it."""
     is_kept: ClassVar[bool] = False
-    """Whether the tensors are those of a checkpoint, read and saved as they are. Such a weight cannot be quantized."""
+    """Whether the tensors come from a checkpoint and are saved unchanged. Such a weight cannot be quantized."""
     in_common: ClassVar[bool] = False
     """Whether ranks that have parts of a matrix [O, C] quantize it together; see `quantize_part`."""
     remedy: ClassVar[str] = "another format"
@@ -307,8 +307,8 @@ SCHEMA = (
 )
 """Arguments of an op besides a weight. If they are given, the weight is a tensor of codes.
 
-The tensors have the names of NF4, and are those that the format has. The layout is the number of the format, the number
-of dimensions, the shape, and the layout of the format.
+The tensors have the names of NF4; tensors that the format lacks are None. The layout holds the number of the format,
+the number of dimensions, the shape, and the layout of the format.
 """
 
 

@@ -148,7 +148,7 @@ class GatedMLPOutputs(NamedTuple):
 
 
 class GatedMLPSaved(NamedTuple):
-    """Tensors and constants saved for the backward. The only saved bias is that of gate and up, if u is recomputed."""
+    """Tensors and constants saved for the backward. A bias is saved only for gate and up, if u is recomputed."""
 
     h: Tensor
     statistics: Tensor

@@ -202,7 +202,7 @@ def norm_linear_backward(
         saved: the saved tensors of the same rows; its projection is not read.
         product: the projection's product.
         needs: the gradients that are needed.
-        totals: for a chunk, the fp32 gradients of the parameters so far, to which the chunk's are added.
+        totals: for a chunk, the fp32 sums of the parameters' gradients over the chunks before it.
     """
     h, statistics, norm, _, ranks = saved
     chunked, before = totals is not None, totals or NormLinearGradients()

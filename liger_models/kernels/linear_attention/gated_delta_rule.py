@@ -73,8 +73,8 @@ BACK_STAGES = 2
 """Stages in the scans of the backward: with more, the shared memory of Hopper would not hold two programs."""
 
 GRADIENT_WARPS, GRADIENT_STAGES, GRADIENT_COLUMNS = 4, 2, 64
-"""The kernels with the other gradients take this many columns of v at a time, and at most half of them. Four warps took
-less time on Hopper than eight, with as many registers as they ask for or with 128."""
+"""The kernels of the other gradients take this many columns of v at a time, but at most half of v's columns. Four warps
+took less time on Hopper than eight, with as many registers as they ask for or with 128."""
 
 KEY_COLUMNS = 64
 """Kernels take this many columns of q and k, or twice as many. Other numbers gave wrong results on Hopper with

@@ -2,7 +2,7 @@
 
 The rows are processed in chunks that fit a workspace budget. For each chunk a product writes the logits into a reused
 buffer, one kernel computes the loss and overwrites the logits with their gradient, and products add the chunk's part of
-dx and dweight. The formulas per row are those of `cross_entropy`.
+dx and dweight. Each row is computed as in `cross_entropy`.
 
 - A scalar loss (reduction "mean" or "sum") has one unknown upstream factor. Its gradients are computed in the forward
   and multiplied by that factor in the backward: three matrix products in all. Saved: dx in the dtype of x, dweight in

@@ -10,8 +10,7 @@ Backward, for upstream gradients c of logp and h of H::
 
     dz_j = c · ([j = y] − p_j) − h · p_j · (log p_j + H)
 
-The step from dz to the gradient of the logits is that of `cross_entropy`. Rows with target ``ignore_index`` give 0
-everywhere.
+The gradient of the logits follows from dz as in `cross_entropy`. Rows with target ``ignore_index`` give 0 everywhere.
 
 The rows are processed in chunks as in `linear_cross_entropy`. Each token has its own upstream gradient, so the backward
 recomputes the logits: four products in all. Saved: x, weight, max z, log Σ exp(z − max z), and H. Without the entropy,

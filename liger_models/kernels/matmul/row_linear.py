@@ -9,7 +9,7 @@
 Each program multiplies a few rows of W with x and adds up the products, so that no part of a sum goes through memory. A
 single row needs no matrix units. Library kernels reach only two thirds of the memory bandwidth if W has few rows.
 
-Up to `MOST_ROWS` rows are multiplied by matrix units. Where W has too few rows for all multiprocessors, programs divide
+Products of 2 to `MOST_ROWS` rows use matrix units. Where W has too few rows for all multiprocessors, programs divide
 its columns, and a second kernel adds their sums.
 
 The single-row kernel computes x @ Aᵀ in one launch, with a program for each rank and row. On Hopper and later GPUs the
@@ -45,7 +45,7 @@ is read while the kernel before ends, and added last; for codes this is slower. 
 3.2 1B, 3B and Llama 3 8B, this is within 1 % of the best of 32 shapes."""
 
 LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
-"""Columns of A that a program reads at once, nearly always the whole row, and those of one of its warps."""
+"""Columns of A that a program reads at once (nearly always the whole row), and columns per warp."""
 
 MOST_ROWS = 16
 """Up to so many rows have kernels of their own. On an H200, for the projections of Llama 3.2 3B, 16 rows take 0.95 of

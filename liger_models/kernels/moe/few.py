@@ -40,8 +40,7 @@ FEW_COPIES = 128, 512
 FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "blocks": (64, 128), "dense": (32, 128)}
 FEW_WARPS = 4
 FEW_STAGES = 4
-"""The results of a tile and the columns of the matrix that a step reads (in NF4 those of a scale, in "blocks" of
-float8 at most those of one), the warps of a program, and its pipeline stages."""
+"""Results of a tile and columns of a step, warps of a program, and pipeline stages. Columns of a step share a scale."""
 
 ROW_BLOCKS = 8, 256
 ROW_WARPS = 2

@@ -36,7 +36,7 @@ STAGES = 3
 """Tiles of rows that a program of the backward has in flight, as far as shared memory holds them."""
 
 BACKWARD_TILE = 4096
-"""Least size of such a tile: narrow rows are taken several at a time."""
+"""Minimum number of elements in such a tile, which holds several rows if they are narrow."""
 
 WIDE_ROW_SPLITS = 64
 WIDE_ROW_COLUMNS = 1024

@@ -29,8 +29,8 @@ from liger_models.kernels.tiles import contiguous_rows
 
 MIN_WARPS, MAX_WARPS = 4, 16
 ELEMENTS_PER_WARP = 512
-"""A program takes heads of one token up to about this size: 16 heads of 128, so 32 + 2 · 8 heads leave no lane idle. In
-bf16 a thread loads 16 bytes of each half, into 32 registers."""
+"""Number of elements of one token's heads that a warp takes: 16 heads of 128 per program, so that 32 + 2 · 8 heads fill
+all lanes. In bf16 a thread loads 16 bytes of each half, into 32 registers."""
 
 PAIRS_PER_WARP = 16
 """Upper limit: with more angles per token than threads, Triton sends the angles through shared memory."""
