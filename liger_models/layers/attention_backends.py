@@ -398,7 +398,7 @@ WITHOUT_MASK: tuple[Backend, ...] = (
     # Flash attention has no such heads, and its mask would be that of flex_attention, which is slower.
     (_has_wide_heads, _wide),
 )
-"""Whether a backend takes a call, and what computes it: backends for which no mask is built."""
+"""Backends that need no mask, as pairs of functions: whether the backend supports a call, and the computation."""
 
 WITH_MASK: tuple[Backend, ...] = (
     # Sinks before the plain forms of the same masks, which would ignore them.
@@ -413,7 +413,7 @@ WITH_MASK: tuple[Backend, ...] = (
     (lambda call: call.softcap is not None or call.sinks is not None, _formula),
     (lambda call: call.q.shape[1] == 1 and call.layout.cache is not None, _single),
 )
-"""The same for a call with its mask. `_plain`, which is SDPA, takes every other call."""
+"""Backends that read the mask, in the same form. `_plain`, which is SDPA, computes every other call."""
 
 
 # PyTorch's kernels and the formula

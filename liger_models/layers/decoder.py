@@ -340,7 +340,7 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> list[Any]:
-        """All blocks in execution order: the blocks of the vision tower, if there is one, then the decoder's."""
+        """All blocks in execution order: the blocks of the vision tower, if there is one, then of the decoder."""
         return [*([] if self.visual is None else self.visual.blocks), *self.layers]
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

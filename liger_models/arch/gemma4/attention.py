@@ -64,7 +64,7 @@ class Gemma4Layout(BatchLayout):
 
 
 class Gemma4Attention(LigerAttention):
-    """`LigerAttention` with norms of q, k and v, which computes keys and values or uses another layer's.
+    """`LigerAttention` with norms of q, k and v. Keys and values may come from an earlier layer.
 
     Args:
         config: sizes and constants.
@@ -107,7 +107,7 @@ class Gemma4Attention(LigerAttention):
     def _add_norm(  # type: ignore[override]
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: Any
     ) -> tuple[Tensor, ...]:
-        """``(y, residual, k, v)`` with k and v [B, S, G, D], or ``(y, residual)`` if k and v are another layer's."""
+        """``(y, residual, k, v)`` with k and v [B, S, G, D], or ``(y, residual)`` if another layer has k and v."""
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         context = self.groups.context
         if context is not None:

@@ -1,12 +1,11 @@
 """Layout of the workspace of `causal_attention`: which tiles of weights a launch writes, and where.
 
 The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*. One
-launch fills the workspace for some query heads, its *slots*, and for a part of the queries. Only tiles with visible
-pairs have a place: the later a tile of queries, the more tiles of keys it sees. To make every slot a rectangle, the
-tiles of queries are paired so that all pairs see about equally many keys: the last with the first, the last but one
-with the second, and so on. If their number is odd, the last tile stays alone. With 5 tiles of queries, 0 to 4, the
-places of a slot are 3 pairs of width 5. The picture shows the tile of queries at each place; its tiles of keys are in
-order::
+launch fills the workspace for some query heads, its *slots*, and for a part of the queries. A tile has a place only if
+it has visible pairs, so later tiles of queries have more tiles of keys. To make every slot a rectangle, the tiles of
+queries are paired so that all pairs see about equally many keys: the last with the first, the last but one with the
+second, and so on. If their number is odd, the last tile stays alone. For example, the tiles of queries 0 to 4 make 3
+pairs with 5 places each. The table shows the tile of queries at each place; its tiles of keys are in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0

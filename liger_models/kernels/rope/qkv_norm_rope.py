@@ -1,7 +1,7 @@
 """RMSNorm of queries, keys and values and rotary embedding of queries and keys, fused with the projection's split.
 
 The packed projection is grouped by KV head: its H / G query heads, then its key and its value. Without values, the key
-is also the value. Without keys and values, the layer attends to those of another layer. Every head is normed
+is also the value. Without keys and values, the layer uses the keys and values of another layer. Every head is normed
 separately. With r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
 
     q, k = cast(rotated(cast(n · w)))     w [D] is the weight of queries or of keys; rotated as in `rope`
