@@ -131,7 +131,7 @@ class AutoLigerModel:
 
 
 class AutoLigerProcessor:
-    """Loads the processor of a vision-language model, which turns texts and images into inputs, without the weights."""
+    """Loads only the processor of a vision-language model, which turns texts and images into inputs."""
 
     def __init__(self) -> None:
         raise TypeError("AutoLigerProcessor: has no instances. Use from_pretrained.")

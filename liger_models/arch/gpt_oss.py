@@ -98,6 +98,7 @@ class GptOssAttention(LigerAttention):
 
     def _local_sinks(self) -> Tensor:
         sinks, context = local(self.sinks), self.groups.context
+        # Context parallelism shards tokens, so each rank has all sinks and takes those of its heads.
         return sinks if context is None else sinks.chunk(context.size)[context.rank]
 
 

@@ -120,11 +120,13 @@ class Qwen2_5VLTower(nn.Module):
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Turn patches [N, values] of images ``grid_thw`` [n, 3] into image tokens [N / merge², C]; no DeepStack."""
+        # Patches in the order of their windows, so that a window is one segment. The patches of a token stay together.
         unit = self.merge**2
         patches = locate_patches(grid_thw, len(pixels), self.merge)
         order, window = order_by_window(patches, self.merge, self.side)
         pixels = pixels.unflatten(0, (-1, unit))[order].flatten(0, 1)
         patches = patches.take(order, unit)
+        # Most blocks attend within windows, and some within whole frames.
         frames, windows = (
             BatchLayout.bidirectional(patches.position_ids, {"default": self.rotary}, segments)
             for segments in (patches.frame, window.repeat_interleave(unit))
@@ -132,6 +134,7 @@ class Qwen2_5VLTower(nn.Module):
         x, residual = None, self.patch_embed(pixels.to(self.patch_embed.weight.dtype))[None]
         for index, block in enumerate(self.blocks):
             x, residual = block(x, residual, frames if index in self.full else windows)
+        # The image tokens, back in the order of the text.
         return self.merger(x, residual)[order.argsort()], []
 
 

@@ -105,6 +105,7 @@ class Qwen2VLTower(nn.Module):
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Turn patches [N, values] of images ``grid_thw`` [n, 3] into image tokens [N / merge², C]; no DeepStack."""
         patches = locate_patches(grid_thw, len(pixels), self.merge)
+        # Patches of a frame attend to each other. All images are one row: [1, N, C].
         layout = BatchLayout.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame)
         x, residual = None, self.patch_embed(pixels.to(self.patch_embed.weight.dtype))[None]
         for block in self.blocks:

@@ -519,7 +519,7 @@ class Decoder(nn.Module):
         return self.embed_tokens(self.groups.context_share(input_ids)), (B, T)
 
     def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
-        """The further fields of ``layout_class``, for rows of T tokens; ``embeds`` is this rank's share."""
+        """Values of the fields that ``layout_class`` adds, for rows of T tokens; ``embeds`` is this rank's share."""
         return {}
 
     def stand_ins(self, layout: BatchLayout, like: Tensor) -> BatchLayout:

@@ -128,4 +128,5 @@ class Qwen3VLTower(nn.Module):
             x, residual = block(x, residual, layout)
             if index in self.deepstack:
                 levels.append(self.deepstack_mergers[self.deepstack.index(index)](x, residual))
+        # [N / merge², C] each
         return self.merger(x, residual), levels

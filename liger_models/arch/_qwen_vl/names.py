@@ -33,6 +33,7 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str,
     Raises:
         ValueError: the rope parameters are not supported.
     """
+    # Copies, since keys are removed below. Older files have the language model's keys at the top.
     text, vision = (dict(hf.get(part) or {}) for part in ("text_config", "vision_config"))
     if hf.get("text_config") is None:  # beside the language model's keys, the original length is in the rope parameters
         flat = {key: value for key, value in hf.items() if key != "original_max_position_embeddings"}
@@ -63,6 +64,7 @@ def write_multimodal(keys: Mapping[str, Any], *, interleaved: bool = False) -> d
     theta = vision.pop("rope_theta")
     if theta != 10000.0:
         vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": theta}
+    # The sections of M-RoPE belong to the rope parameters of the file.
     rope = out["rope_scaling"] or {"rope_type": "default"} | ({} if interleaved else {"type": "mrope"})
     sections = {"mrope_section": out.pop("mrope_section")} | ({"mrope_interleaved": True} if interleaved else {})
     return out | {"rope_scaling": rope | sections, "vision_config": vision}

@@ -27,6 +27,7 @@ class PerLayerInputs(Layer):
     def __init__(self, config: Gemma4TextConfig, norm: partial[LigerRMSNorm]) -> None:
         super().__init__()
         width = config.hidden_size_per_layer_input
+        # The second inputs of all blocks come from one wide embedding and one wide projection.
         self.embed_tokens = LigerEmbedding(
             config.vocab_size_per_layer_input,
             config.num_hidden_layers * width,
@@ -46,6 +47,7 @@ class PerLayerInputs(Layer):
         width = self.norm.hidden_size
         # [B, T, L, P], normed over P for each block by itself.
         projected = self.norm((self.projection(embeds) * embeds.shape[-1] ** -0.5).unflatten(-1, (-1, width)))
+        # The factor keeps the variance of one of the two terms.
         inputs: Tensor = (projected + tokens.view_as(projected)) * 2**-0.5
         return inputs.unbind(2)
 

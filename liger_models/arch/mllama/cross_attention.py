@@ -45,7 +45,7 @@ class ImageStates:
         cls,
         tokens: Tensor | None,
         seen: Tensor,
-        own: Tensor,
+        in_document: Tensor,
         per_tile: int,
         cache: DecodeCache | None,
         groups: ParallelGroups,
@@ -58,15 +58,16 @@ class ImageStates:
         Args:
             tokens: [B, S, C], S = tiles · ``per_tile``; None if keys and values are cached.
             seen: [B, T, tiles] bool, whether each token attends to each tile.
-            own: [B, 1 or T, tiles] bool, whether each tile belongs to an image in the token's document.
+            in_document: [B, 1 or T, tiles] bool, whether each tile belongs to an image in the token's document.
             per_tile: number of tokens of a tile.
             cache: the decode cache, if any.
             groups: the process groups of the model.
         """
-        sees, reached = seen.any(-1, keepdim=True), own.any(-1, keepdim=True).expand(-1, seen.shape[1], -1)
+        sees, reached = seen.any(-1, keepdim=True), in_document.any(-1, keepdim=True).expand(-1, seen.shape[1], -1)
         # Tokens of documents without images attend to anything: softmax needs a key, and the result is dropped.
-        visible = torch.where(sees, seen, own | ~reached)
+        visible = torch.where(sees, seen, in_document | ~reached)
         part = torch.arange(seen.shape[2], device=seen.device).repeat_interleave(per_tile)
+        # A step of decoding takes a dense mask; otherwise segments or blocks, where they are supported.
         single = cache is not None and seen.shape[1] == 1
         segments = tokens is not None and takes_segments(seen.device, tokens.dtype)
         mask = parts_mask(visible, part, dense=single, segments=segments)
@@ -208,6 +209,7 @@ class LigerCrossAttention(Layer):
     def _add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
     ) -> tuple[Tensor, Tensor]:
+        # Queries of the text [B, T, H · D], keys and values of the image tokens [B, S, G, D].
         q, residual = add_norm_linear(norm, self.q_proj, x, residual)
         k, v = self._keys_values(images)
         group = self.groups.context
@@ -227,6 +229,7 @@ class LigerCrossAttention(Layer):
         if images.tokens is None:
             assert cache is not None
             return cache.extra["image_keys", self.layer], cache.extra["image_values", self.layer]
+        # Computed once per image: a cache keeps them for the following tokens.
         k = self.k_norm(self._heads(self.k_proj(images.tokens)))
         v = self._heads(self.v_proj(images.tokens))
         if cache is not None:

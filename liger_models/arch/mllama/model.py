@@ -445,9 +445,8 @@ class LigerMllama(VisionLanguageModel):
             here = input_ids == self.config.image_token_index
             checked = not past and not torch.compiler.is_compiling()
             if checked and not self._check_images(here, pixel_values, aspect_ratio_ids):
-                pixel_values = (
-                    None  # all entries are empty, for example in a slice of a batch that has images elsewhere
-                )
+                # All entries are empty, for example in a slice of a batch that has images elsewhere.
+                pixel_values = None
             if pixel_values is not None and aspect_ratio_ids is not None:
                 images = self._look(here, pixel_values, aspect_ratio_ids, cross_attention_mask, cu_seqlens, cache)
             elif past:
@@ -554,7 +553,7 @@ class LigerMllama(VisionLanguageModel):
         return sum(images)
 
 
-IGNORED_KEYS = ("tie_word_embeddings",)  # that of vision_config
+IGNORED_KEYS = ("tie_word_embeddings",)  # in vision_config
 TOP = ("image_token_index", "vision_config")
 """Keys of config.json that do not belong to the language model."""
 

@@ -138,6 +138,7 @@ class HybridBlock(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and router logits if any."""
+        # Both kinds of attention, and both kinds of MLP, have the same signature.
         attention = self.linear_attn if self.linear else self.self_attn
         x, residual = attention.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)

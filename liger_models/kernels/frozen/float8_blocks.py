@@ -45,8 +45,8 @@ RUN = tl.constexpr(16)
 """Number of columns that a thread of this kernel reads and sums at once."""
 
 TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
-"""Tiles of the kernel for several rows, each up to a number of rows of x: that number, the results of a program, the
-columns that a warp reads in a step, and the warps of a program, which share the columns."""
+"""Tiles of the kernel for several rows: the maximum number of rows of x, the results of a program, the columns that a
+warp reads in a step, and the warps of a program, which share the columns."""
 
 ROUND = tl.constexpr("""{
 .reg .b32 pair;

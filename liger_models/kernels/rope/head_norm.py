@@ -13,8 +13,8 @@ from liger_models.kernels.rope.rope import store_heads
 
 HEAD_WARPS_PER_SM, HEAD_STAGES = 64, 4
 WHOLE_WARPS_PER_SM, WHOLE_STAGES = 16, 3
-"""Warps per multiprocessor of the backward when each program sums a weight gradient over its tokens, and tokens that a
-program has in flight if shared memory holds them; HEAD for norms of single heads, WHOLE for norms of all heads. On an
+"""For the backward with weight gradients, which each program sums over its tokens: warps per multiprocessor, and tokens
+that a program has in flight if shared memory holds them. HEAD is for norms of single heads, WHOLE of all heads. On an
 H200 the backward with 32 + 8 and 32 + 32 heads of 128 reaches 0.81 and 0.99 of copy bandwidth; with one token in flight
 0.73 and 0.87."""
 
