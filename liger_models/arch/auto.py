@@ -50,7 +50,7 @@ def get_arch(model_type: str) -> type[CausalLM]:
                     "got no such call. Use the same name in both."
                 )
     if model_type not in MODEL_CLASSES:
-        # Not found: suggest the nearest name, since most failures are misspelled.
+        # Not found, also not among plugins: suggest the nearest name.
         known = list_archs()
         near = difflib.get_close_matches(model_type, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -310,6 +310,7 @@ class Decoder(nn.Module):
                 aliases[name] = first
         yield
         for name, first in aliases.items():
+            # The parameter under the first name may be a new one: set it again under the other names.
             owner, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
         self.tie_weights()
@@ -357,7 +358,7 @@ class Decoder(nn.Module):
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
         """The weights of all linear layers except the head, and the stacked weights of experts, by name."""
         linear = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Linear)}
-        # Experts are one parameter [X, O, C] each, which belongs to no `nn.Linear`.
+        # The matrices of all experts are one parameter [X, O, C], which belongs to no `nn.Linear`.
         routed = tuple(path for path, layer in named_layers(self) if layer.router is not None)
         return {
             name: weight

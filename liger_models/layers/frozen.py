@@ -204,6 +204,7 @@ class FrozenParameters(nn.Module):
         """The numbers [n, K] of this rank's rows of the codes, which are contiguous numbers or slices of rows."""
         (first, column), (count, width) = offset_of(codes), local(codes).shape
         columns, per_byte = self.shape[1], self.shape.numel() // codes.numel()
+        # Numbers of the dense weight in a row of the codes, which may differ from a row of the weight.
         of_a_row = codes.shape[1] * per_byte
 
         # Rows of the codes may begin and end within rows of the weight.

@@ -71,6 +71,7 @@ class LabeledRows:
         """Return x [..., C] and targets [...], or n rows of both (a multiple of 256) with all labeled rows."""
         if self.copied is not None:
             self.copied.synchronize()
+        # Rounded up, so that there are few different shapes.
         count = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
         if count >= len(self.ignored):
             return x, self.target

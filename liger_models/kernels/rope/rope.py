@@ -142,7 +142,7 @@ def store_heads(
 def rotate(x1, x2, cos, sin, rotary, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """Rotate the first HALF pairs of the rows marked ``rotary``; all other numbers keep their bits."""
     rotated = rotary
-    # Partial rotary: the pairs after the first HALF are copied.
+    # Pairs after the first HALF are copied: partial rotary, or the padding of a block.
     if HALF < BLOCK:
         rotated = rotary & (tl.arange(0, BLOCK)[None, :] < HALF)
     return tl.where(rotated, x1 * cos - x2 * sin, x1), tl.where(rotated, x2 * cos + x1 * sin, x2)
