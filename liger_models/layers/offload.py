@@ -58,7 +58,7 @@ class Inbound:
         """Start copying each pair's second tensor to the first, both [N] uint8; return the completion event."""
         for target, host in pairs:
             for part, piece in zip(target.split(SLICE), host.split(SLICE), strict=True):
-                # Each slice waits for the one before, on the other stream, so that other copies can run between two slices.
+                # Each slice waits for the one before, on the other stream, so that other copies can run in between.
                 stream = self.streams[0]
                 if self._last is not None:
                     stream.wait_event(self._last)
