@@ -1,4 +1,4 @@
-"""Run a benchmark, or write the tables and plots of all results into the pages (``report``)."""
+"""Run a benchmark, or write tables and plots of all results into the pages (``report``)."""
 
 import argparse
 import tempfile
@@ -62,6 +62,8 @@ def check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         mode = Mode.parse(text)
         if ("moments" in mode or "8bit" in mode) and not ("adamw" in mode or "inbackward" in mode):
             parser.error(f"--modes: moments are LigerAdamW's, add +adamw or +inbackward, got {text!r}")
+
+        # Each option of a mode belongs to some benchmarks.
         allowed = {"unsloth": ("train", "longest"), "titan": ("train", "fsdp")}.get(mode.library, (options.command,))
         if options.command not in allowed:
             parser.error(f"--modes: {mode.library} is for {' and '.join(allowed)}, got {text!r} for {options.command}")
@@ -73,6 +75,8 @@ def check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             parser.error(f"--modes: cp is for longest with --gpus of 2 and more, got {text!r} for {options.command}")
         if "bf16" in mode and options.command != "fsdp":
             parser.error(f"--modes: bf16 is for fsdp, got {text!r} for {options.command}")
+
+        # A mode may share the GPUs in one way, and by a number that divides them.
         parts = [mode.extras[word] for word in ("ep", "hsdp", "tp") if word in mode]
         fits = options.command == "fsdp" and len(parts) == 1 and parts[0] and options.gpus % parts[0] == 0
         if parts and not fits and options.command != "decode":
@@ -98,6 +102,8 @@ def check_machine(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     options = parse(parser, arguments)
+
+    # The pages need no GPU.
     if options.command == "report":
         if not any(options.results.glob("*.jsonl")):
             parser.error(f"--results must be a folder with JSON lines, {options.results} has none")
@@ -106,6 +112,8 @@ def main(arguments: list[str] | None = None) -> None:
         except ValueError as error:
             parser.error(str(error))
         return
+
+    # A benchmark prints its table, and its rows are in files.
     check_modes(parser, options)
     check_machine(parser, options)
     benchmark = BENCHMARKS[options.command]

@@ -19,11 +19,12 @@ from .training.step import Step, make_step
 
 HELP = "the loss of every step, from the same weights and data"
 WARMUP = 20
-"""Steps in which the learning rate rises."""
+"""Number of steps in which the learning rate rises."""
 
 START_STEPS = 600
 START_LOSS = 4.0
-"""The common start is trained for at most so many steps, to this loss. (6.2 is the plateau, 1.4 the end.)"""
+"""The common start is trained to this loss, for at most this number of steps. The plateau is at 6.2, and a
+run ends at 1.4."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> Rows:
 
 
 def learn(step: Step, data: Tensor) -> Iterator[Tensor]:
-    """Train on the batches of ``data``, and yield the loss of every step."""
+    """Train on the batches of ``data`` [steps, B, T], and yield the loss of every step."""
     schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda done: min((done + 1) / WARMUP, 1.0))
     for ids in data.to("cuda"):
         yield step({"input_ids": ids, "labels": ids})
@@ -49,7 +50,7 @@ def learn(step: Step, data: Tensor) -> Iterator[Tensor]:
 def start(job: Job) -> Row:
     """Train until the loss falls, and save the weights in $SAVE.
 
-    A model with random weights learns the frequencies of the tokens, then nothing for a while. When it leaves this
+    A model with random weights first learns the frequencies of tokens, and then nothing for a while. The end of this
     plateau depends on rounding, so runs that start before it cannot be compared.
     """
     config = read_config(job.model)
@@ -73,7 +74,7 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode. The distance to the losses of transformers shows what other roundings make of the same run."""
+    """One line per mode. The distance to the losses of transformers shows the effect of other rounding."""
     lines = []
     for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
         by_mode = {row["mode"]: row.get("losses") for row in group}
@@ -83,6 +84,7 @@ def table(rows: Rows) -> str:
             if not losses:
                 lines.append((model, tokens(batch), title(row["mode"]), row["error"], "", "", ""))
                 continue
+            # The end of the curve, and the distance to the curve of transformers.
             tail = losses[-20:]
             gaps = [abs(a - b) for a, b in zip(losses, base or [], strict=False)]
             lines.append((

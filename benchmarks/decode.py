@@ -1,4 +1,4 @@
-"""Greedy decoding: milliseconds for one token of each row, beside the time that reading the weights takes."""
+"""Greedy decoding: milliseconds for one token of each row, beside the time to read the weights."""
 
 import argparse
 import statistics
@@ -23,7 +23,7 @@ from .training.modes import Mode, title
 HELP = "decoding: milliseconds a token, beside the time to read the weights"
 MODES = r"hf(\+static)?|ours(\+lora)?(\+nf4|\+float8)?|ours\+tp[1-9][0-9]*"
 REPEATS = 5
-"""Timed calls, after one that compiles, captures and tunes what a mode has."""
+"""Number of timed calls, after a call that compiles, captures and tunes."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,14 +47,14 @@ def run(options: argparse.Namespace) -> Rows:
 
 def seconds(function: Callable[[], Any]) -> float:
     torch.cuda.synchronize()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     function()
     torch.cuda.synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def generating(job: Job, config: dict[str, Any]) -> Callable[[int], Tensor]:
-    """A function that generates so many tokens for the same random prompts."""
+    """A function that generates a given number of tokens for the same random prompts."""
     model: Any = build(config, job.mode).eval()
     if job.sharded:
         from liger_models.parallel import apply_tp
@@ -74,8 +74,11 @@ def generating(job: Job, config: dict[str, Any]) -> Callable[[int], Tensor]:
 
 
 def bytes_of_step(config: dict[str, Any], dtype: str | None = None) -> int:
-    """Bytes of the weights that every step of a dense model reads: all but the embedding's, if it is not tied, and but
-    adapters. They are in bf16, and those of the blocks' linear layers in ``dtype``, if "nf4" or "float8"."""
+    """Bytes of the weights that every step of a dense model reads.
+
+    They do not include adapters, nor the embedding unless it is also the head. Weights are in bf16. With ``dtype``
+    "nf4" or "float8" the linear layers of the blocks are in this format.
+    """
     from liger_models import AutoLigerModel
     from liger_models.adapters import apply_lora
     from liger_models.adapters.quantize import quantized_bytes, quantized_layers
@@ -89,10 +92,11 @@ def bytes_of_step(config: dict[str, Any], dtype: str | None = None) -> int:
 
 
 def measure(job: Job) -> Row:
-    """The time of N new tokens without that of the first, which includes the prompts', divided by N − 1."""
+    """Time a step: the time of N new tokens, without the time of prompts and first token, divided by N − 1."""
     config = read_config(job.model)
     config["eos_token_id"] = None
-    dtype = next((each for each in ("nf4", "float8") if each in job.mode), None)
+    dtype = next((word for word in ("nf4", "float8") if word in job.mode), None)
+    # The speed of the device, then calls with N tokens and with one.
     copy = ceilings("cuda", copied=2**31)["copy_gbs"]
     generate = generating(job, config)
     with torch.no_grad():
@@ -102,7 +106,7 @@ def measure(job: Job) -> Row:
         peak = torch.cuda.max_memory_allocated()
         generate(1)
         prompts = statistics.median(seconds(lambda: generate(1)) for _ in range(REPEATS))
-    times = [1e3 * (each - prompts) / (job.steps - 1) for each in every]
+    times = [1e3 * (elapsed - prompts) / (job.steps - 1) for elapsed in every]
     return {
         "new_tokens": job.steps,
         "step_ms": round(statistics.median(times), 3),
@@ -115,7 +119,7 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode. The floor is the time in which the device copies as many bytes as the weights have."""
+    """One line per mode. ``floor_ms`` is the time in which the device copies as many bytes as the weights have."""
     lines = []
     for row in rows:
         names = (row["model"], tokens(row["batch"]), title(row["mode"]))

@@ -1,4 +1,4 @@
-"""A few layers of each family at their real width: full fine-tuning steps, and the errors of bf16."""
+"""A few layers of each family at real width: full fine-tuning steps, and the errors of bf16."""
 
 import argparse
 import gc
@@ -45,16 +45,18 @@ def gradients_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 
 def measure_errors(job: Job) -> Row:
-    """The relative error of logits, and of all gradients together, in bf16 against transformers in fp32.
+    """Relative errors of logits, and of all gradients together, in bf16 against transformers in fp32.
 
-    transformers and this package start from the same weights.
+    transformers and this package have the same weights.
     """
     from liger_models import AutoLigerModel
 
     config = read_config(job.model)
-    # Eager attention computes softcaps as well, but keeps every score: too much for the patches of images.
+    # Only eager attention computes softcaps, too. It keeps every score, which is too much for the patches of images.
     attention = "sdpa" if "vision_config" in config else "eager"
     theirs = build_hf(config, liger=False, recompute=False, attention=attention)
+
+    # Logits and gradients of both libraries in bf16.
     batch = draw(config, 1, ERROR_TOKENS, torch.Generator("cuda").manual_seed(0))
     results = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +67,8 @@ def measure_errors(job: Job) -> Row:
             out.loss.backward()
             results[label] = (out.logits.detach().cpu(), gradients_by_name(model))
             del out
-        # To get our gradients under transformers' names, save and load them as weights.
+
+        # Our gradients get transformers' names by being saved and loaded as weights.
         with torch.no_grad():
             for parameter in ours.parameters():
                 parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -73,6 +76,8 @@ def measure_errors(job: Job) -> Row:
         named = type(theirs).from_pretrained(folder, dtype=torch.bfloat16)
         results["ours"] = (results["ours"][0], {n: p.detach().to("cuda") for n, p in named.named_parameters()})
     del ours, named
+
+    # The same in fp32. `float` converts the model in place, so its gradients are cloned before.
     truth = theirs.float()
     results["hf"] = (results["hf"][0], {n: g.clone() for n, g in results["hf"][1].items()})
     truth.zero_grad()
@@ -81,24 +86,27 @@ def measure_errors(job: Job) -> Row:
     out = truth(**batch)
     out.loss.backward()
     logits, exact = out.logits.detach().cpu(), gradients_by_name(truth)
-    found = {}
+
+    # The errors.
+    row = {}
     for label, (approximate, gradients) in results.items():
         squares = sum(((gradients[n].float() - g).double().norm() ** 2).item() for n, g in exact.items())
         total = sum((g.double().norm() ** 2).item() for g in exact.values())
-        found[f"{label}_logits"] = ((approximate.float() - logits).norm() / logits.norm()).item()
-        found[f"{label}_gradients"] = (squares / total) ** 0.5
-    return found
+        row[f"{label}_logits"] = ((approximate.float() - logits).norm() / logits.norm()).item()
+        row[f"{label}_gradients"] = (squares / total) ** 0.5
+    return row
 
 
 def by_family(rows: Rows) -> dict[str, Rows]:
-    """The rows by the name of the family, in order; the name includes the batch where there are several."""
+    """Name of a family -> its rows, in order. The name includes the batch if there are several batches."""
     groups = sorted(grouped(rows, "model", "batch").items())
     several_batches = len({batch for (_, batch), _ in groups}) > 1
     return {f"{model}, {tokens(batch)}" if several_batches else model: group for (model, batch), group in groups}
 
 
 def table(rows: Rows) -> str:
-    """One line per family. Ratios are to the faster and to the smaller peer; what its run did not measure is empty."""
+    """One line per family. Speed is relative to the faster peer, memory to the smaller. Missing numbers are empty."""
+    # Each cell shows what a mode measured, or that it failed.
     lines = []
     for family, group in by_family(rows).items():
         by_mode = {row["mode"]: row for row in group}
@@ -110,9 +118,9 @@ def table(rows: Rows) -> str:
             modes = [by_mode.get(mode) for mode in ("hf", "hf+liger", "ours")]
             return ["" if row is None else str(row.get(key, "failed")) for row in modes]
 
-        def pair(what: str, error: Row | None = error) -> str:
-            found = [error.get(f"{who}_{what}") for who in ("hf", "ours")] if error else []
-            return " / ".join("failed" if value is None else f"{value:.2e}" for value in found)
+        def pair(quantity: str, error: Row | None = error) -> str:
+            values = [error.get(f"{library}_{quantity}") for library in ("hf", "ours")] if error else []
+            return " / ".join("failed" if value is None else f"{value:.2e}" for value in values)
 
         least_memory = smallest(peers, lambda row: row.get("peak_gib"))
         lines.append((

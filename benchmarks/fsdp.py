@@ -1,6 +1,6 @@
 """Full fine-tuning steps under FSDP2: weights, gradients and optimizer state in fp32, computation in bf16.
 
-Modes may say otherwise.
+Some modes change these dtypes.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode; speed and memory are those of one GPU."""
+    """One line per mode. Speed and memory are per GPU."""
     lines = []
     runs = grouped(rows, "model", "gpus", "batch", "run")
     for (model, gpus, batch, _), group in sorted(runs.items(), key=lambda run: run[0][:3]):

@@ -1,6 +1,6 @@
-"""A step of GRPO with adapters: answers are sampled, rewarded and trained on, here and by TRL.
+"""A step of GRPO with adapters, by this package and by TRL: answers are sampled, rewarded and trained on.
 
-All answers have the same length, so that both libraries train on the same number of tokens.
+All answers have the same length, so both libraries train on the same number of tokens.
 """
 
 import argparse
@@ -31,12 +31,12 @@ NAMES = {
     "selective": ', policy "selective"', "full": ', policy "full"',
 }  # fmt: skip
 GROUP, MICRO_BATCH = 8, 16
-"""Answers to each prompt, and answers in a forward."""
+"""Number of answers to each prompt, and number of answers in a forward."""
 REPEATS = 2
-"""Timed steps, after one that compiles kernels."""
+"""Number of timed steps, after a step that compiles kernels."""
 
 Times = tuple[float, float]
-"""Seconds of a step: sampling, and the rest."""
+"""Seconds of a step: of sampling, and of the rest."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> Rows:
 
 def measure(job: Job) -> Row:
     config = read_config(job.model)
-    config["eos_token_id"] = None
+    config["eos_token_id"] = None  # all answers have the full length
     if job.mode.library == "ours":
         model: Any = build_ours(config, Mode("ours", {"lora": None, **job.mode.extras}))
         steps = our_steps(model, config["vocab_size"], *job.shape, job.steps)
@@ -65,7 +65,7 @@ def measure(job: Job) -> Row:
     else:
         model = build_hf(config, liger=False, recompute=False)
         times = trl_steps(model, job.mode, *job.shape, job.steps)
-    sampling, training = (statistics.median(each) for each in zip(*times[1:], strict=True))
+    sampling, training = (statistics.median(seconds) for seconds in zip(*times[1:], strict=True))
     return {
         "new_tokens": job.steps,
         "step_s": round(sampling + training, 2),
@@ -82,31 +82,39 @@ def now() -> float:
 
 
 def even(answer: Any) -> float:
-    """The reward: the part of an answer's ids that are even."""
+    """The reward: the share of even ids in an answer."""
     return float((torch.as_tensor(answer) % 2 == 0).float().mean())
 
 
 def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> Iterator[Times]:
+    """Run steps with this package, and yield the times of each."""
     from liger_models import LigerFusedLinearGRPOLoss
 
     grpo = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False)
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-6, fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
     while True:
+        # Sample a group of answers to each prompt.
         begun = now()
         prompts = [torch.randint(5, vocabulary - 5, (length,)) for _ in range(rows // GROUP)]
         answers = model.rollout(
             prompts, max_new_tokens=new, do_sample=True, num_return_sequences=GROUP, eos_token_id=[]
         )
         sampled = now()
-        asked = [prompt for prompt in prompts for _ in range(GROUP)]
-        ids = torch.stack([torch.cat([prompt, each.tokens]) for prompt, each in zip(asked, answers, strict=True)])
-        old = pad(torch.stack([each.log_probs for each in answers]), (length - 1, 1))
-        rewards = torch.tensor([even(each.tokens) for each in answers]).view(-1, GROUP)
+
+        # The batch [rows, length + new], with the log-probability of each next token at its predecessor.
+        repeated = [prompt for prompt in prompts for _ in range(GROUP)]
+        pairs = zip(repeated, answers, strict=True)
+        ids = torch.stack([torch.cat([prompt, answer.tokens]) for prompt, answer in pairs])
+        old = pad(torch.stack([answer.log_probs for answer in answers]), (length - 1, 1))
+        rewards = torch.tensor([even(answer.tokens) for answer in answers]).view(-1, GROUP)
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
         labels = ids.index_fill(1, torch.arange(length), -100)
-        whole = (each.to(model.device) for each in (ids, labels, old, advantages.flatten()))
-        for part in zip(*(each.split(MICRO_BATCH) for each in whole), strict=True):
-            train_on(model, grpo, *part, share=MICRO_BATCH / rows)
+
+        # Train on it in micro-batches.
+        batch = (tensor.to(model.device) for tensor in (ids, labels, old, advantages.flatten()))
+        for micro_batch in zip(*(tensor.split(MICRO_BATCH) for tensor in batch), strict=True):
+            train_on(model, grpo, *micro_batch, share=MICRO_BATCH / rows)
         optimizer.step()
         optimizer.zero_grad()
         yield sampled - begun, now() - sampled
@@ -115,7 +123,7 @@ def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> 
 def train_on(
     model: Any, grpo: Callable[..., Any], ids: Tensor, labels: Tensor, old: Tensor, advantages: Tensor, share: float
 ) -> None:
-    """Add the gradients of some answers, which are this share of all."""
+    """Add the gradients of a micro-batch with the given share of all answers."""
     loss, _ = model(
         ids,
         labels=labels,
@@ -127,10 +135,10 @@ def train_on(
 
 
 def trl_steps(model: Any, mode: Mode, rows: int, length: int, new: int, **options: Any) -> list[Times]:
-    """The times of all steps by TRL's trainer, with transformers' generation. Peak memory is that after the first.
+    """Run all steps by TRL's trainer with transformers' generation. Peak memory is reset after the first step.
 
     Args:
-        options: of the trainer's configuration.
+        options: further options of the trainer's configuration.
     """
     import datasets
     import peft
@@ -140,13 +148,14 @@ def trl_steps(model: Any, mode: Mode, rows: int, length: int, new: int, **option
     times: list[Times] = []
     sampling = begun = 0.0
 
+    # Time of sampling, and of the rest, from the end of one step to the end of the next.
     class Timed(trl.GRPOTrainer):
         def _generate_single_turn(self, *arguments: Any, **more: Any) -> Any:
             nonlocal sampling
             start = now()
-            found = super()._generate_single_turn(*arguments, **more)
+            answers = super()._generate_single_turn(*arguments, **more)
             sampling += now() - start
-            return found
+            return answers
 
     class Watch(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -163,9 +172,12 @@ def trl_steps(model: Any, mode: Mode, rows: int, length: int, new: int, **option
             if len(times) == 1 and torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
 
+    # Prompts as texts, because the trainer takes no ids.
     vocabulary, steps = model.config.vocab_size, 1 + REPEATS
     drawn = torch.randint(5, vocabulary - 5, (steps * rows // GROUP, length)).tolist()
-    prompts = [{"prompt": " ".join(f"t{each}" for each in ids)} for ids in drawn]
+    prompts = [{"prompt": " ".join(f"t{token}" for token in ids)} for ids in drawn]
+
+    # All prompts of a step are sampled at once, and accumulated over micro-batches.
     with tempfile.TemporaryDirectory() as folder:
         arguments = trl.GRPOConfig(
             folder, report_to=[], save_strategy="no", disable_tqdm=True, max_steps=steps, learning_rate=1e-6,
@@ -176,7 +188,7 @@ def trl_steps(model: Any, mode: Mode, rows: int, length: int, new: int, **option
         )  # fmt: skip
         trainer = Timed(
             model=model,
-            reward_funcs=lambda completion_ids, **_: [even(each) for each in completion_ids],
+            reward_funcs=lambda completion_ids, **_: [even(ids) for ids in completion_ids],
             args=arguments,
             train_dataset=datasets.Dataset.from_list(prompts),
             processing_class=words_tokenizer(vocabulary),
@@ -192,7 +204,7 @@ def title(mode: str) -> str:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode; ratios are to the fastest mode of TRL with as many tokens."""
+    """One line per mode. Ratios are to the fastest mode of TRL with the same number of tokens."""
     lines = []
     for row in rows:
         names = (row["model"], tokens(row["batch"]), title(row["mode"]))
@@ -200,11 +212,11 @@ def table(rows: Rows) -> str:
             lines.append((*names, row["error"], "", "", "", "", "", ""))
             continue
         peers = [
-            each for each in rows
-            if each["mode"].startswith("trl") and "error" not in each
-            and all(each[key] == row[key] for key in ("model", "batch", "new_tokens"))
+            peer for peer in rows
+            if peer["mode"].startswith("trl") and "error" not in peer
+            and all(peer[key] == row[key] for key in ("model", "batch", "new_tokens"))
         ]  # fmt: skip
-        best: Row = min(peers, key=lambda each: each["step_s"], default={})
+        best: Row = min(peers, key=lambda peer: peer["step_s"], default={})
         keys = ("new_tokens", "step_s", "sampling_s", "training_s", "peak_gib")
         ratios = ratio(best.get("step_s"), row["step_s"]), ratio(row["peak_gib"], best.get("peak_gib"))
         lines.append((*names, *(row[key] for key in keys), *ratios))

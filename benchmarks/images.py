@@ -1,4 +1,4 @@
-"""Images from files to a training step: how fast workers decode and pack them, beside how fast a model trains."""
+"""Training on images from files: the speed of workers that decode and pack, beside the speed of a model."""
 
 import argparse
 import itertools
@@ -25,10 +25,10 @@ HELP = "photographs from files, by 1 to 8 workers, and training steps on them"
 MODELS = ("qwen2_5_vl", "qwen2_vl_2b", "qwen3_vl")
 WORKERS = (1, 2, 4, 8)
 PHOTOS, SIZE = 256, (1280, 960)
-"""Different files, which are repeated, and their width and height. Each is about 1500 tokens of Qwen2.5-VL."""
+"""Number of different files, and their width and height. A file has about 1500 tokens of Qwen2.5-VL."""
 MAX_PIXELS = 1280 * 960
 SETTLE = 3
-"""Steps and batches before the timed ones."""
+"""Number of steps, and of batches, before the timed ones."""
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %} a {{ m.content }} end"
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> Rows:
 
 
 def write_photos(folder: Path, number: int, size: tuple[int, int]) -> list[Path]:
-    """JPEG files of about the size and detail of photographs: noise at several scales."""
+    """Write JPEG files with about the size and detail of photographs: noise at several scales."""
     from PIL import Image
 
     paths = []
@@ -64,7 +64,7 @@ def write_photos(folder: Path, number: int, size: tuple[int, int]) -> list[Path]
 
 
 def make_processor(config: dict[str, Any], max_pixels: int) -> Any:
-    """A processor of Qwen-VL with the placeholders' ids of ``config`` and few words."""
+    """Make a processor of Qwen-VL with the placeholder ids of ``config`` and few words."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers
 
@@ -78,6 +78,8 @@ def make_processor(config: dict[str, Any], max_pixels: int) -> Any:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(list(special))
     tokenizer = Tokenizer(backend, {"eos_token": "end", "pad_token": "end", "chat_template": TEMPLATE})
+
+    # Images and videos with the patches of the model.
     tower = config["vision_config"]
     settings = {"patch_size": tower["patch_size"], "min_pixels": 3136, "max_pixels": max_pixels}
     images, videos = QwenVLImages(settings), QwenVLImages(settings, of="frame")
@@ -85,7 +87,7 @@ def make_processor(config: dict[str, Any], max_pixels: int) -> Any:
 
 
 def write_chats(file: Path, paths: list[Path], number: int) -> None:
-    """Chats about one photograph each, with answers of 10 to 100 words."""
+    """Write chats about one photograph each, with answers of 10 to 100 words."""
     answers = (" ".join(f"w{word}" for word in range(n * 37 % 90 + 10)) for n in range(number))
     with file.open("w") as lines:
         for path, answer in zip(itertools.cycle(paths), answers, strict=False):
@@ -114,25 +116,26 @@ def rate(next_batch: Callable[[], dict[str, torch.Tensor]], count: int) -> dict[
 
 
 def loader_rate(data: Any, workers: int, count: int) -> dict[str, float]:
-    """Images and tokens per second, with pixels, that a loader has ready, after what workers prepare ahead."""
+    """Images and tokens per second of a loader with pixels, without the batches that workers prepare ahead."""
     from liger_models import PackedLoader
 
     batches = endless(PackedLoader(data, num_workers=workers, pin_memory=torch.cuda.is_available()))
     for _ in range(SETTLE * workers + 1):
         next(batches)
-    found = rate(lambda: next(batches), count * workers)
+    rates = rate(lambda: next(batches), count * workers)
     batches.close()  # type: ignore[attr-defined]
-    return found
+    return rates
 
 
 def measure(job: Job) -> Row:
-    """The loader alone with each number of workers; the model alone, on batches that are there; both together."""
+    """Measure the loader alone with each number of workers, the model alone on kept batches, and both together."""
     from liger_models import PackedDataset, PackedLoader
 
     config = json.loads((CONFIGS / FAMILIES[job.model][0]).read_text())
     B, T = job.shape
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as path:
+        # The loader alone. Reading the headers is timed, too.
+        folder = Path(path)
         paths = write_photos(folder, PHOTOS, SIZE)
         write_chats(folder / "train.jsonl", paths, 100 * PHOTOS)
         processor = make_processor(config, MAX_PIXELS)
@@ -143,6 +146,7 @@ def measure(job: Job) -> Row:
         headers = 100 * PHOTOS / (time.perf_counter() - begun)
         loaders = {str(workers): loader_rate(data, workers, job.steps) for workers in WORKERS}
 
+        # The model alone, and the model with the loader.
         train = make_step(job.mode, config, lr=1e-5)
         loader = PackedLoader(data, num_workers=WORKERS[-1], pin_memory=True)
         batches = endless(loader)
@@ -152,6 +156,7 @@ def measure(job: Job) -> Row:
             torch.cuda.synchronize()
             return batch
 
+        # The model alone trains on a few kept batches.
         kept = [next(batches) for _ in range(8)]
         again = itertools.cycle(kept)
         for _ in range(SETTLE):
@@ -171,15 +176,15 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per number of workers, then the model's own rate, and that of both together."""
+    """One line per number of workers, one for the model alone, and one for both together."""
     lines = []
     for row in rows:
         names = (row["model"], tokens(row["batch"]), title(row["mode"]))
         if "error" in row:
             lines.append((*names, row["error"], "", ""))
             continue
-        found = {f"loader, workers: {workers}": rates for workers, rates in row["loader"].items()}
-        found |= {"model alone": row["model_alone"], f"model and loader, workers: {WORKERS[-1]}": row["together"]}
-        for what, rates in found.items():
-            lines.append((*names, what, f"{rates['images_per_s']:,.1f}", f"{rates['tokens_per_s']:,.0f}"))
+        by_source = {f"loader, workers: {workers}": rates for workers, rates in row["loader"].items()}
+        by_source |= {"model alone": row["model_alone"], f"model and loader, workers: {WORKERS[-1]}": row["together"]}
+        for source, rates in by_source.items():
+            lines.append((*names, source, f"{rates['images_per_s']:,.1f}", f"{rates['tokens_per_s']:,.0f}"))
     return markdown("model|tokens/step|run||images/s|tokens/s", lines)

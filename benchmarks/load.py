@@ -1,4 +1,4 @@
-"""Loading a checkpoint onto all GPUs to train on: seconds, and host memory."""
+"""Loading a checkpoint onto all GPUs for training: seconds, and host memory."""
 
 import argparse
 import os
@@ -43,29 +43,29 @@ def save(job: Job) -> Row:
 
 @contextmanager
 def host_memory() -> Iterator[list[float]]:
-    """The most GiB that this process holds meanwhile, 50 times a second: of its own, and of mapped files."""
-    most, done = [0.0, 0.0], threading.Event()
+    """Context that records the peak memory of this process in GiB: its own, and that of mapped files."""
+    peaks, done = [0.0, 0.0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.02):
-            found = dict(re.findall(r"(Rss\w+):\s+(\d+)", Path("/proc/self/status").read_text()))
-            for i, kind in enumerate(("RssAnon", "RssFile")):
-                most[i] = max(most[i], int(found[kind]) / 2**20)
+            sizes = dict(re.findall(r"(Rss\w+):\s+(\d+)", Path("/proc/self/status").read_text()))
+            for i, key in enumerate(("RssAnon", "RssFile")):
+                peaks[i] = max(peaks[i], int(sizes[key]) / 2**20)  # from KiB
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        yield most
+        yield peaks
     finally:
         done.set()
         watcher.join()
 
 
 def measure(job: Job) -> Row:
-    """Load the checkpoint in $START. Every process of transformers loads all of it, then shards. The slowest counts."""
-    torch.zeros(1, device="cuda")
+    """Load the checkpoint in $START. A process of transformers loads it whole, then shards. The slowest counts."""
+    torch.zeros(1, device="cuda")  # the CUDA context is not part of the time
     torch.distributed.barrier()
-    with host_memory() as most:
+    with host_memory() as peaks:
         begun = time.monotonic()
         if job.mode.library == "hf":
             from transformers import AutoModelForCausalLM
@@ -80,8 +80,10 @@ def measure(job: Job) -> Row:
             )
         torch.cuda.synchronize()
         seconds = time.monotonic() - begun
+
+    # The slowest rank, and the largest memory of any rank.
     every: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, (seconds, *most))
+    torch.distributed.all_gather_object(every, (seconds, *peaks))
     longest, anonymous, mapped = (max(values) for values in zip(*every, strict=True))
     return {
         "checkpoint_gib": round(sum(f.stat().st_size for f in Path(os.environ["START"]).iterdir()) / 2**30, 2),
@@ -93,7 +95,7 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode. Host memory is that of one process, GPU memory the peak while it loads."""
+    """One line per mode. Host memory is per process, and GPU memory is the peak during loading."""
     keys = ("checkpoint_gib", "load_s", "host_gib", "mapped_gib", "peak_gib")
     lines = [
         (row["model"], row["gpus"], title(row["mode"]), *(row.get(key, row.get("error", "")) for key in keys))

@@ -1,8 +1,8 @@
-"""The longest sequence that a training step has memory for.
+"""The longest sequence with which a training step fits into memory.
 
-A step of a whole model takes minutes where sequences are long. ``--layers`` measures a few of its blocks and computes
-the peak of all: the other blocks' weights, moments and gradients are added. It is for modes that keep all blocks' saved
-activations in host memory, so that the other blocks would take nothing else.
+A step of a whole model with a long sequence takes minutes. ``--layers`` measures a model with a few blocks, and adds
+the weights, moments and gradients of the missing blocks to its peak. It is only for modes that keep the saved
+activations of all blocks in host memory, because missing blocks would then need nothing else.
 """
 
 import argparse
@@ -43,11 +43,14 @@ def run(options: argparse.Namespace) -> Rows:
             whole = all(extra in mode and mode.extras[extra] is None for extra in ("full", "offload"))
             if not whole or mode.library != "ours" or options.gpus > 1:
                 raise argparse.ArgumentError(None, "--layers is for modes of ours with +full+offload on one GPU")
-    # PyTorch's own advice for out-of-memory errors: free memory in pieces can then be used.
+
+    # PyTorch's own advice for out-of-memory errors: the allocator can then use fragmented memory.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     extra = {"memory_gb": options.memory, "layers": options.layers}
     extra = {name: value for name, value in extra.items() if value}
     os.environ |= {f"LONGEST_{name.upper()}": str(value) for name, value in extra.items()}
+
+    # Growing lengths of each mode, until one fails.
     file = options.out / f"longest-{options.model}.jsonl"
     rows: Rows = []
     from_files = any(mode.startswith("unsloth") for mode in options.modes)
@@ -64,7 +67,8 @@ def run(options: argparse.Namespace) -> Rows:
 
 
 def measure(job: Job) -> Row:
-    """Steps of one length, after a short step that allocates the optimizer's state."""
+    """Run steps of one length, after a short step that allocates the optimizer's state."""
+    # The model, perhaps with a few of its blocks.
     config = read_config(job.model)
     layers, missing = text_part(config)["num_hidden_layers"], 0
     if "LONGEST_LAYERS" in os.environ:
@@ -73,35 +77,38 @@ def measure(job: Job) -> Row:
     train = make_step(job.mode, config, lr=1e-5, sharded=job.sharded, shape=job.shape)
     generator = torch.Generator("cuda").manual_seed(0)
     train(draw(config, 1, 128, generator))
+
+    # The missing blocks reduce the memory that the step may take.
     device, host = block_bytes(train, job.mode) if missing else (0, 0)
-    most = limit_memory(missing * device)
+    limit = limit_memory(missing * device)
     torch.cuda.reset_peak_memory_stats()
     begun = time.monotonic()
     losses = [train(draw(config, *job.shape, generator)).item() for _ in range(job.steps)]
     seconds, peak = time.monotonic() - begun, torch.cuda.max_memory_allocated()
-    if peak > most:
-        raise torch.OutOfMemoryError(f"the peak is {peak / 2**30:.2f} GiB, of {most / 2**30:.2f}")
-    found = {"seconds": round(seconds, 1), "peak_gib": round((peak + missing * device) / 2**30, 2), "losses": losses}
+    if peak > limit:
+        raise torch.OutOfMemoryError(f"the peak is {peak / 2**30:.2f} GiB, of {limit / 2**30:.2f}")
+    row = {"seconds": round(seconds, 1), "peak_gib": round((peak + missing * device) / 2**30, 2), "losses": losses}
+    # On the host, every block has its saved input in bf16 and its offloaded state.
     if missing:
         saved = job.shape[0] * job.shape[1] * text_part(config)["hidden_size"] * 2
-        found |= {"measured_peak_gib": round(peak / 2**30, 2), "of_layers": layers}
-        found["host_gib"] = round(layers * (saved + host) / 2**30, 1)
-    return found
+        row |= {"measured_peak_gib": round(peak / 2**30, 2), "of_layers": layers}
+        row["host_gib"] = round(layers * (saved + host) / 2**30, 1)
+    return row
 
 
 def block_bytes(train: Step, mode: Mode) -> tuple[int, int]:
-    """Bytes of a block's parameters, moments and, if they accumulate, gradients: on the device and on the host."""
+    """Bytes of the last block's parameters, moments and accumulated gradients: on the device, and on the host."""
     held = {"device": 0, "cpu": 0}
-    for each in train.model.layers[-1].parameters():
-        state = train.optimizer.state.get(each, {}).values()
-        gradient = [each.detach()] if each.requires_grad and "inbackward" not in mode else []
-        for tensor in [each, *gradient, *(part for part in state if isinstance(part, Tensor) and part.dim())]:
+    for parameter in train.model.layers[-1].parameters():
+        state = train.optimizer.state.get(parameter, {}).values()
+        gradient = [parameter.detach()] if parameter.requires_grad and "inbackward" not in mode else []
+        for tensor in [parameter, *gradient, *(part for part in state if isinstance(part, Tensor) and part.dim())]:
             held["cpu" if tensor.device.type == "cpu" else "device"] += stored_bytes(tensor)
     return held["device"], held["cpu"]
 
 
 def stored_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor, or of those inside a quantized one."""
+    """Bytes of a tensor, or of all tensors inside a quantized tensor."""
     inner = tensor.data if isinstance(tensor, nn.Parameter) else tensor
     if not hasattr(inner, "__tensor_flatten__"):
         return inner.nbytes
@@ -110,25 +117,27 @@ def stored_bytes(tensor: Tensor) -> int:
 
 
 def limit_memory(reserve: int) -> float:
-    """Leave $LONGEST_MEMORY_GB of the device, less what CUDA itself takes and ``reserve`` bytes; returns the rest."""
+    """Limit PyTorch to $LONGEST_MEMORY_GB, less CUDA's own memory and ``reserve`` bytes. Returns the limit in bytes."""
     if "LONGEST_MEMORY_GB" not in os.environ:
         return float("inf")
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     outside = total - free - torch.cuda.memory_reserved()
-    most = int(os.environ["LONGEST_MEMORY_GB"]) * 10**9 - outside - reserve
-    if most < torch.cuda.memory_reserved():
+    limit = int(os.environ["LONGEST_MEMORY_GB"]) * 10**9 - outside - reserve
+    if limit < torch.cuda.memory_reserved():
         raise torch.OutOfMemoryError(f"the model alone takes {torch.cuda.memory_reserved() / 2**30:.2f} GiB")
-    torch.cuda.set_per_process_memory_fraction(min(most / total, 1.0))
-    return most
+    torch.cuda.set_per_process_memory_fraction(min(limit / total, 1.0))
+    return limit
 
 
 def table(rows: Rows) -> str:
-    """One line per mode: the longest sequence that fits, and the next one, with its error unless that is memory."""
+    """One line per mode: the longest sequence that fits, and the next one, with its error if it is not about memory."""
     lines = []
     names = ("model", "mode", "gpus", "memory_gb", "layers")
+    # Old rows have no number of GPUs, which was 1.
     for (model, mode, gpus, memory, layers), group in grouped([{"gpus": 1} | row for row in rows], *names).items():
         length = lambda row: int(row["batch"].rpartition("x")[2])
+        # The longest length that fits, and the shortest that does not.
         fit = max((row for row in group if "error" not in row), key=length, default={})
         failed = min((row for row in group if "error" in row), key=length, default={})
         shown = [f"{length(row):,}" if row else "" for row in (fit, failed)]

@@ -10,12 +10,12 @@ from .training.models import CHOICES
 from .training.modes import MODE
 
 
-def matching(pattern: str, what: str = "") -> Callable[[str], str]:
-    """An argument type: text that the whole regular expression matches; ``what`` describes it in the error."""
+def matching(pattern: str, description: str = "") -> Callable[[str], str]:
+    """An argument type: a text that the regular expression matches as a whole. Errors show ``description``."""
 
     def parse(text: str) -> str:
         if not re.fullmatch(pattern, text):
-            raise argparse.ArgumentTypeError(f"must be {what or pattern}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"must be {description or pattern}, got {text!r}")
         return text
 
     return parse

@@ -15,9 +15,10 @@ LABEL_WIDTH = 45
 
 
 def plot(name: str, rows: Rows, folder: Path) -> None:
-    """Write ``folder/NAME.svg``: the curves of "curves", the bars of a benchmark in `BARS`."""
+    """Write ``folder/NAME.svg``: curves for "curves", and bars for a benchmark in `BARS`."""
     import matplotlib  # an optional extra
 
+    # Without salt and date, equal results give equal files.
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 8}
     from matplotlib import pyplot
@@ -47,23 +48,27 @@ def draw_bars(name: str, rows: Rows) -> Any:
     from matplotlib import pyplot
 
     devices = grouped(rows, "device")
-    found = [
+    bars = [
         (textwrap.fill(label if len(devices) == 1 else f"{device}: {label}", LABEL_WIDTH), length, text)
         for (device,), group in sorted(devices.items())
         for label, length, text in BARS[name](group)
     ]
-    labels, lengths, texts = ([bar[i] for bar in found] for i in range(3))
-    spaces = [2 + label.count("\n") for label in labels]  # in lines: a bar takes as much as its label
-    places = [sum(spaces[:i]) + space / 2 for i, space in enumerate(spaces)]
+    labels, lengths, texts = ([bar[i] for bar in bars] for i in range(3))
+
+    # The height of a bar in lines, with room for its label, and its center.
+    spaces = [2 + label.count("\n") for label in labels]
+    centers = [sum(spaces[:i]) + space / 2 for i, space in enumerate(spaces)]
+
+    # Bars from the top down, with room at the right for their texts.
     figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.14 * sum(spaces)), layout="constrained")
-    colours = ["tab:green" if name != "train" or "liger_models" in label else "tab:gray" for label in labels]
-    drawn = axes.barh(places, lengths, height=1.6, color=colours)
+    colors = ["tab:green" if name != "train" or "liger_models" in label else "tab:gray" for label in labels]
+    drawn = axes.barh(centers, lengths, height=1.6, color=colors)
     axes.bar_label(drawn, texts, padding=3)
-    axes.set_yticks(places, labels)
+    axes.set_yticks(centers, labels)
     axes.set_ylim(sum(spaces), 0)
     axes.margins(x=0.55)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("tokens/s" if name == "train" else "speed against the fastest peer")
-    if name != "train":
+    if name != "train":  # a line at the speed of the peer
         axes.axvline(1.0, color="black", linewidth=0.8)
     return figure

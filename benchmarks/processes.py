@@ -20,12 +20,12 @@ from . import ROOT
 from .rows import Row, Rows
 
 ERRORS_AT_ONCE = 3
-"""Processes that are not timed (mode "error") run side by side."""
+"""Number of processes that run at the same time if they are not timed (mode "error")."""
 
 REASON = re.compile(r"(?P<rank>\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
-"""The last line of a traceback, which is not always the last line of the output."""
+"""Matches the last line of a traceback, which is not always the last line of the output."""
 LAUNCHER = "torch.distributed.elastic."
-"""Where errors of torchrun itself come from, which say only that a rank failed."""
+"""Prefix of errors of torchrun itself, which only say that a rank failed."""
 
 PACKAGES = (
     "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
@@ -34,17 +34,17 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    installed = {}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def commit() -> str:
-    """The commit of the code that is measured: from $COMMIT, for a tree without its repository, or from git.
+    """The commit of the measured code, from git or, for a tree without a repository, from $COMMIT.
 
     "-dirty" means that this code differs from the commit. Results and pages, which every run changes, do not count.
     """
@@ -52,29 +52,29 @@ def commit() -> str:
         return os.environ["COMMIT"]
     git = ["git", "-C", str(ROOT)]
     try:
-        found = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=True)
+        described = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     code = ["benchmarks", "liger_models", "tests/fixtures", ":!benchmarks/results"]
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code]).returncode
-    return found.stdout.strip() + ("-dirty" if changed else "")
+    return described.stdout.strip() + ("-dirty" if changed else "")
 
 
 @functools.cache
 def device() -> str:
-    """The GPU's name. A short-lived process asks for it, so that this one takes no GPU memory."""
+    """The name of the GPU. A short-lived process asks for it, so that this process takes no GPU memory."""
     command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A measurement to make.
+    """A planned measurement.
 
     Args:
         row: the first keys of its rows.
         command: the module to run, and its arguments.
-        file: where its rows are appended.
+        file: the file to which its rows are appended.
     """
 
     row: Row
@@ -83,7 +83,7 @@ class Plan:
 
 
 def worker_command(measure: str, mode: str, model: str, batch: str, steps: int) -> tuple[str, ...]:
-    """The command that calls ``measure``, "MODULE:FUNCTION" below this package, in a process of its own."""
+    """The command that calls ``measure``, "MODULE:FUNCTION" in this package, in a new process."""
     return "benchmarks.worker", measure, mode, model, batch, str(steps)
 
 
@@ -109,15 +109,15 @@ def plan_batch(benchmark: str, options: argparse.Namespace) -> list[Plan]:
 
 
 def on_gpus(plan: Plan, gpus: int) -> Plan:
-    """The same plan, run by one process per GPU."""
+    """The same plan for one process per GPU."""
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m")
     return Plan(plan.row | {"gpus": gpus}, torchrun + plan.command, plan.file)
 
 
 class Measurement:
-    """A started process. It imports what it needs, and touches the GPU only after `finish` was called.
+    """A started process. It imports its libraries at once, but touches the GPU only after `finish` is called.
 
-    Its caches of compiled kernels are its own and empty, so that ``first_step_s`` is the time of a first use.
+    It starts with empty caches of compiled kernels, so ``first_step_s`` is the time of a first use.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -125,6 +125,7 @@ class Measurement:
         self.file = plan.file
         self.row = plan.row | {"date": date, "commit": commit(), "versions": versions(), "device": device()}
         self.folder = tempfile.TemporaryDirectory()
+        # Empty caches of compiled kernels, which end with the measurement.
         caches = {name: f"{self.folder.name}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", *plan.command],
@@ -133,7 +134,7 @@ class Measurement:
         )  # fmt: skip
 
     def finish(self) -> Rows:
-        """Let it measure. Each line of JSON that it prints becomes a row; a failure becomes a row with its reason."""
+        """Run the measurement. Each printed line of JSON becomes a row. A failure becomes a row with its reason."""
         out, err = self.process.communicate("go\n")
         self.folder.cleanup()
         rows = [self.row | json.loads(line) for line in out.splitlines() if line.startswith("{")]
@@ -144,25 +145,26 @@ class Measurement:
 
 
 def reason_of(err: str, status: int) -> str:
-    """Why a process failed, in one line of what it wrote to its standard error.
+    """Find the line of a process's standard error that says why it failed.
 
-    The first rank that fails gives the reason: other ranks fail because of it, and torchrun reports last.
+    The first failing rank gives the reason. Other ranks fail because of it, and torchrun reports last.
     """
+    # Errors of ranks come first, then errors outside of torchrun, and then all errors.
     lines = err.strip().splitlines()
     reasons = [reason for line in lines if (reason := REASON.match(line))]
-    found = [reason.string for reason in reasons if reason["rank"]][:1]
-    found = found or [reason.string for reason in reasons if not reason.string.startswith(LAUNCHER)]
-    found = found or [reason.string for reason in reasons]
-    if not found and status > 0:  # a negative status is a signal: the last line says nothing about it
-        found = lines
-    return (found or [f"exit status {status}"])[-1]
+    candidates = [reason.string for reason in reasons if reason["rank"]][:1]
+    candidates = candidates or [reason.string for reason in reasons if not reason.string.startswith(LAUNCHER)]
+    candidates = candidates or [reason.string for reason in reasons]
+    if not candidates and status > 0:  # a negative status is a signal, about which the last line says nothing
+        candidates = lines
+    return (candidates or [f"exit status {status}"])[-1]
 
 
 def measure_all(plans: list[Plan], complete: Callable[[Row], Row] = lambda row: row) -> Rows:
-    """Make all measurements. Every row goes through ``complete`` and into its file as soon as it is there.
+    """Run all measurements. ``complete`` gets every row before it is appended to its file.
 
-    Timed processes measure one after the other; each is started while the one before it measures. Processes of mode
-    "error" follow, `ERRORS_AT_ONCE` of them at a time.
+    Timed processes measure one after the other, and each process is started while the previous one measures. Processes
+    of mode "error" follow, `ERRORS_AT_ONCE` at a time.
     """
 
     def finish(measurement: Measurement) -> Rows:
@@ -171,28 +173,31 @@ def measure_all(plans: list[Plan], complete: Callable[[Row], Row] = lambda row: 
             out.writelines(json.dumps(row) + "\n" for row in rows)
         return rows
 
+    # Timed processes: the next one imports its libraries while the current one measures.
     timed = [plan for plan in plans if plan.row["mode"] != "error"]
     rows, started = [], [Measurement(plan) for plan in timed[:1]]
     for plan in timed[1:]:
         started.append(Measurement(plan))
         rows += finish(started.pop(0))
     rows += [row for last in started for row in finish(last)]
+
+    # The others, side by side.
     errors = [plan for plan in plans if plan.row["mode"] == "error"]
     with ThreadPoolExecutor(ERRORS_AT_ONCE) as pool:
-        return rows + [row for found in pool.map(lambda plan: finish(Measurement(plan)), errors) for row in found]
+        return rows + [row for group in pool.map(lambda plan: finish(Measurement(plan)), errors) for row in group]
 
 
 def measure_on_gpus(plans: list[Plan], gpus: int) -> Rows:
-    """As `measure_all`, each plan by one process per GPU. Nothing is started ahead: these processes do not wait."""
+    """As `measure_all`, with one process per GPU for each plan. No plan starts early, since these do not wait."""
     return [row for plan in plans for row in measure_all([on_gpus(plan, gpus)])]
 
 
 @contextmanager
 def common_start(save: str, model: str, batch: str = "", steps: int = 0, variable: str = "START") -> Iterator[None]:
-    """Let ``save`` write a checkpoint to $SAVE in a process of its own; measurements find it in $START.
+    """Context with a checkpoint in $START, which ``save`` writes to $SAVE in another process.
 
     Args:
-        variable: another name for $START, which all modes read.
+        variable: a name to use instead of START, which all modes read.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", *worker_command(save, "ours+adamw", model, batch, steps)]

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, by class of kernel."""
+"""The time of a training step by class of kernel."""
 
 import argparse
 import re
@@ -18,7 +18,7 @@ from .training.step import make_step, step_times
 
 HELP = "where a training step's time goes, by class of kernel"
 WARM_UP, PROFILED = 5, 2
-"""Steps before the timed ones, and after them."""
+"""Number of steps before the timed ones, and of profiled steps after them."""
 
 KERNEL_CLASSES = {
     "attention": r"cudnn|sdpa|flash|fmha|flex|attention",
@@ -30,7 +30,7 @@ KERNEL_CLASSES = {
     "norm": r"rms_norm|layer_norm",
     "copies": r"memcpy|memset",
 }
-"""Regular expressions for kernel names, in any case. The first that matches counts; other kernels are "elementwise"."""
+"""Class -> regular expression for kernel names, ignoring case. The first match counts. Others are "elementwise"."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,17 +49,21 @@ def kernel_class(name: str) -> str:
 
 
 def measure(job: Job) -> Row:
-    """Milliseconds per step of each class of kernel; "gaps" is the rest of the step, in which no kernel runs."""
+    """Milliseconds per step of each class of kernel. "gaps" is the time in which no kernel runs."""
     config = read_config(job.model)
     train, generator = make_step(job.mode, config, lr=1e-5), torch.Generator("cuda").manual_seed(0)
     step = lambda: train(draw(config, *job.shape, generator))
     for _ in range(WARM_UP):
         step()
     wall = statistics.median(step_times(step, job.steps))
+
+    # The profiler slows steps down, so the profiled steps are not the timed ones.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED):
             step()
         torch.cuda.synchronize()
+
+    # Time of each class, and of each kernel.
     spent = dict.fromkeys(("matmul", "attention", *KERNEL_CLASSES, "elementwise"), 0.0)
     kernels: dict[str, float] = {}
     for event in profiler.events():
@@ -67,6 +71,7 @@ def measure(job: Job) -> Row:
             milliseconds = event.device_time_total / 1e3 / PROFILED
             spent[kernel_class(event.name)] += milliseconds
             kernels[event.name] = kernels.get(event.name, 0.0) + milliseconds
+    # Kernels may overlap, so the rest of the step is not below 0.
     spent["gaps"] = max(wall - sum(spent.values()), 0.0)
     longest = sorted(kernels.items(), key=lambda item: -item[1])[:30]
     return {
@@ -87,6 +92,6 @@ def table(rows: Rows) -> str:
             continue
         spent = row["class_ms"]
         share = (spent["matmul"] + spent["attention"]) / row["step_ms"]
-        found = [f"{spent.get(name, 0.0):.1f}" for name in classes]
-        lines.append((*names, f"{row['step_ms']:.1f}", *found, f"{share:.3f}"))
+        cells = [f"{spent.get(name, 0.0):.1f}" for name in classes]
+        lines.append((*names, f"{row['step_ms']:.1f}", *cells, f"{share:.3f}"))
     return markdown("|".join(["model|tokens/step||ms/step", *classes, "matmul and attention"]), lines)

@@ -22,7 +22,7 @@ BEGIN, END = "<!-- begin: recipes -->\n", "<!-- end -->"
 
 
 class Model(NamedTuple):
-    """A model: its folder here, its name on the hub, and the published config.json of its size, in `CONFIGS`."""
+    """A model: its folder of recipes, its name on the hub, and a published config.json of its size in `CONFIGS`."""
 
     folder: str
     name: str
@@ -30,7 +30,7 @@ class Model(NamedTuple):
 
 
 class GPU(NamedTuple):
-    """A GPU that stands for its memory in GB, and its peak dense bf16 FLOPS, from the vendor's datasheet."""
+    """A GPU with its memory in GB, and its peak dense bf16 FLOPS from the vendor's datasheet."""
 
     memory: int
     name: str
@@ -81,11 +81,11 @@ MEASURED = {
     ("llama-3.1-8b", "lora"): ("train-llama-3-8b-4x2048", "ours+lora"),
     ("llama-3.1-8b", "4bit"): ("train-llama-3-8b-4x2048", "ours+lora+nf4"),
 }
-"""Folder and method -> the results, and the mode in them, that were measured on an H200."""
+"""Folder and method -> file of results measured on an H200, and the mode in this file."""
 USUAL_MFU = 0.5
-"""For families whose share of the peak has not been measured."""
+"""MFU of families without a measured one."""
 SPEED = {"none": 1.0, "selective": 0.9, "full": 0.75}
-"""Speed with a checkpointing policy, relative to none: measured for "selective"; "full" repeats the forward."""
+"""Checkpointing policy -> speed relative to "none": measured for "selective"; "full" repeats the forward."""
 
 
 def planner(model: Model) -> Planner:
@@ -94,18 +94,19 @@ def planner(model: Model) -> Planner:
     return Planner(read_config(get_arch(hf["model_type"]).config_class, hf))
 
 
-def plans(found: Planner) -> Iterator[tuple[str, GPU, Recipe]]:
-    """Method, GPU and recipe of all that fits."""
+def plans(chooser: Planner) -> Iterator[tuple[str, GPU, Recipe]]:
+    """Yield method, GPU and recipe of each combination that fits."""
     for method in METHODS:
         for gpu in GPUS:
             try:
-                yield method, gpu, found.plan(gpu.memory * 10**9, method)
+                yield method, gpu, chooser.plan(gpu.memory * 10**9, method)
             except ValueError:
                 continue
 
 
 def files(model: Model, fits: Sequence[tuple[str, GPU, Recipe]]) -> dict[str, str]:
-    """Path of each file in this folder -> its text: for each method, the smallest memory that it fits."""
+    """Path of a recipe -> its text, for each method and the smallest memory into which it fits."""
+    # `fits` goes from small to large memory, so the smallest is the last one in reverse.
     smallest = {method: (gpu, recipe) for method, gpu, recipe in reversed(fits)}
     return {
         f"{model.folder}/{gpu.memory}gb-{method}.yaml": recipe.yaml(model.name, f"{model.folder}-{method}")
@@ -114,24 +115,26 @@ def files(model: Model, fits: Sequence[tuple[str, GPU, Recipe]]) -> dict[str, st
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """The lines of a file of results, without those of failures."""
+    """The rows in a file of results, without failures."""
     lines = (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [row for row in map(json.loads, lines) if "error" not in row]
 
 
-def rate(found: Planner, family: str, gpu: GPU, recipe: Recipe) -> float:
-    """Tokens per second by estimate: the share of the peak that the family reaches on an H200, times the policy's."""
+def rate(chooser: Planner, family: str, gpu: GPU, recipe: Recipe) -> float:
+    """Estimated tokens per second, from the family's MFU on an H200 and the speed of the policy."""
     options = recipe.options
     batch, length = options["batch_size"], options["length"]
     bounds = torch.arange(0, batch * length + 1, length)
-    model = found.model(recipe.method, getattr(torch, options["dtype"]))
+    model = chooser.model(recipe.method, getattr(torch, options["dtype"]))
+
+    # Tokens per second = FLOPS reached / FLOPs per token.
     operations = flops(model, [{"input_ids": torch.zeros(batch, length, dtype=torch.long), "cu_seqlens": bounds}])
     shares = [row.get("mfu") for row in rows("families-1x8192") if (row["model"], row["mode"]) == (family, "ours")]
     share = (shares[-1] if shares else None) or USUAL_MFU
     return gpu.peak * share * SPEED[options["checkpointing"]] / operations * batch * length
 
 
-def cells(model: Model, found: Planner, fits: Sequence[tuple[str, GPU, Recipe]]) -> list[str]:
+def cells(model: Model, chooser: Planner, fits: Sequence[tuple[str, GPU, Recipe]]) -> list[str]:
     """The rows of the table for a model, one for each method."""
     shown = {(method, gpu): recipe for method, gpu, recipe in fits}
     written = files(model, fits)
@@ -143,7 +146,8 @@ def cells(model: Model, found: Planner, fits: Sequence[tuple[str, GPU, Recipe]])
             if recipe is None:
                 texts.append("no")
                 continue
-            estimated = rate(found, model.config.partition("/")[0], gpu, recipe)
+            # An estimate of the speed or, in bold, a measurement.
+            estimated = rate(chooser, model.config.partition("/")[0], gpu, recipe)
             speed = f"{float(f'{estimated:.2g}'):,.0f}"
             if gpu.name == "H200" and (model.folder, method) in MEASURED:
                 name, mode = MEASURED[model.folder, method]
@@ -163,15 +167,17 @@ def main() -> None:
     heads = [f"{gpu.memory} GB ({gpu.name})" for gpu in GPUS]
     table = [f"| model | method | {' | '.join(heads)} |", "| --- " * (2 + len(GPUS)) + "|"]
     for model in MODELS:
-        found = planner(model)
-        fits = list(plans(found))
+        chooser = planner(model)
+        fits = list(plans(chooser))
         folder = ROOT / "liger_models" / "recipes" / model.folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         for path, text in files(model, fits).items():
             (ROOT / "liger_models" / "recipes" / path).write_text(text, encoding="utf-8")
-        table += cells(model, found, fits)
+        table += cells(model, chooser, fits)
         print(model.folder, *(f"{gpu.memory}gb-{method}" for method, gpu, _ in fits), flush=True)
+
+    # The page around the table stays.
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + "\n".join(table) + "\n\n" + END + rest.partition(END)[2], encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Fills the pages with tables and plots of the results: ``python -m benchmarks report``.
+"""Fill the pages with tables and plots of the results: ``python -m benchmarks report``.
 
 A page has the markers ``<!-- begin: NAME -->`` and ``<!-- end -->``. The text between them comes from the JSON lines
 alone. To correct a number, measure again.
@@ -38,12 +38,13 @@ MARKED = re.compile(r"(<!-- begin: ([a-z-]+) -->\n).*?(?=<!-- end -->)", re.DOTA
 
 
 class Part(NamedTuple):
-    """What a marker stands for.
+    """The content that replaces a marker.
 
     Args:
-        benchmarks: whose rows are shown.
-        whole: with a line of origin above the table, and a plot below it.
-        summary: of the device with the most rows alone.
+        benchmarks: benchmarks whose rows are shown.
+        table: function that makes the table of rows.
+        whole: whether a line of origin stands above the table, and a plot below it.
+        summary: whether only the device with the most rows is shown.
     """
 
     benchmarks: tuple[str, ...]
@@ -72,7 +73,7 @@ PARTS = {
     "ops": Part(("ops",), ops.best_table, True),
     "ops-all": Part(("ops",), ops.table, False),
 }
-"""By the name in the marker."""
+"""Name in a marker -> its content."""
 
 
 def origin(rows: Rows) -> str:
@@ -81,7 +82,7 @@ def origin(rows: Rows) -> str:
     for row in rows:
         for package, version in row["versions"].items():
             versions.setdefault(package, set()).add(version)
-    packages = ", ".join(f"{package} {distinct(found)}" for package, found in versions.items())
+    packages = ", ".join(f"{package} {distinct(numbers)}" for package, numbers in versions.items())
     return f"{packages}; commit {distinct(row['commit'] for row in rows)}; {distinct(row['date'] for row in rows)}."
 
 
@@ -89,12 +90,14 @@ def part(name: str, rows: Rows) -> str:
     """The text between the markers of this name."""
     if name not in PARTS:
         raise ValueError(f"report: the parts are {', '.join(PARTS)}, a page asks for {name!r}.")
+
+    # One table for each device.
     benchmarks, table, whole, summary = PARTS[name]
     pieces = []
     devices = grouped([row for row in rows if row["benchmark"] in benchmarks], "device")
     if summary and devices:
-        most = max(devices, key=lambda device: len(devices[device]))
-        devices = {most: devices[most]}
+        main = max(devices, key=lambda device: len(devices[device]))
+        devices = {main: devices[main]}
     for (device,), group in sorted(devices.items()):
         if whole:
             pieces.append(f"{device}; {origin(group)}")
@@ -107,18 +110,20 @@ def part(name: str, rows: Rows) -> str:
 
 
 def fill(text: str, rows: Rows) -> str:
-    """The page with the text between all of its markers replaced."""
-    return MARKED.sub(lambda found: f"{found[1]}\n{part(found[2], rows)}\n\n", text)
+    """Replace the text between all markers of a page."""
+    return MARKED.sub(lambda match: f"{match[1]}\n{part(match[2], rows)}\n\n", text)
 
 
 def write(results: Path = RESULTS) -> None:
-    """Write all pages and, where matplotlib is installed, all plots."""
+    """Write all pages and, if matplotlib is installed, all plots."""
     rows = read(results)
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         filled = fill(text, rows)
         if filled != text:
             page.write_text(filled, encoding="utf-8")
+
+    # Plots have all rows of their benchmarks.
     for name, (benchmarks, _, whole, _) in PARTS.items():
         group = [row for row in rows if row["benchmark"] in benchmarks]
         if whole and group:

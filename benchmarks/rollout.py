@@ -1,4 +1,4 @@
-"""Continuing many prompts of unequal length: `rollout`, `generate` in batches, and transformers' `generate`."""
+"""Continuations of many prompts of unequal length by `rollout`, and by `generate` of both libraries in batches."""
 
 import argparse
 import random
@@ -20,17 +20,17 @@ from .training.models import read_config
 HELP = "rollouts of many prompts of unequal length: new tokens/s"
 MODES = r"hf|ours(\+generate)?"
 ROWS = {"hf": 64, "ours+generate": 256}
-"""Rows of a batch of ``generate``."""
+"""Mode -> number of rows in a batch of ``generate``."""
 NAMES = {
     "hf": "transformers, generate in batches of 64",
     "ours+generate": "liger_models, generate in batches of 256",
     "ours": "liger_models, rollout",
 }
 SHORTEST_PROMPT, SHORTEST_ANSWER = 8, 4
-"""The longest prompt is so many times as long as the shortest, and the longest answer."""
+"""Ratio of the longest to the shortest prompt, and of the longest to the shortest answer."""
 
 Continue = Callable[[list[Tensor], list[int]], list[Tensor]]
-"""Prompts and how many tokens each gets -> these tokens."""
+"""Function of prompts and their numbers of new tokens. It returns the new tokens."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,34 +45,37 @@ def run(options: argparse.Namespace) -> Rows:
 
 
 def draw_prompts(vocabulary: int, count: int, longest: int, new: int) -> tuple[list[Tensor], list[int]]:
-    """Random prompts [T] int64 on the CPU, and how many new tokens each gets; the same in every process."""
+    """Random prompts [T] int64 on the CPU, and the number of new tokens of each, equal in every process."""
     generator, draw = torch.Generator().manual_seed(0), random.Random(0)
+    # Prompts and answers have independent lengths.
     lengths = [draw.randint(max(longest // SHORTEST_PROMPT, 1), longest) for _ in range(count)]
     prompts = [torch.randint(5, vocabulary - 5, (length,), generator=generator) for length in lengths]
     return prompts, [draw.randint(max(new // SHORTEST_ANSWER, 1), new) for _ in range(count)]
 
 
 def in_batches(model: Any, rows: int, **options: Any) -> Continue:
-    """Greedy ``generate`` for so many rows at a time, padded on the left. Each batch ends with its longest answer."""
+    """Greedy ``generate`` in batches of ``rows`` prompts, padded on the left. A batch ends with its longest answer."""
 
     def continue_batch(prompts: list[Tensor], limits: list[int]) -> list[Tensor]:
+        # Pad ids and mask together.
         longest = max(map(len, prompts))
         padded = [
             nn.functional.pad(torch.stack([ids, torch.ones_like(ids)]), (longest - len(ids), 0)) for ids in prompts
         ]
-        ids, mask = torch.stack(padded, 1).to(model.device)
-        found = model.generate(ids, attention_mask=mask, max_new_tokens=max(limits), do_sample=False, **options)
-        return [row[longest : longest + limit] for row, limit in zip(found.cpu(), limits, strict=True)]
+        ids, mask = torch.stack(padded, 1).to(model.device)  # [B, T] each
+        sequences = model.generate(ids, attention_mask=mask, max_new_tokens=max(limits), do_sample=False, **options)
+        return [row[longest : longest + limit] for row, limit in zip(sequences.cpu(), limits, strict=True)]
 
     def continue_all(prompts: list[Tensor], limits: list[int]) -> list[Tensor]:
         starts = range(0, len(prompts), rows)
-        return [each for at in starts for each in continue_batch(prompts[at : at + rows], limits[at : at + rows])]
+        batches = (continue_batch(prompts[at : at + rows], limits[at : at + rows]) for at in starts)
+        return [answer for answers in batches for answer in answers]
 
     return continue_all
 
 
 def continuing(model: Any, mode: str) -> Continue:
-    """The function by which a mode samples from a model of its library."""
+    """The function with which a mode continues prompts."""
     if mode == "ours":
         return lambda prompts, limits: [
             row.tokens for row in model.rollout(prompts, max_new_tokens=limits, do_sample=False, eos_token_id=[])
@@ -84,7 +87,7 @@ def continuing(model: Any, mode: str) -> Continue:
 
 
 def measure(job: Job) -> Row:
-    """The time for all prompts, after a few that compile kernels."""
+    """Time all prompts, after a few that compile kernels."""
     config = read_config(job.model)
     config["eos_token_id"] = None
     mode = "+".join([job.mode.library, *job.mode.extras])
@@ -96,12 +99,12 @@ def times(work: Continue, prompts: list[Tensor], limits: list[int]) -> Row:
     with torch.no_grad():
         first = seconds(lambda: work(prompts[:8], [min(limit, 8) for limit in limits[:8]]))
         torch.cuda.reset_peak_memory_stats()
-        taken = seconds(lambda: work(prompts, limits))
+        elapsed = seconds(lambda: work(prompts, limits))
     return {
         "new_tokens": sum(limits),
         "prompt_tokens": sum(map(len, prompts)),
-        "seconds": round(taken, 2),
-        "tokens_per_s": round(sum(limits) / taken, 1),
+        "seconds": round(elapsed, 2),
+        "tokens_per_s": round(sum(limits) / elapsed, 1),
         "first_call_s": round(first, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
     }

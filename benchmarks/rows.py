@@ -1,4 +1,4 @@
-"""The committed results: which of the measured rows the pages show."""
+"""The committed results, and the choice of the rows that the pages show."""
 
 import json
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from . import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 
 RUNS = ("train", "fsdp", "curves", "families")
-"""Benchmarks whose rows are compared only within one run. Each run of curves makes its own start."""
+"""Benchmarks whose rows are compared only within a run. Each run of curves has its own start."""
 
 NEEDED = {"benchmark", "mode", "date", "commit", "versions"}
 """Keys of every row."""
@@ -24,7 +24,7 @@ def distinct(values: Iterable[str]) -> str:
 
 
 def grouped(rows: Rows, *names: str) -> dict[tuple[str, ...], Rows]:
-    """The rows by their values under these keys; "" where a row lacks one."""
+    """Values under the keys ``names`` -> rows with these values. The value of a missing key is ""."""
     groups: dict[tuple[str, ...], Rows] = {}
     for row in rows:
         groups.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
@@ -40,7 +40,7 @@ def of_ours(row: Row) -> bool:
 
 
 def of_a_run(row: Row) -> bool:
-    """Whether the row is compared only within its run; one of errors is a comparison by itself."""
+    """Whether the row is compared only within its run. A row of mode "error" is a comparison by itself."""
     return row["benchmark"] in RUNS and row["mode"] != "error"
 
 
@@ -60,19 +60,20 @@ def parse(file: Path, number: int, line: str) -> Row:
 
 
 def key_of(row: Row) -> tuple[str, ...]:
-    """Rows with the same key are repetitions of one measurement."""
+    """The key of a row. Rows with equal keys are repetitions of one measurement."""
     names = ("benchmark", "model", "op", "gpus", "memory_gb", "layers", "batch", "shape", "mode", "device")
     return (*(row.get(name, "") for name in names), row["run"] if of_a_run(row) else "")
 
 
 def read(folder: Path) -> Rows:
-    """The latest row of each measurement; of `RUNS` only the rows of the last run.
+    """Read the latest row of each measurement and, for benchmarks in `RUNS`, only the rows of the last run.
 
-    Rows of one run have the same commit, date, versions and device. The last run is the one with the latest row of
-    transformers that is not an error. Of ``train`` and ``fsdp`` every mode has a last run, which may measure a few
-    modes beside their peer, or without it if no run of the mode has one; that of a peer's mode is shown whole. Old rows
-    of early failures have no device; they count for the device of the row before them.
+    Rows of a run have the same commit, date, versions and device. The last run is the run with the latest row of
+    transformers that is no error. In ``train`` and ``fsdp`` every mode has its own last run, because a run may measure
+    only a few modes beside their peer. Runs with a peer come before runs without. The last run of a peer's mode is
+    shown whole. Old rows of early failures have no device, and count for the device of the row before them.
     """
+    # The latest row of each key.
     latest: dict[tuple[str, ...], Row] = {}
     for file in sorted(folder.glob("*.jsonl")):
         rows = [
@@ -88,6 +89,8 @@ def read(folder: Path) -> Rows:
                 if of_a_run(row):  # a repetition moves behind the day's other runs
                     latest.pop(key, None)
                 latest[key] = row
+
+    # Of runs, the last ones.
     shown = [row for row in latest.values() if not of_a_run(row)]
     of_runs = [row for row in latest.values() if of_a_run(row)]
     for (benchmark, *_), group in grouped(of_runs, "benchmark", "model", "gpus", "batch", "device").items():

@@ -1,6 +1,6 @@
-"""Training, decoding and rollouts of random lengths for minutes, with cancelled streams and lack of memory in between.
+"""Minutes of training, decoding and rollouts of random lengths, with cancelled streams and lack of memory in between.
 
-What is held after a round must not grow: bytes of the device, tensors that Python knows, and the process's own memory.
+After a round, three numbers must not have grown: bytes on the device, tensors in Python, and the memory of the process.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from .training.modes import title
 
 HELP = "random work for minutes: memory must not grow"
 WARM_ROUNDS = 12
-"""Rounds before the first reading: kernels are compiled, libraries allocate what they keep."""
+"""Number of rounds before the first reading, in which kernels compile and libraries allocate memory."""
 
 ALLOWED = {"allocated_mib": 128.0, "tensors": 8, "host_mib": 1024.0}
-"""How much more than at the first reading may be held, however long it runs: workspaces of a product's first use on
-another stream, what compilers keep, and what the host's allocator does not return."""
+"""Largest growth since the first reading, whatever the length of the run. It allows for workspaces of products on
+another stream, memory of compilers, and memory that the host's allocator does not return."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def measure(job: Job) -> Row:
 
 
 class Work:
-    """Kinds of work on one model, of random shapes up to B rows of T tokens."""
+    """Tasks for one model, with random shapes of up to B rows of T tokens."""
 
     def __init__(self, model: Any, vocabulary: int, B: int, T: int, new: int) -> None:
         self.model, self.vocabulary, self.B, self.T, self.new = model, vocabulary, B, T, new
@@ -96,14 +96,14 @@ class Work:
         self.model.rollout(prompts, max_new_tokens=limits, batch_size=self.B, do_sample=True, eos_token_id=[])
 
     @property
-    def kinds(self) -> tuple[Callable[[], None], ...]:
+    def tasks(self) -> tuple[Callable[[], None], ...]:
         return self.train, self.train_packed, self.generate, self.cancel_a_stream, self.rollout
 
     @contextmanager
     def short_of_memory(self) -> Iterator[None]:
-        """Little more memory than is held on a GPU; on the CPU, where none can be missing, a block that says so."""
+        """Context in which memory may run out: a GPU has little more than is in use, and a block on the CPU raises."""
         if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # so that reserved memory is memory in use
             total = torch.cuda.get_device_properties(self.model.device).total_memory
             extra = self.draw.randint(16, 512) * 2**20
             torch.cuda.set_per_process_memory_fraction(min((torch.cuda.memory_reserved() + extra) / total, 1.0))
@@ -113,6 +113,7 @@ class Work:
                 torch.cuda.set_per_process_memory_fraction(1.0)
             return
 
+        # On the CPU memory is never short, so a random block raises the error.
         def fail(module: Any, inputs: Any) -> None:
             raise torch.OutOfMemoryError("none left")
 
@@ -123,7 +124,7 @@ class Work:
             hook.remove()
 
     def release(self) -> None:
-        """Free what the model keeps for later calls on purpose."""
+        """Free the memory that the model keeps for later calls."""
         from liger_models.generation import release_steps
 
         self.optimizer.zero_grad()
@@ -132,11 +133,11 @@ class Work:
 
 
 def held() -> dict[str, float]:
-    """MiB of the GPU, tensors, and MiB of the process that are held now."""
+    """Current MiB on the GPU, number of tensors, and MiB of the process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "allocated_mib": torch.cuda.memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0,
-        "tensors": sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),
+        "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()),
         "host_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
     }
 
@@ -150,44 +151,49 @@ def soak(
     seconds: float = 0,
     rounds: int = 0,
     new: int = 64,
-    kinds: tuple[Any, ...] = (),
+    tasks: tuple[Any, ...] = (),
 ) -> Row:
-    """Work until so many seconds have passed, and at least so many rounds after `WARM_ROUNDS`.
+    """Work for ``seconds``, and for at least ``rounds`` rounds after `WARM_ROUNDS`.
 
     Args:
         model: a model of this package.
         vocabulary: number of tokens to draw from.
-        B, T: most rows, and most tokens of each.
-        new: most new tokens.
-        kinds: further functions to call.
+        B, T: largest number of rows, and of tokens in a row.
+        seconds: duration.
+        rounds: smallest number of rounds.
+        new: largest number of new tokens.
+        tasks: further functions to call.
 
     Raises:
-        AssertionError: more is held than at the first reading.
+        AssertionError: a number has grown by more than `ALLOWED` since the first reading.
     """
     work, done, short = Work(model, vocabulary, B, T, new), 0, 0
     end, before = time.monotonic() + seconds, {}
     while done < WARM_ROUNDS + rounds or time.monotonic() < end or not before:
-        kind = work.draw.choice([*work.kinds, *kinds]) if done >= len(work.kinds) else work.kinds[done]
+        # Every task once, and then random ones. One task in five runs out of memory.
+        task = work.draw.choice([*work.tasks, *tasks]) if done >= len(work.tasks) else work.tasks[done]
         if work.draw.random() < 0.2:
             try:
                 with work.short_of_memory():
-                    kind()
+                    task()
             except torch.OutOfMemoryError:
                 short += 1
         else:
-            kind()
+            task()
         work.release()
         done += 1
+
+        # The first reading is the standard for all later ones.
         now = held()
         before = before or (now if done >= WARM_ROUNDS else {})
         more = {name: now[name] - before[name] for name in before if now[name] - before[name] > ALLOWED[name]}
-        assert not more, f"soak: held after round {done} ({kind.__name__}) more than after {WARM_ROUNDS}: {more}"
+        assert not more, f"soak: held after round {done} ({task.__name__}) more than after {WARM_ROUNDS}: {more}"
     growth = {f"{name}_growth": round(held()[name] - before[name], 2) for name in before}
     return {"rounds": done, "out_of_memory": short, "seconds": round(seconds + time.monotonic() - end, 1), **growth}
 
 
 def table(rows: Rows) -> str:
-    """One line per mode: how long, and how much more was held at the end."""
+    """One line per mode: its duration, and the growth of memory."""
     lines = []
     for row in rows:
         names = (row["model"], tokens(row["batch"]), title(row["mode"]))

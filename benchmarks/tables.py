@@ -8,11 +8,12 @@ from .rows import Row, Rows, of_transformers
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 Bar = tuple[str, float, str]
-"""A bar of a plot: its label, its length, the text at its end."""
+"""A bar of a plot: its label, its length, and the text at its end."""
 
 
 def markdown(head: str, lines: Iterable[Iterable[object]]) -> str:
-    """A Markdown table; ``head`` names the columns, separated by bars."""
+    """A Markdown table. ``head`` has the names of the columns, separated by bars."""
+    # A bar in a cell would end the cell.
     columns = [column.strip() for column in head.split("|")]
     rows = [columns, ["---"] * len(columns), *lines]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in row) + " |" for row in rows)
@@ -23,7 +24,7 @@ def tokens(batch: str) -> str:
 
 
 def smallest(rows: Rows, value: Callable[[Row], Any]) -> Row:
-    """The row with the smallest value; rows without a value are left out, and an empty row stands for none."""
+    """The row with the smallest value. Rows without a value are ignored. Without any value the result is {}."""
     return min((row for row in rows if value(row)), key=value, default={})
 
 
@@ -40,18 +41,18 @@ def mfu(row: Row) -> str:
 
 
 def adapters(row: Row) -> set[str]:
-    """The words of the mode that say what is trained; modes are compared only if these are equal."""
+    """The words of a mode that decide which parameters are trained. Only modes with equal words are compared."""
     return {"lora", "medusa", "nf4"} & {*row["mode"].split("+")}
 
 
 def ratios(row: Row, rows: Rows) -> tuple[str, str]:
     """Speed and memory against the fastest mode of transformers that trains the same parameters."""
-    best = smallest([other for other in rows if of_transformers(other) and adapters(other) == adapters(row)], step_ms)
+    best = smallest([peer for peer in rows if of_transformers(peer) and adapters(peer) == adapters(row)], step_ms)
     return ratio(best.get("step_ms"), row["step_ms"]), ratio(row["peak_gib"], best.get("peak_gib"))
 
 
 def speed_bars(groups: dict[str, Rows], ms: Callable[[Row], Any], name_of: Callable[[str], str]) -> list[Bar]:
-    """For each group the speed of this package against its fastest peer, where both were measured."""
+    """A bar for each group in which this package and a peer were measured: its speed relative to the fastest peer."""
     bars = []
     for label, group in groups.items():
         ours: Row = next((row for row in group if row["mode"] == "ours" and ms(row)), {})
@@ -63,5 +64,5 @@ def speed_bars(groups: dict[str, Rows], ms: Callable[[Row], Any], name_of: Calla
 
 
 def peers_of(rows: Rows) -> Rows:
-    """The rows of other implementations; a skeleton is a bound and not an implementation."""
+    """The rows of other implementations. A skeleton is a bound, not an implementation."""
     return [row for row in rows if not row["mode"].startswith(("ours", "skeleton"))]

@@ -1,8 +1,8 @@
 """A model with random weights learns to sort, and is evaluated on lists that it has not seen.
 
-Lists of `LENGTH` numbers below `NUMBERS` are followed by the same numbers, sorted. All modes start from the same
-weights and see the same lists. A list counts as sorted if every number of the answer is the most probable one after
-those before it, which is when greedy decoding finds the answer.
+A list of `LENGTH` numbers below `NUMBERS` is followed by its answer, the same numbers sorted. All modes start from the
+same weights and see the same lists. A list counts as sorted if each number of the answer is the most probable one after
+the numbers before it. Greedy decoding then finds the answer.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from .training.step import Step, make_step
 HELP = "learning to sort from random weights: accuracy, seconds, memory"
 NUMBERS, LENGTH = 100, 16
 FIRST = 10
-"""Id of the number 0; the id before it stands between a list and its answer."""
+"""Id of the number 0. The id before it separates a list from its answer."""
 
 EVALUATED = 2048
 WARMUP, SETTLE = 50, 5
-"""Steps in which the learning rate rises, before it falls to 0, and steps before the timed ones."""
+"""Number of steps in which the learning rate rises, before it falls to 0, and number of steps before the timed ones."""
 MAX_NORM = 1.0
-"""Larger gradients are scaled down to this norm: one bad step near the end would undo a run."""
+"""Largest norm of the gradients. Without a limit, one bad step near the end could undo a run."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,14 +49,14 @@ def run(options: argparse.Namespace) -> Rows:
 
 
 def draw_lists(count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Lists and their answers [count, 2 LENGTH + 1] int64, of which only the answers are labels."""
+    """Draw lists with their answers, [count, 2 LENGTH + 1] int64. Only the answers are labels."""
     numbers = FIRST + torch.randint(NUMBERS, (count, LENGTH), generator=generator, device=generator.device)
     ids = torch.cat([numbers, torch.full_like(numbers[:, :1], FIRST - 1), numbers.sort(1).values], 1)
     return {"input_ids": ids, "labels": ids.clone().index_fill_(1, torch.arange(LENGTH + 1, device=ids.device), -100)}
 
 
 def train_on_lists(train: Step, rows: int, steps: int, device: str) -> tuple[float, list[float]]:
-    """Seconds of the steps after the first `SETTLE`, and the losses."""
+    """Train, and return the seconds of the steps after the first `SETTLE`, and the losses."""
     generator = torch.Generator(device).manual_seed(1)
     parameters = list(train.model.parameters())
 
@@ -64,6 +64,8 @@ def train_on_lists(train: Step, rows: int, steps: int, device: str) -> tuple[flo
         nn.utils.clip_grad_norm_(parameters, MAX_NORM)
 
     train.optimizer.register_step_pre_hook(clip)
+
+    # The rate rises, and then falls to 0.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         train.optimizer, lambda done: min((done + 1) / WARMUP, 1.0 - done / steps)
     )
@@ -74,17 +76,18 @@ def train_on_lists(train: Step, rows: int, steps: int, device: str) -> tuple[flo
             begun = time.monotonic()
         losses.append(train(draw_lists(rows, generator)))
         schedule.step()
-    found = torch.stack(losses).tolist()
-    return time.monotonic() - begun, found
+    values = torch.stack(losses).tolist()  # waits for the device
+    return time.monotonic() - begun, values
 
 
 @torch.no_grad()
 def accuracy(model: Any, rows: int, ours: bool, device: str) -> float:
-    """The part of `EVALUATED` new lists that the model sorts."""
+    """The share of `EVALUATED` new lists that the model sorts."""
     model.eval()
     generator, right = torch.Generator(device).manual_seed(2), 0
     for start in range(0, EVALUATED, rows):
         ids = draw_lists(min(rows, EVALUATED - start), generator)["input_ids"]
+        # The answer is right if each of its tokens is the argmax at the token before it.
         logits = model(ids, return_logits=True).logits if ours else model(input_ids=ids).logits
         right += int((logits[:, LENGTH:-1].argmax(-1) == ids[:, LENGTH + 1 :]).all(1).sum())
     return right / EVALUATED
@@ -107,7 +110,7 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode; ratios are to the fastest mode of transformers."""
+    """One line per mode. Ratios are to the fastest mode of transformers."""
     lines = []
     for (model, _), group in sorted(grouped(rows, "model", "batch").items()):
         best = smallest([row for row in group if of_transformers(row)], lambda row: row.get("seconds"))

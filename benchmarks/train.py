@@ -21,11 +21,11 @@ from .training.step import make_step, step_times
 
 HELP = "a full fine-tuning step: tokens/s, peak memory, losses"
 KEPT_LOSSES = 5
-"""Steps before the timed ones. Their losses are part of the row."""
+"""Number of steps before the timed ones. Their losses are part of the row."""
 
 STEPS_HELP = f"timed steps, after {KEPT_LOSSES} whose losses are kept"
 PEAK_FLOPS = 989e12
-"""The peak of dense bf16 on an H100 or H200, by the vendor's datasheet; MFU is relative to it."""
+"""Peak dense bf16 FLOPS of an H100 or H200, from the vendor's datasheet. MFU is relative to it."""
 
 SHORT_MODES = """
 hf hf+liger hf+liger+ac ours ours+adamw ours+adamw+offload10+selective12
@@ -50,14 +50,16 @@ def run(options: argparse.Namespace) -> Rows:
 
 
 def measure(job: Job) -> Row:
-    """Time and memory of the steps of a mode.
+    """Measure time and memory of the steps of a mode.
 
-    ``first_step_s`` counts from the start of the process to the end of its first step.
+    ``first_step_s`` is the time from the start of the process to the end of its first step.
     """
     begun = time.monotonic()
     config = read_config(job.model)
     B, T = job.shape
     together = job.mode.extras.get("tp") or 1  # GPUs that share the rows of all of them
+
+    # GPUs that share rows draw the same tokens.
     train = make_step(job.mode, config, lr=1e-5, sharded=job.sharded, shape=job.shape)
     generator = torch.Generator("cuda").manual_seed(int(os.environ.get("RANK", 0)) // together)
 
@@ -68,6 +70,8 @@ def measure(job: Job) -> Row:
         from liger_models import warm_up  # not imported by processes of transformers
 
         warm_up(train.model, **draw(config, B, T, torch.Generator("cuda")))
+
+    # The first steps, whose losses are kept, and the timed ones.
     losses = [step().item()]
     first_step_s = job.imported_s + time.monotonic() - begun
     losses += [step().item() for _ in range(KEPT_LOSSES - 1)]
@@ -75,6 +79,8 @@ def measure(job: Job) -> Row:
     times = step_times(step, job.steps)
     milliseconds = statistics.median(times)
     rate = B * T / milliseconds * 1e3
+
+    # FLOPs are counted for dense models without images and adapters.
     other_products = ("vision_config", "num_experts_per_tok", "top_k_experts", "linear_num_key_heads")
     counted = not any(config.get(key) for key in other_products) and not {"lora", "medusa"} & job.mode.extras.keys()
     return {
@@ -84,7 +90,7 @@ def measure(job: Job) -> Row:
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         **({"mfu": round(rate * flops_per_token(config, T) / PEAK_FLOPS, 4)} if counted else {}),
         "first_step_s": round(first_step_s, 1),
-        "trained": sum(each.numel() for each in train.model.parameters() if each.requires_grad),
+        "trained": sum(weight.numel() for weight in train.model.parameters() if weight.requires_grad),
         **({"plan": str(train.plan)} if train.plan else {}),
         "losses": losses,
     }
@@ -109,7 +115,7 @@ def table(rows: Rows) -> str:
 
 
 def short_table(rows: Rows) -> str:
-    """The modes of `SHORT` alone; of each run, beside its transformers."""
+    """Only the modes of `SHORT`, each beside transformers in the same run."""
     model, modes = SHORT
     lines = []
     shown = [row for row in rows if row["model"] == model and "error" not in row]
@@ -125,9 +131,9 @@ def short_table(rows: Rows) -> str:
 
 
 def bars(rows: Rows) -> list[Bar]:
-    found = []
+    bars = []
     for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
         for row in sorted((row for row in group if "error" not in row), key=lambda row: row["mode"]):
             text = f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.0f} GiB"
-            found.append((f"{model} {tokens(batch)}, {title(row['mode'])}", row["tokens_per_s"], text))
-    return found
+            bars.append((f"{model} {tokens(batch)}, {title(row['mode'])}", row["tokens_per_s"], text))
+    return bars

@@ -1,4 +1,4 @@
-"""Weights under Hugging Face's names, out of a model on one GPU and into one, against a copy of every parameter."""
+"""Weights under Hugging Face's names, read from and loaded into a model, against a copy of every parameter."""
 
 import argparse
 import time
@@ -36,9 +36,9 @@ def measure(job: Job) -> Row:
 
 
 def times(model: nn.Module, device: torch.device) -> Row:
-    """Milliseconds of the fastest of some repetitions, and the GiB that they needed besides the model.
+    """Milliseconds of the fastest repetition of each task, and the GiB that it needs in addition to the model.
 
-    The copy is of one parameter after the other, each released before the next, as the tensors of the stream are.
+    Like the stream of tensors, the copy releases each parameter before it copies the next.
     """
     from liger_models import hf_tensors, load_hf_tensors
 
@@ -50,6 +50,7 @@ def times(model: nn.Module, device: torch.device) -> Row:
         for _ in hf_tensors(model, dtype):
             pass
 
+    # The copy is the least that the others must do.
     tasks: dict[str, Callable[[], object]] = {
         "copy": copy,
         "read": read,
@@ -63,12 +64,12 @@ def times(model: nn.Module, device: torch.device) -> Row:
 
 
 def measured(task: Callable[[], object], device: torch.device) -> float:
-    found = []
+    times = []
     for _ in range(REPEATS):
-        begun = synchronized(device)
+        start = synchronized(device)
         task()
-        found.append((synchronized(device) - begun) * 1000)
-    return round(min(found), 2)
+        times.append((synchronized(device) - start) * 1000)
+    return round(min(times), 2)
 
 
 def synchronized(device: torch.device) -> float:
@@ -87,7 +88,7 @@ def extra_gib(task: Callable[[], object], device: torch.device) -> float:
 
 
 def table(rows: Rows) -> str:
-    """Milliseconds, with their multiple of the copy, and the GPU memory besides the model."""
+    """One line per mode: milliseconds, their ratio to the copy, and GPU memory in addition to the model."""
     lines = []
     for row in rows:
         if "error" in row:

@@ -1,7 +1,7 @@
 """One measurement in this process: ``python -m benchmarks.worker MODULE:FUNCTION MODE MODEL BATCH STEPS``.
 
-The process imports everything, then waits for a line on its standard input before it touches the GPU, so that it can be
-started while another one is measured. ``imported_s`` leaves that wait out. Processes of torchrun do not wait.
+The process imports its libraries, and waits for a line on its standard input before it touches the GPU. So it can start
+while another process measures. ``imported_s`` does not include the wait. Processes of torchrun do not wait.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from .training.modes import Mode
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, from /proc."""
+    """Seconds since the start of this process, from /proc."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
@@ -50,10 +50,10 @@ def main(function: str, mode_text: str, model: str, batch: str, steps: str) -> N
         torch.distributed.init_process_group("nccl")
     else:
         sys.stdin.readline()
-    with contextlib.redirect_stdout(sys.stderr):  # lines that a library prints must not be taken for rows
-        found = {"device": torch.cuda.get_device_name()} | measure(job)
+    with contextlib.redirect_stdout(sys.stderr):  # lines of a library are not rows
+        row = {"device": torch.cuda.get_device_name()} | measure(job)
     if not job.sharded or torch.distributed.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(row))
     if job.sharded:
         torch.distributed.destroy_process_group()
 

@@ -99,7 +99,7 @@ def liger_kernel_models() -> str:
     name = "`apply_liger_kernel_to_{}`".format
     rows = [[name(arch), f"`{get_arch(arch).__name__}`"] for arch in LIGER_KERNEL["models"] if arch in known]
     absent = [name(arch) for arch in LIGER_KERNEL["models"] if arch not in known]
-    return f"{table(['Liger-Kernel', 'here'], rows)}\n\nWithout a counterpart here: {', '.join(absent) or 'none'}."
+    return f"{table(['Liger-Kernel', 'liger_models'], rows)}\n\nNo counterpart: {', '.join(absent) or 'none'}."
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

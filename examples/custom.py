@@ -1,10 +1,10 @@
-"""A new architecture built from the fused layers: it learns to sort, is saved, and is loaded again by its name.
+"""A new architecture built from the fused layers. It learns to sort, is saved, and is loaded again by its name.
 
     python examples/custom.py [--steps N] [--output FOLDER]
 
-Attention and MLP run side by side after one norm, queries and keys are normed, three layers of four attend to a window
-only, and every second MLP is a mixture of experts. The script generates its data: each row is a list of numbers and the
-same numbers sorted. The loss is on the sorted ones. Needs no GPU.
+Attention and MLP run side by side after one norm, queries and keys are normed, three layers of four attend only to a
+window, and every second MLP is a mixture of experts. The script generates its data: each row is a list of numbers,
+followed by the same numbers sorted. Only the sorted numbers have a loss. Needs no GPU.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from liger_models.layers import BatchLayout, LigerMoE, LigerQKNormAttention, RMS
 
 @dataclass(frozen=True, kw_only=True)
 class SideBySideConfig(RMSNormDecoderConfig):
-    """The fields of every decoder, and those of this one."""
+    """The fields of every decoder, and the fields of this architecture."""
 
     sliding_window: int = 4096
     num_experts: int = 8
@@ -49,7 +49,7 @@ class SideBySideBlock(nn.Module):
             self.mlp = LigerMoE(C, *sizes, normalize=True, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair, and router logits."""
+        """Take and return x [B, T, C], which is not yet added to residual [B, T, C]; also return router logits."""
         attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         if isinstance(self.mlp, LigerMoE):
             y, router_logits = self.mlp(self.input_layernorm(residual), *layout.experts)
@@ -78,11 +78,11 @@ END = NUMBERS
 
 
 def make_rows(rows: int) -> tuple[Tensor, Tensor]:
-    """Token ids [rows, 2 · LENGTH + 1] and labels: numbers, the end of the list, the same numbers sorted."""
+    """Token ids [rows, 2 · LENGTH + 1] and labels: numbers, the end of the list, and the same numbers sorted."""
     numbers = torch.randint(NUMBERS, (rows, LENGTH))
     ids = torch.cat([numbers, torch.full((rows, 1), END), numbers.sort().values], 1)
     labels = ids.clone()
-    labels[:, : LENGTH + 1] = -100
+    labels[:, : LENGTH + 1] = -100  # no loss on the list
     return ids, labels
 
 
@@ -91,12 +91,13 @@ def sorted_right(model: CausalLM) -> float:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         ids, _ = make_rows(128)
-    made = model.generate(ids[:, : LENGTH + 1], max_new_tokens=LENGTH, eos_token_id=[])
-    return (made == ids).all(1).double().mean().item()
+    rows = model.generate(ids[:, : LENGTH + 1], max_new_tokens=LENGTH, eos_token_id=[])
+    return (rows == ids).all(1).double().mean().item()
 
 
 def main(steps: int, output: Path) -> None:
     """Train, save, load by name, and compare the weights."""
+    # A small model with random weights.
     torch.manual_seed(0)
     config = SideBySideConfig(
         vocab_size=NUMBERS + 1, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
@@ -104,6 +105,8 @@ def main(steps: int, output: Path) -> None:
     )  # fmt: skip
     model = SideBySide.from_config(config)
     print(f"{model.num_parameters():,} parameters; sorted right before training: {sorted_right(model):.0%}")
+
+    # Train on new rows in every step.
     optimizer = LigerAdamW(model.parameters(), lr=3e-3)
     for step in range(1, steps + 1):
         ids, labels = make_rows(64)
@@ -116,6 +119,7 @@ def main(steps: int, output: Path) -> None:
             print(f"step {step}: loss {loss.item():.3f}")
     print(f"sorted right: {sorted_right(model):.0%}")
 
+    # Save, and load by name.
     model.save_pretrained(output)
     again = AutoLigerModel.from_pretrained(output, progress=False)  # config.json names "side_by_side"
     same = all(map(torch.equal, model.parameters(), again.parameters()))

@@ -2,8 +2,8 @@
 
     python examples/demo.py [--output FOLDER] [--steps N] [--seconds S] [--device cpu|cuda]
 
-Needs no network and no GPU. It trains a tokenizer, writes a Hugging Face checkpoint with random weights, loads it,
-trains on packed documents, evaluates on held-out files, saves, loads again, and generates.
+The script needs no network and no GPU. It trains a tokenizer, writes a Hugging Face checkpoint with random weights,
+loads it, trains on packed documents, evaluates on held-out files, saves, loads again, and generates.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PROMPTS = ("def __init__(self", "def is_", "def close(self")
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
 
 Batch = tuple[Tensor, Tensor]
-"""Token ids [1, T] of concatenated documents, and their boundaries [n + 1], the ``cu_seqlens`` of a forward."""
+"""Token ids [1, T] of concatenated documents, and their boundaries [n + 1], which a forward takes as ``cu_seqlens``."""
 
 
 def functions_in(file: Path) -> list[str]:
@@ -51,7 +51,7 @@ def functions_in(file: Path) -> list[str]:
 
 
 def read_standard_library() -> tuple[list[str], list[str]]:
-    """Functions to train on, and the functions of every 20th file to evaluate on."""
+    """Functions for training, and for evaluation the functions of every 20th file."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [path for path in library.rglob("*.py") if SKIPPED_FOLDERS.isdisjoint(path.relative_to(library).parts)]
     seen: list[str] = []
@@ -66,7 +66,7 @@ def read_standard_library() -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer that begins every text with `BOS`."""
+    """Train a byte-level BPE tokenizer that begins every text with `BOS`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -104,7 +104,7 @@ def write_checkpoint(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def pack(documents: list[list[int]], device: torch.device) -> Iterator[Batch]:
-    """Endless full batches of concatenated documents in random order. A split document continues in the next batch."""
+    """Yield full batches of concatenated documents in random order. A split document continues in the next batch."""
     order = random.Random(0)
     tokens: list[int] = []
     bounds = [0]
@@ -121,7 +121,7 @@ def pack(documents: list[list[int]], device: torch.device) -> Iterator[Batch]:
 
 @torch.no_grad()
 def evaluate(model: LigerLlama, batches: list[Batch]) -> float:
-    """Mean loss over all targets, which are all tokens but the first of each document."""
+    """Mean loss over all targets: all tokens except the first token of each document."""
     model.eval()
     targets = sum(ids.numel() - (len(bounds) - 1) for ids, bounds in batches)
     return sum(
@@ -130,12 +130,15 @@ def evaluate(model: LigerLlama, batches: list[Batch]) -> float:
 
 
 def train(model: LigerLlama, batches: Iterator[Batch], steps: int, seconds: float) -> None:
-    """Train with AdamW until the steps or the seconds are used up; linear warm-up, then cosine decay."""
+    """Train with AdamW for ``steps`` or ``seconds``, with linear warm-up and then cosine decay."""
+    # Only matrices have weight decay.
     model.train()
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+
+    # `progress` goes from 0 to 1 with the steps or the seconds, whichever end first.
     start, progress, losses = time.perf_counter(), 0.0, []
     for step, (ids, bounds) in enumerate(batches, start=1):
         for group in optimizer.param_groups:
@@ -176,10 +179,12 @@ def main() -> None:
     initial, trained = args.output / "initial", args.output / "trained"
     args.output.mkdir(parents=True, exist_ok=True)
 
+    # The data, and a checkpoint with random weights.
     texts, held_out = read_standard_library()
     write_checkpoint(initial, train_tokenizer(texts))
     print(f"{initial}: a checkpoint with random weights, and a tokenizer made from {len(texts):,} functions")
 
+    # Train, and evaluate before and after.
     model = LigerLlama.from_pretrained(initial, dtype=dtype, device=device, progress=False)
     eos = model.tokenizer.eos_token_id
     documents, unseen = ([[*ids, eos] for ids in model.tokenizer.encode(group)] for group in (texts, held_out))
@@ -192,6 +197,7 @@ def main() -> None:
     after = evaluate(model, tests)
     print(f"loss on files that it did not train on: {after:.3f}, before {before:.3f}")
 
+    # The saved checkpoint has the same loss, and writes functions.
     model.save_pretrained(trained)
     model = LigerLlama.from_pretrained(trained, device=device, progress=False)
     reloaded = evaluate(model, tests)

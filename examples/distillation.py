@@ -3,7 +3,7 @@
     python examples/distillation.py [--steps N]
     torchrun --nproc-per-node 8 examples/distillation.py
 
-The script first trains the teacher, on walks through a random graph. For models of your own, replace `from_config` with
+The script first trains the teacher on walks through a random graph. For your own models, replace `from_config` with
 `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`. Teacher and student must share a vocabulary.
 """
 
@@ -32,7 +32,7 @@ def start() -> torch.device:
 
 
 class Walks:
-    """Batches of walks through a random graph in which each token has four successors of different probability."""
+    """Batches of walks through a random graph. Each token has four successors with different probabilities."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.generator, self.device = torch.Generator().manual_seed(seed), device
@@ -48,7 +48,7 @@ class Walks:
 
 
 def make_model(width: int, layers: int, device: torch.device) -> LigerLlama:
-    """A model with random weights, the same on all ranks, sharded over them if there are several."""
+    """A model with random weights, equal on all ranks. With several ranks it is sharded."""
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
         num_attention_heads=width // 16,
@@ -67,7 +67,7 @@ def update(model: LigerLlama, optimizer: LigerAdamW, loss: Tensor) -> None:
 
 
 def main(steps: int) -> None:
-    """Train the teacher, distil it, and compare both models on walks that neither was trained on."""
+    """Train the teacher, distill it, and compare both models on new walks."""
     device = start()
     rank = dist.get_rank() if dist.is_initialized() else 0
     data = Walks(1 + rank, device)
@@ -77,6 +77,7 @@ def main(steps: int) -> None:
         update(teacher, optimizer, teacher(**data.next()).loss)
     teacher.requires_grad_(False)
 
+    # Distill it into the student.
     student = make_model(32, 2, device)
     optimizer = LigerAdamW(student.parameters(), lr=LEARNING_RATE)
     distil = LigerFusedLinearJSDLoss(weight_hard_loss=0.2, weight_soft_loss=0.8, beta=0.5, temperature=1.5)
@@ -85,9 +86,10 @@ def main(steps: int) -> None:
     def compare(loss: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """A loss of the hidden states and heads of both models."""
         with torch.no_grad():
-            hidden, head, _ = teacher(**batch, loss_function=lambda *given: given).loss
-        # Loss functions run inside the head, where FSDP has gathered its weight. Without a backward the teacher's stays
-        # gathered, so the student's loss can use it.
+            hidden, head, _ = teacher(**batch, loss_function=lambda *inputs: inputs).loss
+
+        # Loss functions run inside the head, where FSDP has gathered its weight. Without a backward the teacher's
+        # weight stays gathered, so the student's loss can use it.
         return student(**batch, loss_function=lambda x, weight, target: loss(x, weight, hidden, head, target)).loss
 
     def evaluate() -> float:

@@ -3,7 +3,7 @@
     python examples/dpo.py [--steps N]
     torchrun --nproc-per-node 8 examples/dpo.py
 
-The script generates the pairs, in the format of TRL's DPOTrainer: prompt, chosen, rejected. For a model of your own,
+The script generates the pairs, in the format of TRL's DPOTrainer: prompt, chosen, rejected. For your own model,
 replace `from_config` with `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`, and use its tokenizer.
 """
 
@@ -44,7 +44,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def make_pair(random: random.Random) -> dict[str, str]:
-    """A sum with two correct answers, a polite and a rude one, with random wording."""
+    """A sum with two correct answers in random words, one polite and one rude."""
     a, b = random.randrange(50), random.randrange(50)
     polite = random.choice(["Gladly: {}.", "Sure, it is {}.", "Of course, {}."])
     rude = random.choice(["{}, obviously.", "Why ask? {}.", "{}. Next."])
@@ -58,6 +58,8 @@ def main(steps: int) -> None:
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
     )
+
+    # The policy, and a frozen copy as the reference.
     torch.manual_seed(0)  # the same weights on all ranks
     policy = LigerLlama.from_config(config, device=device)
     reference = copy.deepcopy(policy).requires_grad_(False)
@@ -68,10 +70,11 @@ def main(steps: int) -> None:
     dpo = LigerFusedLinearDPOLoss(beta=0.1)
 
     def loss_and_metrics(pairs: list[dict[str, str]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, reward accuracy and reward margin, each the mean over the pairs."""
+        """Loss, reward accuracy and reward margin, each a mean over the pairs."""
         batch = {name: tensor.to(device) for name, tensor in preference_batch(pairs, tokenizer).items()}
         with torch.no_grad():
             ref_log_probs = reference(**batch, return_log_probs=True).log_probs
+
         # The loss runs inside the head, where FSDP has gathered its weight.
         loss, metrics = policy(
             **batch, loss_function=lambda x, weight, target: dpo(weight, x, target, ref_log_probs=ref_log_probs)
@@ -82,7 +85,7 @@ def main(steps: int) -> None:
         with torch.no_grad():
             results = loss_and_metrics([make_pair(random.Random(number)) for number in range(1, 33)])
         reshard(policy)
-        return [mean_over_ranks(each).item() for each in results]
+        return [mean_over_ranks(value).item() for value in results]
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     data = random.Random(1000 + rank)  # different pairs on each rank
@@ -94,7 +97,7 @@ def main(steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0:
-            loss, accuracy, margin = (mean_over_ranks(each).item() for each in (loss, *metrics))
+            loss, accuracy, margin = (mean_over_ranks(value).item() for value in (loss, *metrics))
             if rank == 0:
                 print(f"step {step}: loss {loss:.3f}, reward accuracy {accuracy:.2f}, reward margin {margin:.2f}")
     after = evaluate()

@@ -1,11 +1,11 @@
-"""Group-relative policy optimization: sample answers, reward them, and make better ones more likely; no value model.
+"""Group-relative policy optimization: sample answers, reward them, and make better answers more likely.
 
     python examples/grpo.py [--steps N] [--deterministic]
     torchrun --nproc-per-node 8 examples/grpo.py
 
-The reward is the fraction of an answer's tokens that are one more than the token before. For a model of your own,
-replace `from_config` with `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`, and `make_prompts` and `reward`
-with your prompts and reward.
+The method needs no value model. The reward is the fraction of an answer's tokens that are one more than the token
+before them. For your own model, replace `from_config` with `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`,
+and `make_prompts` and `reward` with your prompts and reward.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from liger_models.parallel import apply_fsdp, clip_grad_norm_, mean_over_ranks, 
 
 VOCAB, SHORTEST, LONGEST, ANSWER, LEARNING_RATE = 16, 1, 5, 6, 2e-3
 PROMPTS, GROUP, UPDATES = 8, 16, 2
-"""Per GPU and step: prompts, answers to each prompt, and optimizer steps on these answers."""
+"""Numbers per GPU and step: prompts, answers to each prompt, and optimizer steps on these answers."""
 
 
 def start() -> torch.device:
@@ -51,11 +51,13 @@ def reward(prompt: Tensor, answer: Tensor) -> float:
 
 
 def main(steps: int, deterministic: bool) -> None:
-    """Train, and print the mean reward. With ``deterministic`` the first ratios of probabilities are exactly 1."""
+    """Train, and print the mean reward. With ``deterministic`` all ratios in the first update are exactly 1."""
     device = start()
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
     )
+
+    # The policy, and a frozen copy as the reference.
     torch.manual_seed(0)  # the same weights on all ranks
     policy = LigerLlama.from_config(config, device=device)
     reference = copy.deepcopy(policy).requires_grad_(False)
@@ -69,8 +71,9 @@ def main(steps: int, deterministic: bool) -> None:
         """Train on sampled answers. Returns the KL divergence from the reference, and the clipped fraction.
 
         Args:
-            ids, labels: [rows, T] int64, prompts and answers, padded on the right; labels of the answers only.
-            old: [rows, T] fp32, log-probabilities of the next token when it was sampled.
+            ids: [rows, T] int64, prompts and answers, padded on the right.
+            labels: [rows, T] int64, the tokens of answers, and −100 elsewhere.
+            old: [rows, T] fp32, log-probability of each next token when it was sampled.
             advantages: [rows] fp32.
         """
         with torch.no_grad():
@@ -96,25 +99,30 @@ def main(steps: int, deterministic: bool) -> None:
     data = torch.Generator().manual_seed(1 + rank)
     rewards = []
     for step in range(1, steps + 1):
+        # Sample a group of answers to each prompt.
         prompts = make_prompts(data)
         with unsharded(policy) as sampled:  # each rank by itself
             answers = sampled.rollout(
                 prompts, max_new_tokens=ANSWER, do_sample=True, num_return_sequences=GROUP, eos_token_id=[],
                 deterministic=deterministic,
             )  # fmt: skip
-        asked = [prompt for prompt in prompts for _ in range(GROUP)]
-        pairs = [*zip(asked, answers, strict=True)]
+
+        # Prompts with answers, as a padded batch [rows, T].
+        repeated = [prompt for prompt in prompts for _ in range(GROUP)]
+        pairs = [*zip(repeated, answers, strict=True)]
         ids = pad_sequence([torch.cat([prompt, answer.tokens]) for prompt, answer in pairs], True)
         labels = pad_sequence(
             [F.pad(answer.tokens, (len(prompt), 0), value=-100) for prompt, answer in pairs], True, -100
         )
-        # The log-probability of a token is where the token before it is.
+        # The log-probability of a token stands at the position of the token before it.
         old = pad_sequence([F.pad(answer.log_probs, (len(prompt) - 1, 1)) for prompt, answer in pairs], True)
+
+        # The advantage of an answer is relative to its group.
         scores = torch.tensor([reward(prompt, answer.tokens) for prompt, answer in pairs])
         groups = scores.view(PROMPTS, GROUP)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
-        kl, clipped = improve(*(each.to(device) for each in (ids, labels, old, advantages)))
-        mean_reward, kl, clipped = (mean_over_ranks(each).item() for each in (scores.mean(), kl, clipped))
+        kl, clipped = improve(*(tensor.to(device) for tensor in (ids, labels, old, advantages)))
+        mean_reward, kl, clipped = (mean_over_ranks(value).item() for value in (scores.mean(), kl, clipped))
         rewards.append(mean_reward)
         if rank == 0 and step % 10 == 0:
             print(f"step {step}: mean reward {mean_reward:.3f}, KL {kl:.3f}, clipped {clipped:.3f}")

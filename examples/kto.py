@@ -3,8 +3,8 @@
     python examples/kto.py [--steps N]
     torchrun --nproc-per-node 8 examples/kto.py
 
-The script generates the data: a good answer counts upwards from the last token of the prompt, a bad one downwards. For
-a model of your own, replace `from_config` with `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`.
+The script generates the data: a good answer counts upwards from the last token of the prompt, and a bad answer counts
+downwards. For your own model, replace `from_config` with `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`.
 """
 
 import argparse
@@ -54,6 +54,8 @@ def main(steps: int) -> None:
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
     )
+
+    # The policy, and a frozen copy as the reference.
     torch.manual_seed(0)  # the same weights on all ranks
     policy = LigerLlama.from_config(config, device=device)
     reference = copy.deepcopy(policy).requires_grad_(False)
@@ -64,16 +66,17 @@ def main(steps: int) -> None:
     kto = LigerFusedLinearKTOLoss(beta=0.1, use_ref_model=True)
 
     def loss_and_rewards(ids: Tensor, good: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss, and [4]: sum of rewards and number of the good answers, then the same for the bad ones."""
+        """Loss, and [4]: sum of rewards and number of good answers, and the same of bad answers."""
         batch = with_labels(ids)
         with torch.no_grad():
             # z estimates the KL divergence of the policy from the reference, on answers to other prompts.
-            others = with_labels(torch.cat([ids[:, :PROMPT], ids[:, PROMPT:].roll(1, 0)], 1))
-            moved = policy(**others, return_log_probs=True).log_probs.sum(-1)
-            moved = moved - reference(**others, return_log_probs=True).log_probs.sum(-1)
-            z = mean_over_ranks(moved.mean()).clamp(min=0)
+            mismatched = with_labels(torch.cat([ids[:, :PROMPT], ids[:, PROMPT:].roll(1, 0)], 1))
+            log_ratios = policy(**mismatched, return_log_probs=True).log_probs.sum(-1)  # [ROWS]
+            log_ratios = log_ratios - reference(**mismatched, return_log_probs=True).log_probs.sum(-1)
+            z = mean_over_ranks(log_ratios.mean()).clamp(min=0)
             ref_log_probs = reference(**batch, return_log_probs=True).log_probs
         reshard(policy)
+
         # The loss runs inside the head, where FSDP has gathered its weight.
         loss, metrics = policy(
             **batch,
@@ -82,7 +85,7 @@ def main(steps: int) -> None:
             ),
         ).loss
         sums = [metrics.chosen_rewards_sum, good.sum(), metrics.rejected_rewards_sum, (~good).sum()]
-        return loss, torch.stack([each.float() for each in sums])
+        return loss, torch.stack([value.float() for value in sums])
 
     def evaluate() -> tuple[float, float]:
         with torch.no_grad():

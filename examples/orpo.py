@@ -1,10 +1,10 @@
-"""Odds-ratio preference optimization: a model learns to answer and which answers to prefer, without a reference model.
+"""Odds-ratio preference optimization: a model learns answers and preferences at once, without a reference model.
 
     python examples/orpo.py [--steps N]
     torchrun --nproc-per-node 8 examples/orpo.py
 
-The script generates the data: the chosen answer counts upwards from the last token of the prompt, the rejected one
-downwards. For a model of your own, replace `from_config` with `AutoLigerModel.from_pretrained(folder,
+The script generates the data: the chosen answer counts upwards from the last token of the prompt, and the rejected
+answer counts downwards. For your own model, replace `from_config` with `AutoLigerModel.from_pretrained(folder,
 shard=apply_fsdp)`, and the token ids with texts or messages.
 """
 
@@ -54,7 +54,7 @@ def main(steps: int) -> None:
     orpo = LigerFusedLinearORPOLoss(beta=0.2)
 
     def loss_and_metrics(pairs: list[dict[str, list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, negative log-likelihood of the chosen answers, and how often they are more likely than the rejected."""
+        """Loss, negative log-likelihood of chosen answers, and the share of pairs in which they are more likely."""
         batch = {name: tensor.to(device) for name, tensor in preference_batch(pairs).items()}
         # The loss runs inside the head, where FSDP has gathered its weight.
         loss, metrics = model(**batch, loss_function=lambda x, weight, target: orpo(weight, x, target)).loss
@@ -64,7 +64,7 @@ def main(steps: int) -> None:
         with torch.no_grad():
             results = loss_and_metrics([make_pair(random.Random(number)) for number in range(32)])
         reshard(model)
-        return [mean_over_ranks(each).item() for each in results]
+        return [mean_over_ranks(value).item() for value in results]
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     data = random.Random(1000 + rank)  # different pairs on each rank
@@ -76,14 +76,15 @@ def main(steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 0:
-            loss, nll, accuracy = (mean_over_ranks(each).item() for each in (loss, *metrics))
+            loss, nll, accuracy = (mean_over_ranks(value).item() for value in (loss, *metrics))
             if rank == 0:
                 print(f"step {step}: loss {loss:.3f}, chosen answers' NLL {nll:.3f}, accuracy {accuracy:.2f}")
     after = evaluate()
     if rank == 0:
         for name, old, new in zip(("loss", "NLL", "accuracy"), before, after, strict=True):
             print(f"pairs not trained on, {name}: {old:.3f} -> {new:.3f}")
-    # On all ranks, because FSDP gathers parameters in it.
+
+    # All ranks must generate, because FSDP gathers parameters in each forward.
     answer = model.generate([3, 17, 8], max_new_tokens=5)[0, 3:].tolist()
     if rank == 0:
         print(f"the answer to [3, 17, 8]: {answer}")

@@ -1,4 +1,4 @@
-"""Train or fine-tune a model with FSDP2 on packed data. Started again, it resumes from its last checkpoint.
+"""Train or fine-tune a model with FSDP2 on packed data. A restarted run resumes from its last checkpoint.
 
     torchrun --nproc-per-node 8 examples/train_fsdp.py examples/train.yaml --output run
     python examples/train_fsdp.py --help

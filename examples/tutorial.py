@@ -1,10 +1,10 @@
-"""Run the ten minutes of docs/tutorial.md on the CPU, with a tiny model in place of the one on the hub.
+"""Run docs/tutorial.md on the CPU, with a tiny model instead of the model on the hub.
 
     python examples/tutorial.py [--output FOLDER] [--write]
 
-It trains a chat model of 0.1 million parameters that names capitals, and one that names the colours of images; both
-talk like a pirate if asked to. Then it runs the page: its Python blocks, and every command that has an output below it.
-``--write`` puts what they print into the page. Needs no network and no GPU.
+The script trains a chat model of 0.1 million parameters that names capitals, and a model that names the colors of
+images. Both talk like a pirate if asked to. Then it runs the Python blocks of the page, and every command with an
+output below it. ``--write`` puts the new outputs into the page. Needs no network and no GPU.
 """
 
 import argparse
@@ -30,7 +30,7 @@ BLOCK = re.compile(
     rf"^```python\n(?P<python>{INSIDE})```$|^```sh\n(?P<sh>{INSIDE})```\n\n```text\n(?P<text>{INSIDE})```$",
     re.MULTILINE,
 )
-"""A Python block, or commands and what they print."""
+"""A Python block, or commands with their output."""
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
     "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -42,11 +42,11 @@ END, IMAGE, VIDEO = "<|end|>", "<|image|>", "<|video|>"
 SPECIAL = ("<|user|>", "<|assistant|>", END, IMAGE, VIDEO)
 STYLES = ("Ahoy! {} it be, matey.", "It is {}.")
 UNSEEN = {"Norway": "Oslo", "Kenya": "Nairobi"}
-"""What the tiny model knows besides the capitals of the page."""
+"""Capitals that the tiny model knows in addition to those of the page."""
 
 
 def make_assets(texts: list[str]) -> tuple[Tokenizer, dict[str, bytes]]:
-    """A byte-level BPE tokenizer of these texts, and the files of a checkpoint that hold it."""
+    """Train a byte-level BPE tokenizer on texts, and return it with its files in a checkpoint."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -65,7 +65,7 @@ def make_assets(texts: list[str]) -> tuple[Tokenizer, dict[str, bytes]]:
 
 
 def fit(model: CausalLM, batch: dict[str, torch.Tensor], steps: int) -> None:
-    """Train on one batch, which is known by heart after so many steps."""
+    """Train on one batch until the model knows it by heart."""
     optimizer = LigerAdamW(model.parameters(), lr=5e-3)
     for _ in range(steps):
         model(**batch).loss.backward()
@@ -74,7 +74,7 @@ def fit(model: CausalLM, batch: dict[str, torch.Tensor], steps: int) -> None:
 
 
 def write_model(folder: Path, capitals: dict[str, str]) -> None:
-    """Train a tiny chat model to name these and other capitals, and save it with its tokenizer."""
+    """Train a tiny chat model to name ``capitals`` and `UNSEEN`, and save it with its tokenizer."""
     capitals = capitals | UNSEEN
     asked = [f"{pirate}What is the capital of {country}?" for pirate in ("Pirate! ", "") for country in capitals]
     told = [text.format(city) for text in STYLES for city in capitals.values()]
@@ -94,7 +94,7 @@ def write_model(folder: Path, capitals: dict[str, str]) -> None:
 
 
 def write_vision_model(folder: Path, colours: list[str]) -> None:
-    """Train a tiny Qwen2-VL to name the colours of ``images``, and save it with its tokenizer and processor."""
+    """Train a tiny Qwen2-VL to name the colors of images, and save it with its tokenizer and processor."""
     told = [text.format(colour) for text in STYLES for colour in colours]
     tokenizer, assets = make_assets([*told, "Pirate! What colour is it?"])
     ids = {token: tokenizer.token_to_id(token) for token in (END, IMAGE, VIDEO)}
@@ -119,7 +119,7 @@ def write_vision_model(folder: Path, colours: list[str]) -> None:
 
 
 def printed_by(commands: str) -> str:
-    """What the commands of a block print; ``liger-models`` runs in this process."""
+    """The output of the commands of a block. ``liger-models`` runs in this process."""
     printed = io.StringIO()
     for line in commands.splitlines():
         name, *arguments = shlex.split(os.path.expandvars(line))
@@ -131,13 +131,15 @@ def printed_by(commands: str) -> str:
 
 
 def main(output: Path, write: bool) -> None:
-    """Run the page in the folder."""
+    """Run the page in the folder ``output``."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     output.mkdir(parents=True, exist_ok=True)
     os.chdir(output)
     os.environ |= {"MODEL": "tiny", "VISION_MODEL": "tiny-vision", "XDG_CACHE_HOME": "cache"}
     page = PAGE.read_text(encoding="utf-8")
+
+    # Python blocks share their names. The first blocks write the data on which the tiny models are trained.
     names: dict = {}
     for block in BLOCK.finditer(page):
         if block["python"]:
@@ -157,7 +159,7 @@ def main(output: Path, write: bool) -> None:
 
 
 def as_typed(commands: str) -> str:
-    """The commands as a shell shows them."""
+    """The commands with prompts, as in a shell."""
     return "".join(f"\n$ {line}\n" for line in commands.splitlines())
 
 

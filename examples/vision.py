@@ -1,10 +1,10 @@
-"""Teach a small Qwen2-VL to describe images: coloured shapes that this script draws, with captions.
+"""Teach a small Qwen2-VL to describe images of colored shapes, which this script draws with captions.
 
     python examples/vision.py [--output FOLDER] [--steps N] [--device cpu|cuda]
 
-Needs Pillow and Jinja2 (pip install 'liger_models[vision]'), but no network and no GPU. It writes a Hugging Face
-checkpoint with random weights, trains it on drawings, saves, loads again, and describes new drawings, which it saves
-as files and reads again. One picture with some of these is saved next to the checkpoints.
+The script needs Pillow and Jinja2 (pip install 'liger_models[vision]'), but no network and no GPU. It writes a Hugging
+Face checkpoint with random weights, trains it on drawings, saves it, loads it again, and describes new drawings from
+files. A picture with some of these drawings is saved beside the checkpoints.
 """
 
 import argparse
@@ -44,11 +44,11 @@ class Drawing(NamedTuple):
 
 
 def draw(chance: random.Random) -> Drawing:
-    """A shape of random colour and size in a random quarter of a dark image."""
-    colour, shape, place = chance.choice(COLOURS), chance.choice(SHAPES), chance.randrange(4)
+    """Draw a shape of random color and size in a random quarter of a dark image."""
+    colour, shape, corner = chance.choice(COLOURS), chance.choice(SHAPES), chance.randrange(4)
     image = Image.new("RGB", (SIDE, SIDE), tuple(chance.randrange(50) for _ in range(3)))
     quarter, size = SIDE // 2, chance.randint(13, 21)
-    left, top = (chance.randint(0, quarter - size - 1) + quarter * side for side in (place % 2, place // 2))
+    left, top = (chance.randint(0, quarter - size - 1) + quarter * side for side in (corner % 2, corner // 2))
     pen, box = ImageDraw.Draw(image), (left, top, left + size, top + size)
     if shape == "circle":
         pen.ellipse(box, fill=colour)
@@ -56,11 +56,11 @@ def draw(chance: random.Random) -> Drawing:
         pen.rectangle(box, fill=colour)
     else:
         pen.polygon([(left, box[3]), (box[2], box[3]), (left + size // 2, top)], fill=colour)
-    return Drawing(image, f"a {colour} {shape} at the {PLACES[place]}")
+    return Drawing(image, f"a {colour} {shape} at the {PLACES[corner]}")
 
 
 def conversation(drawing: Drawing, *, answered: bool) -> list[dict]:
-    """A question about the drawing, and its answer if ``answered``."""
+    """A question about the drawing and, if ``answered``, its answer."""
     question = [{"type": "image", "image": drawing.image}, {"type": "text", "text": "what is it"}]
     answer = [{"role": "assistant", "content": drawing.caption}] if answered else []
     return [{"role": "user", "content": question}, *answer]
@@ -94,7 +94,7 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def train(model: LigerQwen2VL, steps: int) -> None:
-    """Train with AdamW on new drawings in each step; linear warm-up, then cosine decay."""
+    """Train with AdamW on new drawings in each step, with linear warm-up and then cosine decay."""
     chance = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     start, losses = time.perf_counter(), []
@@ -117,7 +117,7 @@ def train(model: LigerQwen2VL, steps: int) -> None:
 
 
 def describe(model: LigerQwen2VL, drawings: list[Drawing]) -> list[str]:
-    """The model's captions."""
+    """The captions that the model generates."""
     questions = [conversation(drawing, answered=False) for drawing in drawings]
     batch = model.processor.apply_chat_template(questions, add_generation_prompt=True)
     batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
@@ -126,18 +126,18 @@ def describe(model: LigerQwen2VL, drawings: list[Drawing]) -> list[str]:
 
 
 def side_by_side(drawings: list[Drawing], zoom: int = 3) -> Image.Image:
-    """One picture of all drawings in a row."""
+    """A picture with all drawings in a row."""
     whole = Image.new("RGB", (len(drawings) * (SIDE + 2) * zoom, SIDE * zoom), "gray")
-    for place, drawing in enumerate(drawings):
+    for column, drawing in enumerate(drawings):
         whole.paste(
-            drawing.image.resize((SIDE * zoom, SIDE * zoom), Image.Resampling.NEAREST), (place * (SIDE + 2) * zoom, 0)
+            drawing.image.resize((SIDE * zoom, SIDE * zoom), Image.Resampling.NEAREST), (column * (SIDE + 2) * zoom, 0)
         )
     return whole
 
 
 def main() -> None:
     """Read the options and run all stages."""
-    parser = argparse.ArgumentParser(description="Teach a small Qwen2-VL to describe coloured shapes.")
+    parser = argparse.ArgumentParser(description="Teach a small Qwen2-VL to describe colored shapes.")
     parser.add_argument("--output", type=Path, default=Path("vision_output"), help="folder of checkpoints and picture")
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -154,6 +154,7 @@ def main() -> None:
     train(model, args.steps)
     model.save_pretrained(args.output / "trained")
 
+    # Describe new drawings with the saved model.
     model = LigerQwen2VL.from_pretrained(args.output / "trained", device=args.device, progress=False)
     chance = random.Random(1)  # other drawings than in training
     drawn = [draw(chance) for _ in range(100)]

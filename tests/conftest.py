@@ -1,7 +1,9 @@
-"""Backends that the op tests run on, and a net for outputs that no kernel wrote."""
+"""The backends of op tests, and a fixture that shows outputs that no kernel wrote."""
 
 import gc
 import os
+import zlib
+from collections import defaultdict
 from unittest import mock
 
 import pytest
@@ -14,19 +16,19 @@ torch.set_num_threads(1)  # pytest-xdist spreads the work
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without ``-m gpu`` kernels run on the CPU. Triton reads this when a kernel is defined, so before our imports."""
+    """Without ``-m gpu``, set the interpreter before our imports: Triton reads it when a kernel is defined."""
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
         speed_up_the_interpreter()
 
 
 GROUPS = {"two", "four", "two_with_kernels", "two_gpus", "four_gpus"}
-"""Fixtures of tests/parallel: processes of a process group."""
+"""Fixtures of tests/parallel that give the processes of a process group."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups and pytest the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Markers that follow from fixtures and their parameters: ``interpreter`` and ``distributed``."""
+    """Add markers that follow from fixtures and parameters: ``interpreter``, ``distributed``, ``matrix``."""
     for item in items:
         parameters = getattr(item, "callspec", None)
         fixtures = set(getattr(item, "fixturenames", ()))
@@ -35,11 +37,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if fixtures & GROUPS:
             item.add_marker("distributed")
             item.add_marker(pytest.mark.xdist_group("process groups"))  # started once, by one worker
+    for item in beyond_the_cases(items):
+        item.add_marker("matrix")
+    # The longest tests come first: at the end they would run alone.
+    items.sort(key=lambda item: item.path.name != "test_compile_for_gpu.py")
+
+
+def beyond_the_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests that only `make test-matrix` runs: all but n of each function that is marked ``cases(n)``."""
+    functions = defaultdict(list)
+    for item in items:
+        cases = item.get_closest_marker("cases")
+        if cases and not any(item.get_closest_marker(name) for name in ("gpu", "matrix")):
+            functions[item.nodeid.partition("[")[0], cases.args[0]].append(item)
+    for tests in functions.values():
+        tests.sort(key=lambda item: zlib.crc32(item.name.encode()))
+    return [item for (_, count), tests in functions.items() for item in tests[count:]]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup():
-    """A family that the installed transformers does not have yet is skipped; fixtures make its models, too."""
+    """Skip families that the installed transformers does not have yet, because fixtures make their models."""
     try:
         return (yield)
     except ValueError as error:
@@ -49,7 +67,7 @@ def pytest_runtest_setup():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call():
-    """As `pytest_runtest_setup`."""
+    """Skip families that the installed transformers does not have yet."""
     try:
         return (yield)
     except ValueError as error:
@@ -58,14 +76,14 @@ def pytest_runtest_call():
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Say how many tests had no oracle."""
+    """Report the number of tests without an oracle."""
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
     if count := count_of_skipped(skipped):
-        terminalreporter.write_line(f"{count} tests skipped: the installed transformers does not have their family yet")
+        terminalreporter.write_line(f"{count} tests skipped: the installed transformers is too old for them")
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and tests out of every later collection of garbage, and collect less often."""
+    """Exclude modules and tests from later garbage collections, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
@@ -80,7 +98,7 @@ BACKENDS = [
 
 @pytest.fixture(autouse=True)
 def _reference_unless_asked(request: pytest.FixtureRequest):
-    """The interpreter is for tests that ask for it: all others run the reference backend on the CPU, as users do."""
+    """Tests use the interpreter only if they ask for it. Others use the reference backend on the CPU, as users do."""
     from liger_models.kernels import dispatch
 
     if {"backend", "kernel_device"} & set(request.fixturenames) or request.node.get_closest_marker("gpu"):
@@ -101,19 +119,19 @@ def _leave_the_gpu_to_the_other_workers(request: pytest.FixtureRequest):
 def _same_random_numbers_in_every_run():
     if torch.cuda.is_available():
         torch.manual_seed(0)
-    else:  # for devices that are not there, the above notes the stack that it was called from, which takes longer
+    else:  # without devices, the call above records a stack trace, which takes longer
         torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture
 def own_registry():
-    """What the test registers is forgotten behind it, and what other tests have registered is not there."""
-    import examples.custom  # noqa: F401  registers once, when it is first imported: not inside of what is forgotten
+    """Hide the registrations of other tests, and remove those of the test at its end."""
+    import examples.custom  # noqa: F401  its only registration, on import, must not be removed
     from liger_models.arch.auto import get_arch
     from liger_models.arch.registry import MODEL_CLASSES, built_in
     from liger_models.convert.format import FORMATS
 
-    for name in built_in():  # a family that the test imported first would be forgotten, too
+    for name in built_in():  # or families that the test imports first would be removed, too
         get_arch(name)
 
     def custom(value):
@@ -129,7 +147,7 @@ def own_registry():
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest):
-    """Run the test once per backend; the value is the device to put tensors on."""
+    """Run the test once per backend. The value is the device for tensors."""
     from liger_models.kernels import dispatch
 
     if request.param == "reference":
@@ -152,13 +170,13 @@ def _kernel_device(backend: str) -> str:
 
 @pytest.fixture(params=BACKENDS[1:])
 def kernel_device(request: pytest.FixtureRequest):
-    """As `backend`, but only where Triton kernels run."""
+    """As `backend`, but only the backends that run Triton kernels."""
     return _kernel_device(request.param)
 
 
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch):
-    """`generate` decodes on a paged cache on the CPU, too, in pages of 16 tokens."""
+    """Let `generate` use a paged cache on the CPU, too, with pages of 16 tokens."""
     from liger_models.generation import logits
     from liger_models.layers import paged_cache
 
@@ -168,7 +186,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(params=["pages", "cache", "no-cache"])
 def use_cache(request: pytest.FixtureRequest):
-    """The option of `generate`: on a paged cache, on the other one, and without any."""
+    """The option of `generate`: with a paged cache, with an ordinary cache, and without a cache."""
     if request.param == "pages":
         request.getfixturevalue("small_pages")
     return request.param != "no-cache"
@@ -176,12 +194,12 @@ def use_cache(request: pytest.FixtureRequest):
 
 @pytest.fixture
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch):
-    """`torch.empty` and its kin return NaN, so an element that no kernel writes shows."""
-    for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        original = getattr(place, name)
+    """Let `torch.empty` and its variants return NaN, which shows elements that no kernel writes."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        original = getattr(owner, name)
 
         def poisoned(*args, _original=original, **kwargs):
             out = _original(*args, **kwargs)
             return out.fill_(float("nan")) if out.is_floating_point() and out.device.type != "meta" else out
 
-        monkeypatch.setattr(place, name, poisoned)
+        monkeypatch.setattr(owner, name, poisoned)

@@ -1,4 +1,4 @@
-"""Triton's interpreter, sped up: most of its time goes into Python objects around the arrays."""
+"""A faster interpreter of Triton, which spends most of its time on Python objects around arrays."""
 
 import dataclasses
 import inspect
@@ -8,19 +8,20 @@ import numpy as np
 import torch
 
 FLOAT8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
-"""Triton's names of the formats -> PyTorch's."""
+"""Name of a format in Triton -> dtype of PyTorch."""
 WIDER = {"fp32": torch.float32, "fp16": torch.float16}
-"""Formats that hold every number in float8."""
+"""Formats that can represent every float8 number."""
 
 
 def speed_up_the_interpreter() -> None:
-    """Take two thirds of the interpreter's time away: what is equal is made once, and told by its identity.
+    """Remove two thirds of the interpreter's time: equal objects are made once and compared by identity.
 
-    Its conversions to float8 and from it are replaced by PyTorch's, because it loses carries. Products of bfloat16 are
-    computed in float32, because it multiplies the bits as integers.
+    PyTorch converts to and from float8, because the interpreter loses carries. Products of bfloat16 are computed in
+    float32, because the interpreter multiplies their bits as integers.
 
-    Each launch patches ``triton.language``. The interpreter patches it again whenever one function of a kernel calls
-    another. Only the first call into a module needs that: Triton's own functions find the language under other names.
+    Each launch patches ``triton.language``, and the interpreter patches it again for every call between functions of a
+    kernel. Only the first call into a module needs that, because Triton's own functions use other names of the
+    language.
     """
     with suppress(ImportError):
         from triton.language import core, semantic
@@ -54,7 +55,7 @@ def speed_up_the_interpreter() -> None:
             scope.set_attr(obj, name, interpret(member))
 
         def patch_builtins(package, builder, scope):
-            """Of a module or a class, which has the same functions at every launch."""
+            """Patch the functions of a module or class, which are the same for every launch."""
             if package not in builtins:
                 members = [(name, x) for name, x in inspect.getmembers(package) if core.is_builtin(x)]
                 builtins[package] = [(name, member, interpret(member)) for name, member in members]
@@ -63,20 +64,20 @@ def speed_up_the_interpreter() -> None:
                     scope.set_attr(package, name, interpreted)
 
         def erf(x):
-            """The interpreter calls ``math.erf`` for each number."""
+            """erf of a whole array. The interpreter calls ``math.erf`` for each number."""
             return torch.from_numpy(np.array(x, np.float64)).erf().numpy().astype(x.dtype)
 
         def unwrap(value):
-            kind = type(value)
-            if kind is core.constexpr:
+            value_type = type(value)
+            if value_type is core.constexpr:
                 return value.value
-            return value if kind in plain else unwrap_any(value)
+            return value if value_type in plain else unwrap_any(value)
 
         def same_dtype(self, other):
             return self is other or equal(self, other)
 
         def once(shape):
-            """The shape that stands for all that are equal. Its identity tells its sizes."""
+            """The one object for all equal shapes, whose identity gives the sizes."""
             key = tuple((type(size), unwrap(size)) for size in shape)
             if key not in shapes:
                 shapes[key] = shape
@@ -93,15 +94,15 @@ def speed_up_the_interpreter() -> None:
             self.__dict__ = blocks[key]
 
         def tensor(self, handle, type):
-            made = vars(type).get("of_tensor")
-            if made is None:
+            members = vars(type).get("of_tensor")
+            if members is None:
                 make_tensor(self, None, type)
                 self.shape = once(self.shape)
-                made = type.of_tensor = vars(self).copy()
-            vars(self).update(made, handle=handle, type=type)
+                members = type.of_tensor = vars(self).copy()
+            vars(self).update(members, handle=handle, type=type)
 
         def common_shape(lhs, rhs):
-            """The shape that both are broadcast to, or None if the interpreter is to say what is wrong."""
+            """The shape to which both are broadcast, or None to leave an error to the interpreter."""
             sizes = [sizes_of[id(x.shape)] for x in (lhs, rhs)]
             with suppress(ValueError):
                 return core.block_type(core.int1, list(np.broadcast_shapes(*sizes))).shape
@@ -170,5 +171,5 @@ def speed_up_the_interpreter() -> None:
         implementation.broadcast_impl_value, implementation.binary_op_type_checking_impl = same_shape, same_type
         implementation.cast, implementation.scalar_constant = cast_unless_equal, scalar
         options = interpreter.interpreter_builder.options
-        # What it finds nobody reads without `debug`.
+        # Without `debug` nobody reads the overflows that it finds.
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)

@@ -1,4 +1,4 @@
-"""Modules that are slow to import: a test module names them, and the first test that uses one imports it."""
+"""Modules that are slow to import. The first test that uses a module imports it."""
 
 import importlib
 from typing import Any
@@ -10,8 +10,8 @@ class Late:
     """A module that is imported when one of its public attributes is first used.
 
     Args:
-        name: its full name.
-        needs: why the module may be missing. With it, a test that uses a missing module is skipped.
+        name: full name of the module.
+        needs: the reason why the module may be missing. A test that uses a missing module is then skipped.
     """
 
     def __init__(self, name: str, needs: str | None = None) -> None:

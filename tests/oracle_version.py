@@ -1,6 +1,6 @@
-"""Families that the installed transformers does not have yet: their tests against it are skipped, and counted.
+"""Skipping of tests of families that the installed transformers does not have yet. Skipped tests are counted.
 
-Python 3.10 gets an older transformers than the newest in constraints.txt, with which no test is skipped.
+Python 3.10 gets an older transformers than the newest one in constraints.txt, with which no test is skipped.
 """
 
 import re
@@ -16,16 +16,27 @@ LACKS = "has no {family} yet"
 
 
 def newest_pinned() -> Version:
-    """The newest transformers in constraints.txt."""
+    """The newest version of transformers in constraints.txt."""
     return max(map(Version, re.findall(r"^transformers==([\d.]+)", CONSTRAINTS.read_text(), re.MULTILINE)))
 
 
-def skip_an_unknown_family(error: ValueError, installed: str | None = None) -> None:
-    """Skip the test that failed because the installed transformers is older than the family.
+def needs_newest(feature: str) -> pytest.MarkDecorator:
+    """Skip a test against transformers unless it is the newest one in constraints.txt.
 
     Args:
-        error: what transformers has raised.
-        installed: its version; by default the installed one.
+        feature: what the older one lacks.
+    """
+    installed = version("transformers")
+    reason = f"transformers {installed} {LACKS.format(family=feature)}"
+    return pytest.mark.skipif(Version(installed) < newest_pinned(), reason=reason)
+
+
+def skip_an_unknown_family(error: ValueError, installed: str | None = None) -> None:
+    """Skip a test that failed because the installed transformers is older than the family.
+
+    Args:
+        error: the error that transformers has raised.
+        installed: version of transformers. Default: the installed version.
     """
     unknown = UNKNOWN.search(str(error))
     installed = installed or version("transformers")
@@ -34,5 +45,5 @@ def skip_an_unknown_family(error: ValueError, installed: str | None = None) -> N
 
 
 def count_of_skipped(reasons: list[str]) -> int:
-    """How many of the reasons for skips are those of `skip_an_unknown_family`."""
-    return sum(bool(re.search(LACKS.format(family=r"\w+"), reason)) for reason in reasons)
+    """The number of skips whose reason comes from `skip_an_unknown_family`."""
+    return sum(bool(re.search(LACKS.format(family=".+"), reason)) for reason in reasons)

@@ -1,7 +1,7 @@
-"""Scripts in processes of their own, and what the pages show of them.
+"""Scripts in new processes, and the scripts on the pages.
 
-Importing PyTorch and the package takes most of the time of a short script. `FORKSERVER` imports them once and starts
-processes by forks.
+Importing PyTorch and the package takes most of the time of a short script. `FORKSERVER` imports them once and forks
+processes.
 """
 
 import os
@@ -28,13 +28,13 @@ FORKSERVER.set_forkserver_preload(["torch._dynamo", "pytest", "liger_models.trai
 
 
 def scripts(page: str) -> list[str]:
-    """The scripts of a page of docs/ that are run on several ranks."""
+    """The scripts on a page of docs/ that run on several ranks."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Of a process that runs the reference backend, with this folder's package."""
+    """The environment of a process that uses the reference backend and the package of this folder."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     plain = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return plain | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
@@ -47,7 +47,7 @@ def free_port() -> int:
 
 
 def start_forkserver() -> None:
-    """Triton reads the environment when it is imported."""
+    """Start the fork server without `TRITON_INTERPRET`, which Triton reads on import."""
     with mock.patch.dict(os.environ, environment(), clear=True):
         ensure_running()
 
@@ -56,9 +56,9 @@ def run(
     script: str | Path, *arguments: str, cwd: Path, ranks: int = 0, check: bool = True, seconds: float = 300,
     **variables: str,
 ) -> "subprocess.CompletedProcess[str]":  # fmt: skip
-    """Run a script as Python does, or as torchrun does on so many ranks; ``check`` that all ranks succeed.
+    """Run a script as Python does, or as torchrun does on ``ranks`` ranks. ``check`` asserts that all ranks succeed.
 
-    Ranks that wait for each other for ever end after ``seconds``. ``variables`` are put into their environment.
+    Ranks that wait for each other forever end after ``seconds``. ``variables`` are added to their environment.
     """
     start_forkserver()
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -80,7 +80,9 @@ def run(
         for process in processes:
             process.kill()
             process.join()
-        code = next((each for each in codes if each), -signal.SIGKILL if None in codes else 0)
+
+        # The first failure, or a kill for ranks that have not ended.
+        code = next((status for status in codes if status), -signal.SIGKILL if None in codes else 0)
         done = subprocess.CompletedProcess([script, *arguments], code, out.read_text(), err.read_text())
     assert not check or done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
@@ -109,7 +111,7 @@ def _run(script: str, arguments: tuple[str, ...], cwd: Path, variables: dict[str
 def torchrun(
     ranks: int, script: str | Path, *arguments: str, cwd: Path, **variables: str
 ) -> "subprocess.CompletedProcess[str]":
-    """As `run`, by torchrun itself, or by Python itself for 0 ranks."""
+    """Run a script with torchrun itself or, for 0 ranks, with Python itself."""
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__] if ranks else []
     return _end(_start([*start, str(script), *arguments], cwd, variables), check=True)
 
@@ -117,15 +119,15 @@ def torchrun(
 def agents(
     nodes: int, script: str | Path, *arguments: str, cwd: Path, check: bool = True, **variables: str
 ) -> "list[subprocess.CompletedProcess[str]]":
-    """As `torchrun` on so many machines with a process each: an agent for each, which find each other by a port."""
+    """Run a script as on ``nodes`` machines with one process each. The agents of torchrun find each other by a port."""
     start = ["-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1", "--rdzv-backend=c10d"]
     start += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test", "--local-addr=127.0.0.1"]
     running = [_start([*start, __file__, str(script), *arguments], cwd, variables) for _ in range(nodes)]
     try:
-        return [_end(each, check) for each in running]
+        return [_end(agent, check) for agent in running]
     finally:
-        for each in running:
-            each.terminate()  # an agent ends its processes
+        for agent in running:
+            agent.terminate()  # an agent ends its processes
 
 
 def _start(command: list[str], cwd: Path, variables: dict[str, str]) -> "subprocess.Popen[str]":
@@ -147,5 +149,5 @@ if __name__ == "__main__":
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).absolute().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
-    # A thread of gloo that still lets go of a tensor when Python (before 3.14) ends would abort the process.
+    # Before Python 3.14, a thread of gloo that frees a tensor at exit would abort the process.
     time.sleep(0.2)

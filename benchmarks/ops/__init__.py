@@ -1,6 +1,8 @@
-"""Single ops against their peers: ``op`` says what an op is, ``measure`` checks and times one, ``benchmark`` runs all.
+"""Single ops against their peers.
 
-The other files define the ops. In them everything is bf16, 2 bytes an element, and letters are the package's: N tokens,
-C hidden size, F MLP width, H query and G key-value heads, D head size, V vocabulary, X experts, K experts per token,
-B sequences of T positions, L layers, P pairs of sequences.
+``op`` defines an op, ``measure`` checks and times it, and ``benchmark`` runs all ops.
+
+The other files list the ops. All tensors are bf16, 2 bytes an element. Letters have their meaning in the package: N
+tokens, C hidden size, F MLP width, H query and G key-value heads, D head size, V vocabulary, X experts, K experts per
+token, B sequences of T positions, L layers, P pairs of sequences.
 """

@@ -1,6 +1,6 @@
-"""One peer of one op in this process: ``python -m benchmarks.ops OP PEER``.
+"""Measure one peer of one op in this process: ``python -m benchmarks.ops OP PEER``.
 
-It imports the peer, then waits for a line on its standard input before it touches the GPU.
+The process imports the peer, then waits for a line on its standard input before it touches the GPU.
 """
 
 import gc
@@ -16,6 +16,7 @@ from .measure import ceilings, measure
 
 
 def main(op_name: str, peer_name: str) -> None:
+    # Import the peer, and wait.
     if op_name != "ceilings":
         op = OPS[op_name]
         needs = op.peers["torch" if peer_name == "compile" else peer_name].needs.partition(":")[0]
@@ -26,6 +27,8 @@ def main(op_name: str, peer_name: str) -> None:
     if op_name == "ceilings":
         print(json.dumps(device | ceilings("cuda")))
         return
+
+    # A row for each shape. A failure of one does not stop the others.
     for sizes in op.shapes:
         row: dict[str, Any] = {"shape": " ".join(f"{name}={size}" for name, size in sizes.items())} | device
         try:

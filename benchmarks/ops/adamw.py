@@ -10,10 +10,10 @@ from .op import Function, Op, Peer, load, randn
 
 
 def make_parameters(L: int, C: int, F: int, V: int) -> dict[str, Tensor]:
-    """Parameters, then gradients, of a Llama of L layers with keys and values C / 3 wide and a tied head."""
+    """Parameters and then gradients of a Llama of L layers, with keys and values C / 3 wide and a tied head."""
     layer = [(C, C), (C // 3, C), (C // 3, C), (C, C), (F, C), (F, C), (C, F), (C,), (C,)]
     shapes = [(V, C), (C,), *layer * L]
-    return {f"{kind}{i}": randn(*shape, scale=0.02) for kind in "pg" for i, shape in enumerate(shapes)}
+    return {f"{prefix}{i}": randn(*shape, scale=0.02) for prefix in "pg" for i, shape in enumerate(shapes)}
 
 
 def optimizer(path: str, **options: Any) -> Function:

@@ -1,4 +1,4 @@
-"""Causal attention of heads wider than 256, and of 256 beside the kernels that take those; attention with sinks."""
+"""Causal attention with heads wider than 256, and with heads of 256 for other kernels; attention with sinks."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,7 +18,7 @@ def truth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's, with keys and values repeated where heads are too wide for its flash attention, as transformers do."""
+    """PyTorch's SDPA. As in transformers, keys and values are repeated if heads are too wide for flash attention."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.shape[3] > 256:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -35,12 +35,12 @@ def make_with_sinks(B: int, T: int, H: int, G: int, D: int, window: int = 0) -> 
 
 
 def add_nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
-    """The inputs of attention without sinks; the sinks have a gradient, which is 0."""
+    """The inputs of attention without sinks. The gradient of the sinks is 0."""
     return q + 0 * sinks[:, None], k, v
 
 
 def sink_op(name: str, T: int, window: int | None = None) -> Op:
-    """Attention with the heads of gpt-oss-20b. The skeleton is SDPA without sinks, which has no window."""
+    """Attention with the heads of gpt-oss-20b. The skeleton is SDPA without sinks and without a window."""
 
     def work(B: int, T: int, H: int, G: int, D: int, window: int = 0) -> tuple[float, float]:
         pairs = B * H * (T * window - window * (window - 1) / 2 if window else T**2 / 2)
@@ -52,6 +52,7 @@ def sink_op(name: str, T: int, window: int | None = None) -> Op:
     def ours(*inputs: Tensor) -> Tensor:
         return sink_attention(*inputs, scale=64**-0.5, window=window)
 
+    # SDPA has no sinks, so it is a bound.
     peers = {"torch": Peer(in_torch), "ours": Peer(ours)}
     if window is None:
         peers["skeleton"] = Peer(sdpa, add_nothing, truth=lambda *inputs: truth(*add_nothing(*inputs)))

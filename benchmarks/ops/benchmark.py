@@ -1,4 +1,4 @@
-"""Every op against its peers: errors, times, memory, and the fraction of the device's limits."""
+"""Every op against its peers: errors, times, memory, and fractions of the device's limits."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from .op import Op
 HELP = "each op against its peers: errors, times, memory, fraction of the limits"
 FILES = losses, norm, rope, attention, linear_attention, mlp, head, moe, adamw
 OPS: dict[str, Op] = {op.name: op for file in FILES for op in file.OPS}
-"""In the order in which they are measured."""
+"""Name -> op, in the order of measurement."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_ops(names: Sequence[str], peers: Sequence[str] | None, file: Path) -> list[Plan]:
-    """The ceilings, then every op with each of its installed peers, or with those of them that are named."""
+    """Plans for the ceilings, and for every op with each of its installed peers, or of ``peers`` among them."""
     pairs = [(name, peer) for name in names for peer in OPS[name].available() if peers is None or peer in peers]
     return [
         Plan({"benchmark": "ops", "op": op, "mode": peer}, ("benchmarks.ops", op, peer), file)
@@ -38,7 +38,7 @@ def plan_ops(names: Sequence[str], peers: Sequence[str] | None, file: Path) -> l
 
 
 def with_fractions() -> Callable[[Row], Row]:
-    """Adds to each row of a run its fraction of the ceilings, which are the run's first row."""
+    """A function that adds to each row its fraction of the ceilings. The first row of a run has the ceilings."""
     ceiling: Row = {}
 
     def complete(row: Row) -> Row:
@@ -64,8 +64,8 @@ def total(row: Row) -> Any:
 
 
 def of_limit(row: Row, name: str) -> str:
-    found = row.get("fraction", {}).get(name)
-    return "" if found is None else f"{found:.2f}"
+    share = row.get("fraction", {}).get(name)
+    return "" if share is None else f"{share:.2f}"
 
 
 def best_table(rows: Rows) -> str:
@@ -84,7 +84,7 @@ def best_table(rows: Rows) -> str:
 
 
 def error_ratios(row: Row) -> str:
-    """Error over that of plain torch, where that is more than rounding noise of a scalar."""
+    """Ratios of errors to the errors of plain torch, if these are more than rounding noise of a scalar."""
     return ", ".join(f"{n} {mine / torch:.2f}" for n, (mine, torch) in row.get("errors", {}).items() if torch > 1e-4)
 
 
@@ -96,14 +96,14 @@ def table(rows: Rows) -> str:
         for row in group:
             names = (op, shape, row["mode"])
             if op == "ceilings" and "copy_gbs" in row:
-                found = f"copy {row['copy_gbs']:,.0f} GB/s, matmul {row['matmul_tflops']:,.0f} TFLOP/s"
-                lines.append((*names, found, *[""] * 7))
+                text = f"copy {row['copy_gbs']:,.0f} GB/s, matmul {row['matmul_tflops']:,.0f} TFLOP/s"
+                lines.append((*names, text, *[""] * 7))
             elif "error" in row:
                 lines.append((*names, row["error"], *[""] * 7))
             else:
                 passes = [name for name in ("forward", "backward", "total") if name in row["ms"]]
                 times = [row["ms"].get(name, "") for name in ("forward", "backward", "total")]
-                # Of an optimizer's many results one stands for all.
+                # An optimizer has many results, so only the first is shown.
                 errors = error_ratios(row if op != "adamw" else {"errors": dict([*row["errors"].items()][:1])})
                 lines.append((
                     *names, *times, " / ".join(of_limit(row, name) for name in passes),
@@ -117,6 +117,6 @@ def table(rows: Rows) -> str:
 
 
 def bars(rows: Rows) -> list[Bar]:
-    peers = [row for row in rows if row["mode"] != "loop"]  # an op's own formula in a loop is in the tables alone
+    peers = [row for row in rows if row["mode"] != "loop"]  # the formula in a loop is only in the tables
     groups = {f"{op} {shape}": group for (op, shape), group in grouped(peers, "op", "shape").items()}
     return speed_bars(groups, total, str)

@@ -21,10 +21,10 @@ def linear_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 class Skeleton(torch.autograd.Function):
-    """The library calls that every chunked loss over the head needs: a bound, not a loss.
+    """The library calls that every chunked loss over the head needs. It is a bound, not a loss.
 
-    Logits are written into one reused buffer, a kernel reads and writes them in place, and two products give dx and
-    dweight, the gradients of `skeleton_truth`.
+    Logits are written into one reused buffer, a kernel reads and writes them in place, and two products compute dx and
+    dweight, which are the gradients of `skeleton_truth`.
     """
 
     @staticmethod
@@ -33,16 +33,16 @@ class Skeleton(torch.autograd.Function):
         for start in range(0, len(x), rows):
             part = x[start : start + rows]
             chunk = logits[: len(part)]
-            torch.mm(part, weight.t(), out=chunk)
-            chunk.mul_(0.5)
+            torch.mm(part, weight.t(), out=chunk)  # [rows, V]
+            chunk.mul_(0.5)  # stands for the kernel of the loss
             torch.mm(chunk, weight, out=dx[start : start + rows])
             dw.addmm_(chunk.t(), part, beta=int(start > 0))
-        ctx.made = dx, dw
+        ctx.gradients = dx, dw
         return x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        (dx, dw), ctx.made = ctx.made, None
+        (dx, dw), ctx.gradients = ctx.gradients, None
         return dx, dw, None
 
 

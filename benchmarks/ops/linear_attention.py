@@ -1,4 +1,4 @@
-"""Gated DeltaNet: the gated delta rule, and the convolution before it and the norm after it."""
+"""Gated DeltaNet: the gated delta rule, the convolution before it, and the norm after it."""
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,8 @@ from .op import Op, Peer, load, randn
 
 
 def make_delta(T: int, H: int, G: int, D: int, documents: int = 0) -> dict[str, Tensor]:
-    """H value heads and G key heads; ``documents`` of lengths that grow from 1 to 2 documents - 1 parts of the row."""
-    made = {
+    """Inputs with H value heads and G key heads. Lengths of documents grow in proportion to 1, 3, 5, ...."""
+    inputs = {
         "q": randn(1, T, G, D),
         "k": randn(1, T, G, D),
         "v": randn(1, T, H, D),
@@ -22,8 +22,8 @@ def make_delta(T: int, H: int, G: int, D: int, documents: int = 0) -> dict[str, 
         "beta": randn(1, T, H).sigmoid(),
     }
     if documents:
-        made["cu_seqlens"] = (torch.arange(documents + 1) ** 2 * T // documents**2).int()
-    return made
+        inputs["cu_seqlens"] = (torch.arange(documents + 1) ** 2 * T // documents**2).int()
+    return inputs
 
 
 def delta_truth(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -37,14 +37,14 @@ def for_value_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def delta_in_transformers(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """The formula that transformers runs without the package fla."""
+    """The formula that transformers uses without the package fla."""
     rule = load("transformers.models.qwen3_next.modeling_qwen3_next:torch_chunk_gated_delta_rule")
     out: Tensor = rule(*for_value_heads(q, k, v), v, g, beta, use_qk_l2norm_in_kernel=True)[0]
     return out
 
 
 def delta_in_fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """flash-linear-attention, with queries and keys repeated for each value head in versions that need it."""
+    """flash-linear-attention. Versions that need it get queries and keys repeated for each value head."""
     bounds = None if cu_seqlens is None else cu_seqlens.long()
     rule = load("fla.ops.gated_delta_rule:chunk_gated_delta_rule")
     if "HV" not in rule.__doc__:
@@ -60,12 +60,14 @@ def delta_ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seql
 
 
 def delta_op(name: str, **extra: int) -> Op:
-    """The rule for one text, or with documents=n for n packed texts. The loop over chunks is only for one text: for
-    several it keeps the state after each token."""
+    """The rule for one text, or with documents=n for n packed texts.
+
+    The loop over chunks is only for one text. For several it would keep the state after each token.
+    """
 
     def work(T: int, H: int, G: int, D: int, **_: int) -> tuple[int, int]:
-        part = 2 * T * D  # the forward reads q, k, v and writes the result; the backward reads and writes all twice
-        return part * 2 * (G + H), part * (4 * G + 3 * H)
+        part = 2 * T * D  # the forward reads q, k, v and writes the result
+        return part * 2 * (G + H), part * (4 * G + 3 * H)  # the backward also reads do and writes dq, dk, dv
 
     peers = {"fla": Peer(delta_in_fla, needs="fla"), "ours": Peer(delta_ours)}
     if not extra:

@@ -1,7 +1,7 @@
-"""Losses over the head: preferences, rewards, distillation, and Medusa's heads; and divergences of whole distributions.
+"""Losses over the head for preferences, rewards, distillation and Medusa, and divergences of whole distributions.
 
-Over the head every token is a target, and plain torch builds all logits. Where a loss takes the hidden states of a
-reference model or teacher, the product with that model's head is part of the loss and has no gradient.
+Over the head every token is a target, and plain torch builds all logits. If a loss takes the hidden states of a
+reference model or teacher, the product with the head of this model is part of the loss and has no gradient.
 """
 
 from collections.abc import Callable
@@ -43,9 +43,9 @@ def orpo(weight: Tensor, x: Tensor, target: Tensor) -> Tensor:
 
 
 def cpo(weight: Tensor, x: Tensor, target: Tensor) -> Tensor:
-    each = log_probs(x, weight, target)
-    chosen, rejected = each.sum(-1).chunk(2)
-    return -each.chunk(2)[0].mean() - logsigmoid(BETA * (chosen - rejected)).mean()
+    token_log_probs = log_probs(x, weight, target)  # [2P, T]
+    chosen, rejected = token_log_probs.sum(-1).chunk(2)
+    return -token_log_probs.chunk(2)[0].mean() - logsigmoid(BETA * (chosen - rejected)).mean()
 
 
 def simpo(weight: Tensor, x: Tensor, target: Tensor) -> Tensor:
@@ -59,7 +59,8 @@ def kto(x: Tensor, weight: Tensor, target: Tensor, labels: Tensor, ref_x: Tensor
 
 
 def grpo(x: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor) -> Tensor:
-    """The loss of answers that the policy has just sampled, so that every probability ratio is 1."""
+    """The loss for answers that the policy has just sampled. Every probability ratio is 1."""
+    # The ratio has the value 1 and the gradient of the log-probability.
     current = log_probs(x, weight, ids)
     ratio, difference = (current - current.detach()).exp(), ref - current
     loss = BETA * (difference.exp() - difference - 1) - ratio * advantages[:, None]
@@ -67,7 +68,7 @@ def grpo(x: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, advantages: Tenso
 
 
 def distil(divergence: Function) -> Function:
-    """Half the cross entropy plus half the divergence of student from teacher, both a mean over tokens."""
+    """Half the cross entropy plus half the divergence of the student from the teacher, each a mean over tokens."""
 
     def run(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, target: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -79,9 +80,11 @@ def distil(divergence: Function) -> Function:
     return run
 
 
-def jsd_of_log_probs(*each: Tensor) -> Tensor:
-    mixture = torch.logaddexp(*each) - torch.log(torch.tensor(2.0, dtype=each[0].dtype, device=each[0].device))
-    return 0.5 * sum(F.kl_div(mixture, p, reduction="sum", log_target=True) for p in each)
+def jsd_of_log_probs(student: Tensor, teacher: Tensor) -> Tensor:
+    mixture = torch.logaddexp(student, teacher) - torch.log(
+        torch.tensor(2.0, dtype=student.dtype, device=student.device)
+    )
+    return 0.5 * sum(F.kl_div(mixture, p, reduction="sum", log_target=True) for p in (student, teacher))
 
 
 def jsd(student: Tensor, teacher: Tensor) -> Tensor:
@@ -105,7 +108,7 @@ def tvd_of_probs(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def cross_entropy_and_tvd(student: Tensor, teacher: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each token, in fp32 or wider."""
+    """Cross entropy and total variation distance of each token, in fp32 or wider."""
     student, teacher = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (student, teacher))
     return (
         F.cross_entropy(student, target, reduction="none"),
@@ -128,11 +131,11 @@ def cosine(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def medusa(loss: Function) -> Function:
-    """The weighted sum of the losses of K heads."""
+    """The weighted sum of the losses of all heads."""
 
     def total(x: Tensor, targets: Tensor, *weights: Tensor) -> Tensor:
-        each = [loss(x, weight, target) for weight, target in zip(weights, targets, strict=True)]
-        return torch.stack([DECAY ** (k + 1) * one for k, one in enumerate(each)]).sum()
+        losses = [loss(x, weight, target) for weight, target in zip(weights, targets, strict=True)]
+        return torch.stack([DECAY ** (k + 1) * head_loss for k, head_loss in enumerate(losses)]).sum()
 
     return total
 
@@ -141,16 +144,18 @@ def in_torch(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return -log_probs(x, weight, target).mean()
 
 
-def by_class(home: str, name: str, places: tuple[int | None, ...], **options: Any) -> Function:
+def by_class(home: str, name: str, indices: tuple[int | None, ...], **options: Any) -> Function:
     """The loss of a module with Liger Kernel's interface.
 
     Args:
-        places: for each argument of the module the index of an input, or None to pass None.
+        home: module that defines the class.
+        name: name of the class.
+        indices: for each argument of the loss the index of an input, or None to pass None.
     """
 
     def run(*inputs: Tensor) -> Tensor:
         module = load(f"{home}:{name}")(**options)
-        out = module(*(None if place is None else inputs[place] for place in places))
+        out = module(*(None if index is None else inputs[index] for index in indices))
         loss: Tensor = out[0] if isinstance(out, tuple) else out
         return loss
 
@@ -161,11 +166,11 @@ def both_of(home: str) -> Function:
     return lambda *inputs: load(f"{home}:LigerFusedCETVDLoss")()(*inputs)
 
 
-def peers(truth: Function, name: str, *places: int | None, **options: Any) -> dict[str, Peer]:
+def peers(truth: Function, name: str, *indices: int | None, **options: Any) -> dict[str, Peer]:
     return {
         "torch": Peer(truth),
-        "liger": liger_peer(by_class("liger_kernel.chunked_loss", name, places, **options)),
-        "ours": Peer(by_class("liger_models", name, places, **options)),
+        "liger": liger_peer(by_class("liger_kernel.chunked_loss", name, indices, **options)),
+        "ours": Peer(by_class("liger_models", name, indices, **options)),
     }
 
 
@@ -178,8 +183,8 @@ def make_rows(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
 
 
 def make_pairs(P: int, T: int, C: int, V: int) -> dict[str, Tensor]:
-    made = make_rows(2 * P, T, C, V)
-    return {name: made[name] for name in ("weight", "x", "target")}
+    rows = make_rows(2 * P, T, C, V)
+    return {name: rows[name] for name in ("weight", "x", "target")}
 
 
 def make_reference(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
@@ -187,14 +192,15 @@ def make_reference(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
 
 
 def make_answers(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
+    # The reference differs from the policy by noise around the log-probability of random logits.
     rewards = {"mask": torch.ones(B, T, dtype=torch.int64), "advantages": torch.randn(B)}
     expected = -torch.log(torch.tensor(float(V))) - 0.5
     return make_rows(B, T, C, V) | rewards | {"ref": expected + 0.5 * torch.randn(B, T)}
 
 
 def make_teacher(N: int, C: int, V: int) -> dict[str, Tensor]:
-    made = {"x": randn(N, C), "weight": head(C, V), "teacher_x": randn(N, C), "teacher_weight": head(C, V)}
-    return made | {"target": torch.randint(V, (N,))}
+    hidden = {"x": randn(N, C), "weight": head(C, V), "teacher_x": randn(N, C), "teacher_weight": head(C, V)}
+    return hidden | {"target": torch.randint(V, (N,))}
 
 
 def make_distributions(student_log: bool, teacher_log: bool) -> Callable[..., dict[str, Tensor]]:
@@ -216,16 +222,18 @@ def shapes_of_pairs(C: int = 4096) -> tuple[Sizes, ...]:
 
 
 def distilled(name: str, divergence: Function, module: str, shapes: tuple[Sizes, ...], liger: bool) -> Op:
-    made = peers(distil(divergence), module, 0, 1, 2, 3, 4)
+    implementations = peers(distil(divergence), module, 0, 1, 2, 3, 4)
+    if not liger:
+        del implementations["liger"]
     return Op(
         name=name, check={"N": 512}, fixed=("teacher_x", "teacher_weight"), truth=distil(divergence), limit="flops",
         shapes=shapes, make=make_teacher, work=lambda N, C, V: (8 * N * C * V,),
-        peers=made if liger else {peer: each for peer, each in made.items() if peer != "liger"},
+        peers=implementations,
     )  # fmt: skip
 
 
 def of_stored(name: str, divergence: Function, module: str, log: tuple[bool, bool], **options: Any) -> Op:
-    """A divergence of distributions that are held in full: reads both, writes one gradient."""
+    """A divergence of two distributions in memory. It reads both and writes one gradient."""
     truth = of_distributions(divergence)
     return Op(
         name=name, shapes=({"N": 4096, "V": 128256},), check={"N": 256}, fixed=("teacher",), truth=truth,
@@ -301,7 +309,7 @@ OPS = (
         peers={
             "torch": Peer(medusa(in_torch)),
             "liger": liger_peer(medusa(liger("liger_fused_linear_cross_entropy"))),
-            "ours": Peer(medusa(lambda *given: linear_cross_entropy(*given).loss)),
+            "ours": Peer(medusa(lambda *inputs: linear_cross_entropy(*inputs).loss)),
         },
     ),
 )  # fmt: skip

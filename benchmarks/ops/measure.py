@@ -1,15 +1,17 @@
-"""How one op of one peer is checked and timed.
+"""Checks and times one peer of one op.
 
 Before a shape is timed, outputs and gradients are compared with plain torch in fp64 (`Op.truth`) at the sizes of
-`Op.check`. A peer whose error exceeds `LIMIT` times that of plain torch in bf16 is refused: its row says "wrong".
+`Op.check`. A peer is refused if its error exceeds `LIMIT` times the error of plain torch in bf16. Its row says "wrong".
 
 A time is the median of `REPEATS` runs between two CUDA events. Before each run the inputs and upstream gradients are
-copied again, since some peers write into them, and `FLUSH_BYTES` of other memory are read. So the L2 cache holds none
-of them, and the host runs ahead of the device: unless the op itself waits, the time is the device's alone. The forward
-is that of training. Memory is the allocator's peak over forward and backward, above inputs and upstream gradients.
+copied again, since some peers write into them, and `FLUSH_BYTES` of other memory are read. So no input is in the L2
+cache, and the host runs ahead of the device: unless the op itself waits, only the device's time is measured. The
+forward is a forward of training. Memory is the allocator's peak in forward and backward, without inputs and upstream
+gradients.
 
-`Op.work` is the least that a pass has to move or to compute. The process "ceilings" of the same run measures how fast
-the device copies and multiplies. A row's "fraction" is the time that its work takes at that rate, over its own time.
+`Op.work` is the least work of a pass, in bytes or operations. The process "ceilings" of the same run measures the speed
+of the device in copying and multiplying. The "fraction" of a row is the time of its work at this speed, divided by its
+own time.
 """
 
 import gc
@@ -27,11 +29,11 @@ LIMIT = 5.0
 WARM_UP, REPEATS, SLOW_REPEATS, SLOW_MS = 3, 25, 8, 100.0
 FLUSH_BYTES = 2**31
 STEPS = 3
-"""Steps of an optimizer in the comparison with fp64."""
+"""Number of steps of an optimizer in the comparison with fp64."""
 
 
 def upstream_of(outputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """A gradient for each output, with the same values in every dtype: random, or 1 for a scalar loss."""
+    """Gradients of the outputs: random with equal values in every dtype, or 1 for a scalar loss."""
     torch.manual_seed(1)
     random = [torch.randn(out.shape, dtype=torch.bfloat16, device=out.device) for out in outputs]
     return [
@@ -40,34 +42,41 @@ def upstream_of(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def results(op: Op, peer: Peer, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Outputs (``out 0``, ...) and gradients (``d x``, ...)."""
+    """Run a peer, and return outputs (``out 0``, ...) and gradients (``d x``, ...) by name."""
     leaves = op.leaves(inputs)
     call = op.start(peer.run, peer.enter(*leaves.values()))
     for _ in range(STEPS if op.stateful else 1):
         outputs = call()
-    found = {f"out {i}": out.detach().clone() for i, out in enumerate(outputs)}
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    if wanted:
-        grads = torch.autograd.grad(outputs, list(wanted.values()), upstream_of(outputs))
-        found |= {f"d {name}": grad for name, grad in zip(wanted, grads, strict=True)}
-    return found
+
+    # Gradients of all inputs that have one.
+    tensors = {f"out {i}": out.detach().clone() for i, out in enumerate(outputs)}
+    differentiated = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    if differentiated:
+        grads = torch.autograd.grad(outputs, list(differentiated.values()), upstream_of(outputs))
+        tensors |= {f"d {name}": grad for name, grad in zip(differentiated, grads, strict=True)}
+    return tensors
 
 
 def errors(op: Op, peer: Peer, inputs: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Relative error of each result against fp64: name -> [error of the peer, error of plain torch in bf16]."""
+    """Relative errors against fp64: name of a result -> error of the peer, and error of plain torch in bf16."""
     plain = Peer(peer.truth or op.truth)
     exact = results(op, plain, {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()})
-    found: dict[str, list[float]] = {name: [] for name in exact}
+    pairs: dict[str, list[float]] = {name: [] for name in exact}
     for who in (peer, plain):
         for name, got in results(op, who, inputs).items():
             true = exact[name]
-            found[name].append(((got.double() - true).norm() / true.norm().clamp_min(1e-30)).item())
-    return found
+            pairs[name].append(((got.double() - true).norm() / true.norm().clamp_min(1e-30)).item())
+    return pairs
 
 
-def verdict(found: dict[str, list[float]], least: float = LEAST_ERROR) -> str | None:
-    """What is wrong with the errors that `errors` found, None if nothing is; ``least`` is `Op.least_error`."""
-    for name, (mine, theirs) in found.items():
+def verdict(pairs: dict[str, list[float]], least: float = LEAST_ERROR) -> str | None:
+    """A text about the first error that is too large; None if there is none.
+
+    Args:
+        pairs: the result of `errors`.
+        least: `Op.least_error`.
+    """
+    for name, (mine, theirs) in pairs.items():
         if not mine <= LIMIT * max(theirs, least):  # also wrong if it is NaN
             return f"wrong: {name} errs by {mine:.1e}, plain torch by {theirs:.1e}"
     return None
@@ -86,9 +95,9 @@ def milliseconds(prepare: Callable[[], Any], run: Callable[[Any], Any], device: 
     def once() -> tuple[Any, Any]:
         state = prepare()
         begun = mark()
-        made = run(state)
+        result = run(state)
         ended = mark()
-        del made  # only now: freeing it takes time
+        del result  # after the mark, because freeing it takes time
         return begun, ended
 
     def elapsed(begun: Any, ended: Any) -> float:
@@ -97,6 +106,7 @@ def milliseconds(prepare: Callable[[], Any], run: Callable[[Any], Any], device: 
         ended.synchronize()
         return begun.elapsed_time(ended)
 
+    # The last warm-up decides how often a slow op runs.
     for _ in range(WARM_UP):
         last = elapsed(*once())
     marks = [once() for _ in range(REPEATS if last < SLOW_MS else SLOW_REPEATS)]
@@ -104,26 +114,29 @@ def milliseconds(prepare: Callable[[], Any], run: Callable[[Any], Any], device: 
 
 
 def measure(op: Op, name: str, sizes: Sizes, device: str) -> dict[str, Any]:
-    """The row of one shape: errors, and unless they are too large work, times and memory."""
+    """Measure one shape. The row has errors and, unless they are too large, work, times and memory."""
 
     def make(sizes: Sizes) -> dict[str, Tensor]:
         torch.manual_seed(0)
         with torch.device(device):
             return op.make(**sizes)
 
+    # The errors, with smaller sizes.
     peer = op.peer(name)
     row: dict[str, Any] = {"errors": errors(op, peer, make(sizes | op.check))}
     wrong = verdict(row["errors"], op.least_error)
     if wrong:
         return row | {"error": wrong}
     gc.collect()
+
+    # The inputs in the peer's layout: leaves that it may overwrite, and copies to restore them.
     entered = peer.enter(*op.leaves(make(sizes)).values())
     leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in entered]
     pristine = [tensor.detach() for tensor in entered]
     del entered
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    differentiated = [leaf for leaf in leaves if leaf.requires_grad]
     call = op.start(peer.run, leaves)
-    fresh = upstream_of(call()) if wanted else []
+    fresh = upstream_of(call()) if differentiated else []
     upstream = [grad.clone() for grad in fresh]
     flush = torch.zeros(FLUSH_BYTES // 4 if device == "cuda" else 1, device=device)
 
@@ -135,22 +148,23 @@ def measure(op: Op, name: str, sizes: Sizes, device: str) -> dict[str, Any]:
 
     def outputs() -> tuple[Tensor, ...]:
         refresh()
-        made = call()
+        result = call()
         flush.sum()
-        return made
+        return result
 
-    def backward(made: tuple[Tensor, ...]) -> Any:
-        return torch.autograd.grad(made, wanted, upstream)
+    def backward(result: tuple[Tensor, ...]) -> Any:
+        return torch.autograd.grad(result, differentiated, upstream)
 
     def total(_: None) -> Any:
-        made = call()
-        return (made, backward(made)) if wanted else made
+        result = call()
+        return (result, backward(result)) if differentiated else result
 
+    # Times, and memory of forward and backward.
     passes = {"forward": (refresh, lambda _: call()), "backward": (outputs, backward), "total": (refresh, total)}
     row |= {"limit": op.limit, "work": op.ideal(sizes)}
     times = {name: milliseconds(*passes[name], device) for name in row["work"]}
-    row["ms"] = {name: round(statistics.median(found), 4) for name, found in times.items()}
-    row["ms_range"] = {name: [round(min(found), 4), round(max(found), 4)] for name, found in times.items()}
+    row["ms"] = {name: round(statistics.median(runs), 4) for name, runs in times.items()}
+    row["ms_range"] = {name: [round(min(runs), 4), round(max(runs), 4)] for name, runs in times.items()}
     if device == "cuda":
         refresh()
         before = torch.cuda.memory_allocated()
@@ -158,12 +172,12 @@ def measure(op: Op, name: str, sizes: Sizes, device: str) -> dict[str, Any]:
         total(None)
         peak = torch.cuda.max_memory_allocated() - before
         row["peak_mib"] = round(peak / 2**20, 1)
-        row["above_gradients_mib"] = round((peak - sum(leaf.nbytes for leaf in wanted)) / 2**20, 1)
+        row["above_gradients_mib"] = round((peak - sum(leaf.nbytes for leaf in differentiated)) / 2**20, 1)
     return row
 
 
 def ceilings(device: str, copied: int = 2**32, width: int = 8192) -> dict[str, float]:
-    """What the device sustains: GB/s of a copy (read + write), TFLOP/s of a bf16 matmul of random numbers."""
+    """The speed of the device: GB/s of a copy (read + write), and TFLOP/s of a bf16 matmul of random numbers."""
     with torch.device(device):
         source = torch.ones(copied, dtype=torch.uint8)
         target = torch.empty_like(source)
@@ -174,6 +188,6 @@ def ceilings(device: str, copied: int = 2**32, width: int = 8192) -> dict[str, f
 
 
 def fraction(row: dict[str, Any], ceiling: dict[str, float]) -> dict[str, float]:
-    """The fraction of its limit that each pass of a row reaches."""
+    """Pass -> the fraction of its limit that it reaches."""
     rate = ceiling["copy_gbs"] * 1e6 if row["limit"] == "bytes" else ceiling["matmul_tflops"] * 1e9
     return {name: round(work / row["ms"][name] / rate, 4) for name, work in row["work"].items()}

@@ -1,4 +1,4 @@
-"""Gated activations, and the whole gated MLP with the norm before it."""
+"""Gated activations, and the gated MLP with the norm before it."""
 
 import functools
 
@@ -13,7 +13,7 @@ from .op import Function, Op, Peer, liger, liger_peer, load, randn
 
 
 def gate_and_up(gate_up: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Two contiguous tensors, from gate and up in alternation along ``dim``."""
+    """Split a tensor in which gate and up alternate along ``dim`` into two contiguous tensors."""
     gate, up = gate_up.unflatten(dim, (-1, 2)).unbind(dim)
     return gate.contiguous(), up.contiguous()
 
@@ -40,7 +40,7 @@ def gated_op(name: str, ours: Function, in_torch: Function, act: str) -> Op:
 
 
 def mlp(norm: Function, act: Function | None) -> Function:
-    """Norm, gate, up, activation and down, one after the other; without ``act`` the norm, then Liger's fused MLP."""
+    """Norm, gate, up, activation and down, one after the other. Without ``act``, the norm and Liger's fused MLP."""
 
     def run(x: Tensor, residual: Tensor, weight: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
         normed, h = norm(x, residual, weight)

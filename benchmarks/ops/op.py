@@ -1,4 +1,4 @@
-"""What an op is: its inputs, its specification in plain torch, and the implementations to compare."""
+"""The definition of an op: its inputs, its specification in plain torch, and the implementations to compare."""
 
 import functools
 import importlib
@@ -19,7 +19,7 @@ load = functools.cache(pkgutil.resolve_name)
 
 
 LEAST_ERROR = torch.finfo(torch.bfloat16).eps / 8
-"""The error of plain torch counts as at least this, about half the error of rounding a result to bf16."""
+"""Smallest error of plain torch that counts, about half the error of rounding a result to bf16."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Peer:
     """One implementation of an op.
 
     Args:
-        run: takes what ``enter`` returns.
-        enter: brings the op's inputs into the peer's layout. It is differentiable and not timed.
-        needs: ``module`` or ``module:attribute``; without it the peer is left out.
-        truth: what the peer computes, if it is not the op itself.
+        run: the implementation. Its arguments are the result of ``enter``.
+        enter: function that brings the op's inputs into the peer's layout. It is differentiable and not timed.
+        needs: ``module`` or ``module:attribute``. If it is missing, the peer is left out.
+        truth: specification of the peer, if it differs from the op's.
     """
 
     run: Function
@@ -44,17 +44,18 @@ class Op:
     """An op with its shapes and peers.
 
     Args:
-        shapes: the sizes that are measured.
-        make: sizes -> the inputs by name.
+        shapes: the measured sizes.
+        make: function of sizes. It returns the inputs by name.
         truth: the op in plain torch.
-        check: sizes that replace those of a shape in the comparison with fp64, to make it fast enough.
-        limit: what bounds the op, "bytes" or "flops".
-        work: sizes -> how many bytes or FLOPs at least: of forward and backward, or one number for both together. Bytes
-            count each tensor that must be read or written once; vectors do not count.
+        check: smaller sizes, which replace those of a shape in the comparison with fp64.
+        limit: the bound of the op's speed, "bytes" or "flops".
+        work: function of sizes. It returns the least bytes or FLOPs of forward and backward, or one number for both
+            together. Each tensor that must be read or written counts once. Vectors do not count.
         fixed: names of floating-point inputs without a gradient.
-        stateful: the op is an optimizer: ``run`` and ``truth`` return the step to call, and nothing has a gradient.
-        least_error: the error of plain torch counts as at least this; larger where plain torch computes in fp32 what
-            every kernel multiplies in bf16.
+        stateful: whether the op is an optimizer. Then ``run`` and ``truth`` return the step to call, and no input has a
+            gradient.
+        least_error: smallest error of plain torch that counts. It is larger where plain torch computes products in fp32
+            that all kernels compute in bf16.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Op:
     least_error: float = LEAST_ERROR
 
     def available(self) -> list[str]:
-        """The peers that are installed; "compile" is torch.compile of "torch", in its layout."""
+        """The names of the installed peers. "compile" is torch.compile of "torch", in the same layout."""
         names = [name for name, peer in self.peers.items() if installed(peer.needs)]
         if "torch" in names and not self.stateful:
             names.insert(names.index("torch") + 1, "compile")
@@ -79,24 +80,25 @@ class Op:
     def peer(self, name: str) -> Peer:
         if name != "compile":
             return self.peers[name]
-        torch.compiler.reset()  # each shape is compiled as if it were the first
+        torch.compiler.reset()  # compile each shape as if it were the first
         return replace(self.peers["torch"], run=torch.compile(self.peers["torch"].run, dynamic=False))
 
     def ideal(self, sizes: Sizes) -> dict[str, float]:
-        """The least work of each pass."""
+        """Pass -> its least work."""
+        # Forward, backward and their sum, or the sum alone.
         parts = self.work(**sizes)
         passes = ("forward", "backward", "total") if len(parts) == 2 else ("total",)
         return dict(zip(passes, (*parts, sum(parts)), strict=False))
 
     def leaves(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the inputs, which require a gradient where the op has one."""
+        """Copies of the inputs. They require gradients if the op has gradients of them."""
         copies = {name: tensor.detach().clone() for name, tensor in inputs.items()}
         for name, copy in copies.items():
             copy.requires_grad_(copy.is_floating_point() and name not in self.fixed and not self.stateful)
         return copies
 
     def start(self, run: Function, inputs: Any) -> Callable[[], tuple[Tensor, ...]]:
-        """The function that is timed."""
+        """The function to time. It returns a tuple of outputs."""
         call = run(*inputs) if self.stateful else functools.partial(run, *inputs)
         return lambda: out if isinstance(out := call(), tuple) else (out,)
 
@@ -104,14 +106,14 @@ class Op:
 def installed(needs: str) -> bool:
     module, _, attribute = needs.partition(":")
     try:
-        found = not module or importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package around it
+        exists = not module or importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is missing
         return False
-    return found and (not attribute or hasattr(importlib.import_module(module), attribute))
+    return exists and (not attribute or hasattr(importlib.import_module(module), attribute))
 
 
 def named(path: str, *rest: Any, **options: Any) -> Function:
-    """The function at ``module:attribute``, imported when it is first called; ``rest`` follows its arguments."""
+    """The function at ``module:attribute``, imported on its first call. ``rest`` follows its arguments."""
     return lambda *inputs: load(path)(*inputs, *rest, **options)
 
 

@@ -1,9 +1,9 @@
-"""The model of a mode: on one GPU in bf16, or sharded over several. Both libraries start from the same weights.
+"""The model of a mode, on one GPU in bf16 or sharded over several. Both libraries start from the same weights.
 
-Where transformers has the experts of a layer in one tensor, and where a model is too large for one GPU, their random
-numbers are others of the same distribution.
+There are two exceptions, in which random numbers differ but have the same distribution: experts, if transformers has
+all of a layer in one tensor, and models that are too large for one GPU.
 
-A library is imported when its model is built: a process that measures one must not pay for the other.
+A library is imported when its model is built, because a process that measures one library must not pay for the other.
 """
 
 import functools
@@ -26,18 +26,18 @@ LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 MEDUSA_HEADS = 5
 
 DEVICE = "cuda"
-"""Tests have another one."""
+"""Device of the models. Tests replace it."""
 
 WHOLE = 12e9
-"""Parameters, at most, of a model that each GPU has whole in fp32 before it is sharded. Others are drawn in shards."""
+"""Largest number of parameters for which every GPU builds the whole model in fp32 before sharding."""
 IN_SHARDS = {
     "8bit", "ac", "adamw", "bf16", "compile", "cp", "ep", "full", "hsdp", "inbackward", "liger", "moments", "offload",
     "selective", "tp",
 }  # fmt: skip
-"""Words of modes that do not change what is drawn."""
+"""Words of modes that do not change the weights that are drawn."""
 
 WITHOUT_SDPA = ("gpt_oss",)
-"""Families for which transformers has no SDPA."""
+"""Model types for which transformers has no SDPA."""
 
 
 def build(config: dict, mode: Mode) -> nn.Module:
@@ -53,11 +53,12 @@ def build(config: dict, mode: Mode) -> nn.Module:
 
 
 def weight(name: str, shape: torch.Size, device: torch.device) -> Tensor:
-    """The weight of this Hugging Face name: from the checkpoint in $START, or random numbers seeded by the name."""
+    """The weight of a Hugging Face name, from the checkpoint in $START or random with a seed from the name."""
     if "START" in os.environ:
         return checkpoint(os.environ["START"])[name].to(device)
     if "norm" in name:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
+    # A seed for each name, so that the order of parameters does not matter.
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator) * 0.02
 
@@ -73,7 +74,7 @@ def checkpoint(folder: str) -> dict[str, Tensor]:
 def build_sharded(config: dict, mode: Mode) -> nn.Module:
     """The model over the GPUs of the process group."""
     empty = build_empty(config, mode)
-    if sum(each.numel() for each in empty.parameters()) <= WHOLE:
+    if sum(parameter.numel() for parameter in empty.parameters()) <= WHOLE:
         return shard(build(config, mode).to(dtype_of(mode)), mode)
     unknown = mode.extras.keys() - IN_SHARDS
     if unknown:
@@ -87,7 +88,7 @@ def dtype_of(mode: Mode) -> torch.dtype:
 
 
 def build_empty(config: dict, mode: Mode) -> nn.Module:
-    """The model without values."""
+    """The model on the meta device."""
     if mode.library == "hf":
         return empty_hf(config, dtype_of(mode), torch.device("meta"), liger="liger" in mode, recompute="ac" in mode)
     from liger_models import AutoLigerModel
@@ -99,22 +100,26 @@ def build_empty(config: dict, mode: Mode) -> nn.Module:
 
 @torch.no_grad()
 def fill_shards(model: nn.Module, mode: Mode) -> nn.Module:
-    """Draw what each rank has of a sharded model without values. Replicas are alike.
+    """Draw the shards of each rank. Replicas are equal.
 
-    Embeddings are large and what blocks add to them is small, as in Megatron-LM. Random routers then choose all experts
-    about equally often, as trained ones do.
+    Embeddings are large, and the outputs of blocks are small, as in Megatron-LM. Random routers then choose all experts
+    about equally often, as trained routers do.
     """
     model.to_empty(device=DEVICE)
-    if mode.library == "hf":  # the buffers are lost with the meta device
+    if mode.library == "hf":  # buffers on the meta device have no values
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(DEVICE)
+
+    # The seed is the rank within a replica.
     ranks = torch.distributed.get_world_size() // (mode.extras.get("hsdp") or 1)
     torch.manual_seed(torch.distributed.get_rank() % ranks)
     small = 0.02 / math.sqrt(2 * model.config.num_hidden_layers)
+
+    # Standard deviations by the name of a parameter; norms are 1.
     stds = {"embed_tokens": 1.0, "o_proj": small, "down": small}
     for name, parameter in model.named_parameters():
-        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         std = next((std for part, std in stds.items() if part in name), 0.02)
-        own.fill_(1.0) if "norm" in name else own.normal_(std=std)
+        local.fill_(1.0) if "norm" in name else local.normal_(std=std)
     return model
 
 
@@ -129,9 +134,10 @@ def build_hf(config: dict, liger: bool, recompute: bool, attention: str = "sdpa"
 def empty_hf(
     config: dict, dtype: torch.dtype, device: torch.device, liger: bool, recompute: bool, attention: str = "sdpa"
 ) -> nn.Module:
-    """The model of transformers, with any values."""
+    """The model of transformers, with arbitrary values."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    # Liger Kernel patches the classes, so it must come before the model.
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     if config["model_type"] in WITHOUT_SDPA:
         attention = "eager"
@@ -148,7 +154,7 @@ def empty_hf(
 
 
 def adapt_hf(model: nn.Module, nf4: bool) -> nn.Module:
-    """Add PEFT's adapters. bitsandbytes quantizes while it loads, so 4-bit weights take a detour over a checkpoint."""
+    """Add PEFT's adapters. bitsandbytes quantizes only in loading, so 4-bit weights are saved and loaded first."""
     import peft
     from transformers import BitsAndBytesConfig
 
@@ -160,7 +166,7 @@ def adapt_hf(model: nn.Module, nf4: bool) -> nn.Module:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             model_class = type(model)
-            model = model.to("meta")
+            model = model.to("meta")  # frees its memory
             model = model_class.from_pretrained(
                 folder, dtype=torch.bfloat16, quantization_config=bits, device_map={"": 0}
             )
@@ -169,19 +175,19 @@ def adapt_hf(model: nn.Module, nf4: bool) -> nn.Module:
 
 
 def hf_targets(model: nn.Module) -> dict:
-    """PEFT's options where it does not adapt just all linear layers: no vision towers, and experts of mixtures."""
+    """PEFT's options for models with vision towers, which get no adapters, and with experts, which get adapters."""
     if any("language_model." in name for name, _ in model.named_modules()):
         return {"target_modules": r".*language_model\..*layers\..*(_proj)"}
     names = ("experts.gate_up_proj", "experts.down_proj")
-    if not all(any(name.endswith(each) for name, _ in model.named_parameters()) for each in names):
+    if not all(any(name.endswith(ending) for name, _ in model.named_parameters()) for ending in names):
         return {}
-    # From "all-linear" PEFT would infer twice the rank for gate and up, and an adapter of the router.
-    linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    # With "all-linear" PEFT would use twice the rank for gate and up, and adapt the router.
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {"target_modules": sorted(linear - {"lm_head"}), "target_parameters": names}
 
 
 def our_targets(model: nn.Module) -> dict:
-    """The same for this package."""
+    """The options of `hf_targets` for this package."""
     from liger_models.adapters.lora import adaptable_experts, language_targets
     from liger_models.adapters.lora_layers import EXPERTS
 
@@ -195,6 +201,8 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
     from liger_models.convert import format_of
 
     model = AutoLigerModel.from_config(config, dtype=torch.bfloat16, device=DEVICE)
+
+    # The weights under Hugging Face's names, packed.
     weights = format_of(type(model)).module_map(model.config)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:  # a buffer in transformers
@@ -202,6 +210,8 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
         expression = weights.entries[name]
         theirs = expression.unpack(torch.empty_like(parameter, device="meta"))
         parameter.copy_(expression.pack({n: weight(n, t.shape, parameter.device) for n, t in theirs.items()}))
+
+    # Adapters and frozen weights, before policies and float8.
     if "peft" in mode:
         import peft
 
@@ -222,6 +232,7 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
         from liger_models.adapters.float8 import convert_to_float8
 
         convert_to_float8(model, extra.removeprefix("fp8") or "tensorwise")
+
     if "blocks" in mode:
         for block in model.layers:
             block.compile(fullgraph=True)
@@ -233,12 +244,14 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
 
 
 def set_policies(model: nn.Module, mode: Mode) -> None:
-    """Offload and recompute in as many blocks as the mode says. Blocks that are not offloaded recompute first."""
+    """Offload and recompute in the numbers of blocks that the mode gives. Blocks that stay recompute first."""
     total = len(model.layers)
     offloaded = mode.number("offload", total)
     model.set_checkpointing("none", offload_layers=offloaded)
     stay = [i for i in range(total) if i not in model.offloaded]
     policies = ["none"] * total
+
+    # Blocks that stay come first, but if they are too few, the first of all blocks.
     for policy in ("selective", "full"):
         count = mode.number(policy, total)
         for i in (stay if count <= len(stay) else range(total))[:count]:
@@ -247,7 +260,7 @@ def set_policies(model: nn.Module, mode: Mode) -> None:
 
 
 def shard(model: nn.Module, mode: Mode) -> nn.Module:
-    """Wrap a model with FSDP2, which computes in bf16. A model of transformers is wrapped block by block."""
+    """Shard a model with FSDP2, which computes in bf16. A model of transformers is sharded block by block."""
     if mode.library == "ours":
         from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp
 
@@ -261,14 +274,14 @@ def shard(model: nn.Module, mode: Mode) -> nn.Module:
         return apply_fsdp(model, mesh)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.model.layers:
-        if "compile" in mode:  # what FSDP2 does between the blocks is not compiled
+        if "compile" in mode:  # FSDP2's work between blocks is not compiled
             layer.compile()
         fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
 
 
 def mesh_of(mode: Mode) -> DeviceMesh:
-    """All GPUs, with a dimension for what the mode shares among them."""
+    """A mesh of all GPUs, with a dimension for the parallelism of the mode."""
     gpus = torch.distributed.get_world_size()
     for word in ("tp", "ep", "cp"):
         if word in mode:

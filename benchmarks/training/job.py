@@ -1,4 +1,4 @@
-"""What one process of a training benchmark measures."""
+"""The arguments of one process of a benchmark."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,12 @@ class Job:
     """The arguments of a benchmark's ``measure``.
 
     Args:
-        model: a name of `models.CHOICES`.
+        mode: the parsed mode.
+        model: a name in `models.CHOICES`.
         batch: "BxT", B sequences of T tokens; empty for benchmarks without batches.
-        steps: timed steps, or the steps of a run.
-        sharded: several processes, each with its GPU, share the model.
-        imported_s: seconds from the start of the process until it had imported everything.
+        steps: number of timed steps, or of all steps.
+        sharded: whether several processes, each with its own GPU, share the model.
+        imported_s: seconds from the start of the process to the end of its imports.
     """
 
     mode: Mode

@@ -8,7 +8,7 @@ DECAY = 0.8
 
 
 class Head(nn.Module):
-    """``projection(x + SiLU(A · x + b))``; A and b start at 0, the projection as the model's head."""
+    """``projection(x + SiLU(A · x + b))``. A and b start at 0, and the projection as a copy of the model's head."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class MedusaLoss(nn.Module):
     Args:
         model: a model of transformers.
         heads: number of heads.
-        liger: by Liger Kernel's fused linear cross entropy, without logits; otherwise by cross entropy of all logits.
+        liger: whether Liger Kernel's fused linear cross entropy computes the losses. Otherwise logits are built.
     """
 
     def __init__(self, model: nn.Module, heads: int, liger: bool) -> None:
@@ -46,7 +46,8 @@ class MedusaLoss(nn.Module):
         hidden = self.model.model(input_ids=input_ids).last_hidden_state
         losses = []
         for k, head in enumerate(self.heads, 1):
-            rows = head(hidden[:, : -(k + 1)]).flatten(0, 1)
+            # Head k predicts the token k + 1 positions ahead.
+            rows = head(hidden[:, : -(k + 1)]).flatten(0, 1)  # [B (T − k − 1), C]
             target = labels[:, k + 1 :].flatten()
             if self.fused is None:
                 loss = F.cross_entropy(head.projection(rows).float(), target)

@@ -1,4 +1,4 @@
-"""The models: releases at their real width, and a few layers of each family."""
+"""The models: releases at real width, and a few layers of each family."""
 
 import json
 
@@ -14,7 +14,7 @@ MODELS = {
     "qwen2-7b": ("qwen2/Qwen2-7B.json", None),
     "qwen3-30b-a3b": ("qwen3_moe/Qwen3-30B-A3B.json", None),
 }
-"""Releases at their real width: the file of their config.json, and the number of layers, or None for all of them."""
+"""Name of a release at real width -> file of its config.json, and number of layers, or None for all layers."""
 FAMILIES = {
     "llama": ("llama/Llama-3.2-1B-Instruct.json", 4),
     "mistral": ("mistral/Mistral-7B-v0.1.json", 4),
@@ -52,7 +52,7 @@ FAMILIES = {
     "qwen3_5": ("qwen3_5/Qwen3.5-9B.json", 4),
     "qwen3_5_moe": ("qwen3_5_moe/Qwen3.5-35B-A3B.json", 4),
 }
-"""One release of each family: the file of its config.json, and the number of layers. Vision towers have twice that."""
+"""Family -> file of the config.json of one release, and number of layers. Vision towers have twice this number."""
 
 CHOICES = [*MODELS, *FAMILIES]
 """All names that ``--model`` takes."""
@@ -62,17 +62,19 @@ def read_config(name: str) -> dict:
     """The config.json of a model, cut to its number of layers."""
     file, layers = (MODELS | FAMILIES)[name]
     config = json.loads((CONFIGS / file).read_text())
-    config.pop("quantization_config", None)  # the weights that are trained are not quantized
-    config.pop("audio_config", None)  # a tower that is not trained
+    config.pop("quantization_config", None)  # trained weights are not quantized
+    config.pop("audio_config", None)  # audio towers are not trained
     if layers is not None:
         keep_layers(config, layers)
     return config
 
 
 def keep_layers(config: dict, layers: int) -> None:
+    """Cut the language model of a config to its first layers, and a vision tower to twice as many."""
+    # The language model, with the types of its first layers.
     text = text_part(config)
     released, text["num_hidden_layers"] = text["num_hidden_layers"], layers
-    if text.get("num_kv_shared_layers"):  # as large a part as in the release, if a layer of each type remains
+    if text.get("num_kv_shared_layers"):  # the released share, if a layer of each type remains
         shared = text["num_kv_shared_layers"] * layers // released
         complete = {*text["layer_types"][: layers - shared]} == {*text["layer_types"]}
         text["num_kv_shared_layers"] = shared if complete else 0
@@ -81,6 +83,8 @@ def keep_layers(config: dict, layers: int) -> None:
             text[key] = text[key][:layers]
     if "vision_config" not in config:
         return
+
+    # The tower, and the layers whose features it returns.
     tower = config["vision_config"]
     depth = "depth" if "depth" in tower else "num_hidden_layers"
     released, tower[depth] = tower.get(depth), 2 * layers
@@ -100,10 +104,11 @@ def text_part(config: dict) -> dict:
 
 def flops_per_token(config: dict, T: int) -> float:
     """FLOPs of forward and backward: matrix products and causal attention of a dense model without sliding windows."""
+    # Multiplications by weights of one token, in the blocks and in the head.
     C, F, H = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     D = config.get("head_dim") or C // H
     G = config.get("num_key_value_heads") or H
     layer = C * (H + 2 * G) * D + H * D * C + 3 * C * F
     products = config["num_hidden_layers"] * layer + C * config["vocab_size"]
-    attention = config["num_hidden_layers"] * H * D * T  # half of 2 · T · H · D for q·k, as much for ·v
+    attention = config["num_hidden_layers"] * H * D * T  # half of the pairs, for q · k and for p · v
     return 6.0 * (products + attention)

@@ -1,4 +1,4 @@
-"""The mode language: a library and what is switched on, as in ``ours+adamw+offload10+selective12``.
+"""The language of modes: a library and its options, as in ``ours+adamw+offload10+selective12``.
 
 | word | library | meaning |
 | --- | --- | --- |
@@ -6,11 +6,11 @@
 | ``ours`` | | this package |
 | ``unsloth`` | | Unsloth, which trains adapters: with ``lora`` |
 | ``titan`` | | torchtitan |
-| ``compile`` | hf, ours, titan | torch.compile: of the whole model, or of each block by torchtitan and under FSDP2 |
-| ``graph`` | hf, ours | CUDA graphs of forward and backward: `CausalLM.capture`, compiled or of hf PyTorch's |
-| ``lora`` | hf, ours, unsloth | train adapters of rank 16 on all linear layers of the text's blocks and on experts |
-| ``medusa`` | hf, ours | train five Medusa heads on the frozen model |
-| ``nf4`` | hf, ours, unsloth | after ``lora``: frozen weights have 4 bits; of transformers by bitsandbytes |
+| ``compile`` | hf, ours, titan | torch.compile of the whole model; in torchtitan and under FSDP2 of each block |
+| ``graph`` | hf, ours | CUDA graphs of forward and backward, by `CausalLM.capture`; by PyTorch for hf and for compiled
+models | | ``lora`` | hf, ours, unsloth | train adapters of rank 16 on all linear layers of the text's blocks and on
+experts | | ``medusa`` | hf, ours | train five Medusa heads on the frozen model |
+| ``nf4`` | hf, ours, unsloth | after ``lora``: frozen weights have 4 bits, for transformers by bitsandbytes |
 | ``float8`` | ours | after ``lora``: frozen weights are in float8, and so are their products |
 | ``peft`` | ours | after ``lora``: the adapters are PEFT's, on the unpacked model |
 | ``ac`` | hf, unsloth | activation checkpointing |
@@ -33,7 +33,7 @@
 | ``epK`` | ours | in ``fsdp``: expert parallel over K GPUs |
 | ``hsdpK`` | ours | in ``fsdp``: K replicas, each sharded over its part of the GPUs |
 
-Without a number K means all blocks.
+Without a number, K is the number of all blocks.
 """
 
 import re
@@ -57,7 +57,7 @@ MODE = (
 """The regular expression of a valid mode."""
 
 COUNTED = re.compile(r"(ep|full|hsdp|moments|offload|plan|selective|tp)(\d*)")
-"""Words that take a number: of blocks, of GB, of GPUs or of replicas."""
+"""Matches words with a number of blocks, GB, GPUs or replicas."""
 
 TITLES = {
     "hf": "transformers", "ours": "liger_models", "unsloth": "Unsloth", "titan": "torchtitan",
@@ -71,13 +71,13 @@ TITLES = {
     "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4 bits",
     "float8": " on float8", "medusa": ", Medusa heads",
 }  # fmt: skip
-"""The text in tables for each word. A number after a word is a number of blocks."""
+"""Word -> its text in tables. A number after a word is a number of blocks."""
 
 COUNTED_TITLES = {
     "plan": "planned for {} GB", "tp": "tensor parallel over {} GPUs", "ep": "expert parallel over {} GPUs",
     "hsdp": "{} replicas",
 }  # fmt: skip
-"""The text for words whose number is not a number of blocks."""
+"""Word with another number than one of blocks -> its text in tables."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Mode:
 
     Args:
         library: "hf", "ours", "unsloth", "titan", or "error", the mode of ``families`` that compares both.
-        extras: the other words, each with its number, or None where it has none.
+        extras: further word -> its number, or None for a word without a number.
     """
 
     library: str
@@ -108,7 +108,7 @@ class Mode:
         return extra in self.extras
 
     def number(self, extra: str, total: int) -> int:
-        """To how many of ``total``, such as blocks, an extra applies: none without it, all if it has no number."""
+        """The number of an extra: 0 without the extra, and ``total`` if it has no number."""
         count = self.extras.get(extra, 0)
         return total if count is None else count
 
@@ -117,6 +117,7 @@ def title(mode: str) -> str:
     """A mode in the words of the tables."""
     words = ""
     for part in mode.split("+"):
+        # A word without its number, but "8bit", "bf16" and "fp8" are words themselves.
         word = part if part in TITLES else part.rstrip("0123456789")
         if word in COUNTED_TITLES:
             words += ", " + COUNTED_TITLES[word].format(part[len(word) :])

@@ -14,13 +14,13 @@ from .modes import Mode
 
 @dataclass
 class Step:
-    """Batch -> loss of one whole training step."""
+    """A training step. Called with a batch, it returns the loss."""
 
     model: nn.Module
     forward: Callable[..., Any]
     optimizer: torch.optim.Optimizer
     plan: Any = None
-    """The `MemoryPlan` of a mode with one."""
+    """The `MemoryPlan`, for modes with a plan."""
     captured: bool = False
     """Whether forward and backward are one `CapturedStep`."""
     replay: Any = None
@@ -39,7 +39,7 @@ class Step:
 
 
 def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False, shape: tuple[int, int] | None = None) -> Step:
-    """The step of a mode, on one GPU or ``sharded`` over the process group; ``shape`` of a batch is for its plan."""
+    """Make the step of a mode on one GPU, or ``sharded`` over the process group. A plan needs a batch's ``shape``."""
     ours, plan = mode.library == "ours", None
     if mode.library in ("unsloth", "titan"):
         assert shape is not None
@@ -47,6 +47,8 @@ def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False, shape:
     else:
         model = build_sharded(config, mode) if sharded else build(config, mode)
         plan = make_plan(model, mode, *shape) if shape and "plan" in mode else None
+
+    # Compilation and CUDA graphs around the forward.
     model.train()
     whole = "compile" in mode and (ours or (mode.library == "hf" and not sharded))
     forward = torch.compile(model, fullgraph=ours) if whole else model
@@ -56,7 +58,7 @@ def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False, shape:
 
 
 def build_peer(config: dict, mode: Mode, sharded: bool, tokens: int) -> nn.Module:
-    """A module that returns the loss of a batch, of a package that is imported in its own processes only."""
+    """A module of torchtitan or Unsloth that returns the loss of a batch. Other processes do not import them."""
     if mode.library == "titan":
         from .titan import TitanLoss
 
@@ -67,10 +69,11 @@ def build_peer(config: dict, mode: Mode, sharded: bool, tokens: int) -> nn.Modul
 
 
 def make_plan(model: nn.Module, mode: Mode, B: int, T: int) -> Any:
-    """The plan of a mode, applied to the model on one GPU. Only a mode with LigerAdamW has plans for the optimizer."""
+    """Plan a step on one GPU, and apply the plan to the model. Only modes with LigerAdamW let it move the optimizer."""
     from liger_models.memory import plan_memory
     from liger_models.train import estimate
 
+    # The estimate of this package's own training, without gathered weights.
     in_bits = {"four_bit": "nf4" in mode, "float8": "float8" in mode, "moments_8bit": "8bit" in mode}
     memory = estimate(model, B * T, **in_bits)
     if not (in_bits["four_bit"] or in_bits["float8"]):
@@ -89,10 +92,11 @@ def make_optimizer(model: nn.Module, mode: Mode, lr: float, plan: Any = None) ->
     from liger_models import LigerAdamW, step_in_backward  # not imported by processes of transformers
     from liger_models.memory.search import host_blocks
 
+    # The moments of some blocks may be in host memory.
     body = model.model if "medusa" in mode else model
     total = len(body.layers)
     moments = plan.host_moments if plan else host_blocks(total, mode.number("moments", total), body.offloaded)
-    on_host = [each for i in moments for each in body.layers[i].parameters() if each.requires_grad]
+    on_host = [weight for i in moments for weight in body.layers[i].parameters() if weight.requires_grad]
     optimizer = LigerAdamW(trained, lr=lr, offload=on_host, state_dtype=torch.int8 if "8bit" in mode else None)
     if plan.in_backward if plan else "inbackward" in mode:
         step_in_backward(optimizer)
@@ -100,7 +104,7 @@ def make_optimizer(model: nn.Module, mode: Mode, lr: float, plan: Any = None) ->
 
 
 class Loss(nn.Module):
-    """The loss of a batch of text, with tensors as the only arguments, as CUDA graphs require."""
+    """The loss of a batch of text. Its arguments are only tensors, as CUDA graphs require."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -111,7 +115,7 @@ class Loss(nn.Module):
 
 
 def graphed(model: nn.Module) -> Callable[..., Any]:
-    """The model's loss, its forward and backward replayed from CUDA graphs; every batch has the first one's shapes."""
+    """The model's loss from CUDA graphs of forward and backward. All batches must have the shapes of the first."""
     replay: Any = None
 
     def forward(input_ids: Tensor, labels: Tensor) -> Any:

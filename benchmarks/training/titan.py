@@ -1,6 +1,6 @@
 """torchtitan's Llama 3: its model, checkpointing, compilation and FSDP2, in the order of its own trainer.
 
-torchtitan 0.2.2 is the latest release whose imports torch 2.11 can serve; 0.3.0 needs names of a later one.
+torchtitan 0.2.2 is the latest release that imports with torch 2.11. Release 0.3.0 needs a later torch.
 """
 
 from contextlib import nullcontext
@@ -15,12 +15,12 @@ from .modes import Mode
 
 
 class TitanLoss(nn.Module):
-    """The mean loss of a batch, by torchtitan's model and loss.
+    """The mean loss of a batch from torchtitan's model and loss.
 
     Args:
         config: the config.json of an untied Llama without scaled positions.
-        mode: ``compile``, ``selective`` (by op, as in torchtitan's own configuration of this model), ``full``.
-        sharded: with weights in fp32 over the process group; otherwise one GPU has them in bf16.
+        mode: a mode with ``compile``, ``selective`` (by op, as in torchtitan's own configuration) or ``full``.
+        sharded: whether weights are sharded in fp32 over the process group. Otherwise they are in bf16 on one GPU.
     """
 
     def __init__(self, config: dict, mode: Mode, sharded: bool, tokens: int, device: str = "cuda") -> None:
@@ -31,11 +31,15 @@ class TitanLoss(nn.Module):
         from torchtitan.models.llama3 import parallelize_llama
 
         super().__init__()
+
+        # One dimension of ranks, over which the weights are sharded.
         ranks = torch.distributed.get_world_size() if sharded else 1
         dims = ParallelDims(dp_replicate=1, dp_shard=ranks, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=ranks)
         job = JobConfig()
         job.training.seq_len = tokens
         job.compile.enable = "compile" in mode
+
+        # Checkpointing and compilation as in the trainer.
         policy = next((name for name in ("selective", "full") if name in mode), "none")
         job.activation_checkpoint.mode, job.activation_checkpoint.selective_ac_option = policy, "op"
         model = build_model(config, tokens, device)
@@ -51,7 +55,7 @@ class TitanLoss(nn.Module):
 
 
 def build_model(config: dict, tokens: int, device: str) -> nn.Module:
-    """The model in bf16, with the weights of `build.weight`, for up to so many tokens of a sequence."""
+    """The model in bf16 with the weights of `build.weight`, for sequences of up to ``tokens`` tokens."""
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
     from torchtitan.models.llama3.model.args import RoPEScalingArgs
     from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
@@ -66,10 +70,12 @@ def build_model(config: dict, tokens: int, device: str) -> nn.Module:
         rope_theta=config["rope_theta"], rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0), max_seq_len=tokens,
         multiple_of=config["intermediate_size"],  # to which 8 / 3 dim is rounded up
     )  # fmt: skip
+
+    # The weights come from Hugging Face's names, through torchtitan's own adapter.
     with torch.device("meta"):
         model = Transformer(sizes)
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    names = {name: weight(name, each.shape, torch.device(device)) for name, each in theirs.named_parameters()}
+    names = {name: weight(name, tensor.shape, torch.device(device)) for name, tensor in theirs.named_parameters()}
     model.load_state_dict(Llama3StateDictAdapter(sizes, None).from_hf(names), assign=True)
     with torch.device(device):
         model.freqs_cis = model._precompute_freqs_cis()

@@ -1,13 +1,13 @@
-"""A tokenizer for models with random weights, for libraries that take nothing but texts."""
+"""A tokenizer for models with random weights, for libraries that only take texts."""
 
 from typing import Any
 
 SPECIAL = ("<bos>", "<eos>", "<pad>", "<unk>")
-"""Words 0 to 3. No other word contains one of them: a tokenizer finds special words inside of others, too."""
+"""Words 0 to 3. No other word contains them, because a tokenizer also finds special words inside of words."""
 
 
 def words_tokenizer(vocabulary: int) -> Any:
-    """A tokenizer of transformers with the words t4, t5, ..., whose ids are these numbers, after `SPECIAL`."""
+    """A tokenizer of transformers with `SPECIAL` and the words t4, t5, .... The id of a word is its number."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

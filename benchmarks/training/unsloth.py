@@ -1,4 +1,4 @@
-"""Unsloth's adapters on a checkpoint with random weights, by the calls of its notebooks."""
+"""Unsloth's adapters on a checkpoint with random weights, with the calls of its notebooks."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def save(job: Job) -> dict:
-    """Save the model, which Unsloth loads from files alone, and a tokenizer with as many words in $SAVE."""
+    """Save the model and a tokenizer for its vocabulary in $SAVE, because Unsloth only loads files."""
     config, folder = read_config(job.model), Path(os.environ["SAVE"])
     build_ours(config, Mode("ours", {})).save_pretrained(folder)
     words_tokenizer(config["vocab_size"]).save_pretrained(folder)
@@ -24,10 +24,10 @@ def save(job: Job) -> dict:
 
 
 class UnslothLoss(nn.Module):
-    """The loss of a batch by the model in $CHECKPOINT with adapters.
+    """The loss of a batch from the model in $CHECKPOINT with adapters.
 
     Args:
-        mode: ``nf4`` for frozen weights of 4 bits, ``ac`` for Unsloth's own activation checkpointing.
+        mode: a mode with ``nf4`` for 4-bit frozen weights, or ``ac`` for Unsloth's own activation checkpointing.
         tokens: tokens of a sequence.
     """
 
@@ -35,6 +35,7 @@ class UnslothLoss(nn.Module):
         from unsloth import FastLanguageModel
 
         super().__init__()
+        # The calls are those of a notebook, with the adapters of the other modes.
         checkpointing = "ac" in mode
         model, _ = FastLanguageModel.from_pretrained(
             os.environ["CHECKPOINT"], max_seq_length=tokens, dtype=torch.bfloat16, load_in_4bit="nf4" in mode,

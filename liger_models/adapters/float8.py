@@ -1,8 +1,8 @@
 """Training with float8 matrix products.
 
-For each of their three products, the linear layers of the blocks round inputs, weights and gradients to float8. Each
-tensor, or each of its rows, has its own scale, computed from its current values. The parameters and saved checkpoints
-keep their dtype.
+The linear layers of the blocks round the inputs, weights and gradients of their three products to float8. Each tensor,
+or each of its rows, has a scale that is computed from its current values. Parameters and saved checkpoints keep their
+dtype.
 
 Source: https://arxiv.org/abs/2209.05433 (formats); https://github.com/pytorch/ao/tree/main/torchao/float8.
 """
@@ -32,12 +32,12 @@ MIN_CAPABILITY = (8, 9)
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer with products in float8. Fused ops read its weight instead of calling it, by its `float8_recipe`.
+    """A linear layer with float8 products. Fused ops take its weight and `float8_recipe` instead of calling it.
 
     Attributes:
         float8_recipe: name of one of `liger_models.kernels.float8.float8.RECIPES`.
-        gathered: the rounded weight, where ranks have rounded their shards (`apply_fsdp`). The values of ``weight`` are
-            not known then, while it is gathered.
+        gathered: the rounded weight, if ranks have rounded their shards (`apply_fsdp`). While it is gathered, the
+            values of ``weight`` itself are unknown.
     """
 
     float8_recipe: str
@@ -64,14 +64,14 @@ class Float8Linear(nn.Linear):
 def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensorwise") -> Model:
     """Make the linear layers of the blocks multiply in float8, in place.
 
-    Convert, then shard if needed (`fully_shard`). Nothing has to be compiled. Devices other than GPUs round in the same
-    way, and multiply what was rounded in fp32.
+    Convert first, then shard if needed (`fully_shard`). The model need not be compiled. Devices other than GPUs round
+    in the same way, and multiply the rounded values in fp32.
 
     Args:
-        model: in float32 or bfloat16, on any device including meta. Its parameters and their names do not change.
-        recipe: "tensorwise" (the fastest), "rowwise" or "rowwise_with_gw_hp" (the most accurate), as torchao has them.
-            Or a ``torchao.float8.Float8LinearConfig``, for settings that the recipes do not have, such as
-            ``enable_fsdp_float8_all_gather``: then torchao computes the layers, which is fast only in compiled blocks.
+        model: a float32 or bfloat16 model on any device, including meta. Its parameters and their names do not change.
+        recipe: "tensorwise" (the fastest), "rowwise" or "rowwise_with_gw_hp" (the most accurate), as in torchao; or a
+            ``torchao.float8.Float8LinearConfig`` for other settings, such as ``enable_fsdp_float8_all_gather``. With
+            such a config torchao computes the layers, which is fast only in compiled blocks.
 
     Returns:
         ``model``. Linear layers whose sizes are not multiples of 16 are not converted; a warning names them.
@@ -81,6 +81,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
         TypeError: the weights are neither float32 nor bfloat16, or ``recipe`` has another type.
         ValueError: the recipe is unknown, or there is no linear layer to convert.
     """
+    # The recipe, and the model and its device.
     if isinstance(recipe, str):
         if recipe not in RECIPES:
             raise ValueError(f"convert_to_float8: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}.")
@@ -91,6 +92,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
         )
     _check_model(model, not isinstance(recipe, str) and recipe.emulate)
 
+    # The plain linear layers of the blocks, and those of them with sizes that the kernels do not take.
     linears = {
         f"layers.{path}.{name}": (layer, name, linear)
         for path, layer in named_layers(model.layers)
@@ -114,6 +116,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
             stacklevel=2,
         )
 
+    # Convert the others: by this package, or by torchao for its own configuration.
     supported = linears.keys() - unsupported.keys()
     if isinstance(recipe, str):
         for path in supported:
@@ -127,7 +130,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
 
 
 def _is_config(recipe: Any) -> bool:
-    """Whether it is a configuration of torchao, which nobody can have without torchao."""
+    """Whether ``recipe`` is a torchao configuration, decided without importing torchao."""
     return dataclasses.is_dataclass(recipe) and type(recipe).__name__ == "Float8LinearConfig"
 
 

@@ -1,4 +1,4 @@
-"""Add low-rank adapters to a model, switch them off, and merge them into its weights."""
+"""Low-rank adapters of a model: adding them, switching them off, and merging them into the weights."""
 
 import contextlib
 import dataclasses
@@ -34,23 +34,23 @@ Model = TypeVar("Model", bound=CausalLM)
 
 
 def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
-    """Freeze a model and add trainable adapters, in place. B starts at 0, so the model's output does not change.
+    """Freeze a model and add trainable adapters in place. B starts at 0, so the model's output does not change.
 
-    Call it before `apply_fsdp` and before compiling. Adapters are float32 (float64 in a float64 model), and are cast to
-    the dtype of the activations when they are used. Routers and the embedding have no adapters; routed experts have
-    them if ``config`` names them, because they multiply the trained parameters by the number of experts.
+    Call it before `apply_fsdp` and before compiling. Adapters are float32 (float64 in a float64 model), and the forward
+    casts them to the dtype of the activations. Routers and the embedding get no adapters. Routed experts get adapters
+    only if ``config`` names them, because adapters of all experts are many parameters.
 
     Args:
-        model: on every rank the same ``torch.manual_seed`` gives the same adapters. A model on the meta device works
-            inside ``from_pretrained(folder, shard=lambda model: apply_fsdp(apply_lora(model, config)))``, which then
-            reads only each rank's shards and draws the adapters.
-        config: default: rank 8 for all linear layers of the blocks.
+        model: the model. Equal ``torch.manual_seed`` on all ranks gives equal adapters. A model on the meta device
+            works inside ``from_pretrained(folder, shard=lambda model: apply_fsdp(apply_lora(model, config)))``, where
+            each rank reads only its own shards and the adapters are drawn afterwards.
+        config: settings of the adapters. Default: rank 8 for all linear layers of the blocks.
 
     Returns:
-        ``model``; `adapter_config` returns its config.
+        ``model``. `adapter_config` returns the settings of its adapters.
 
     Raises:
-        ValueError: a name in ``config`` matches no linear layer or no experts, DoRA is asked for on experts, or the
+        ValueError: a name in ``config`` matches no linear layer and no experts, ``config`` has DoRA for experts, or the
             model already has adapters or is sharded.
     """
     config = config or LoRAConfig()
@@ -72,7 +72,8 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
             f"apply_lora: {name} must have packed projections and its own head, got {type(model.lm_head).__name__}. "
             "Call pack() on what unpack_projections returned."
         )
-    # The matrices that the config means.
+
+    # The matrices that get adapters.
     linears, experts = adaptable_layers(model), adaptable_experts(model)
     chosen = _choose([name for _, expression in linears.values() for name in expression.names()], model, config)
     if config.use_dora and any(name in chosen for weights in experts.values() for name, _ in weights.values()):
@@ -81,7 +82,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
             "out."
         )
 
-    # Freeze, and then add trainable parameters.
+    # Freeze the model before trainable parameters are added.
     for parameter in model.parameters():
         parameter.requires_grad_(False)
 
@@ -90,6 +91,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         if names:
             model.set_submodule(path, ADAPTED[type(linear)].around(linear, expression, names, config))
 
+    # Experts keep their layer, which gets the adapters as a submodule.
     for path, weights in experts.items():
         moe: Any = model.get_submodule(path)
         adapters = {
@@ -103,7 +105,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
 
 
 def remove_adapters(model: CausalLM) -> None:
-    """Undo `apply_lora`, in place. The parameters stay frozen."""
+    """Undo `apply_lora` in place. The parameters stay frozen."""
     for path, layer in adapted_layers(model).items():
         if isinstance(layer, LoRALinear):
             model.set_submodule(path, layer.without_adapters())
@@ -113,15 +115,15 @@ def remove_adapters(model: CausalLM) -> None:
 
 
 def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear") -> list[str]:
-    """The layers that ``targets`` means, except the vision tower and its projection to image tokens.
+    """Resolve ``targets`` to layers outside of the vision tower and its projection to image tokens.
 
     Args:
-        model: with images; without adapters.
-        targets: as ``LoRAConfig.target_modules``.
+        model: a vision-language model without adapters.
+        targets: names as in ``LoRAConfig.target_modules``.
 
     Returns:
-        Whole names, in the Hugging Face checkpoint or of transformers' parameters of routed experts, for
-        ``LoRAConfig(target_modules=...)``.
+        Whole names for ``LoRAConfig(target_modules=...)``: names in the Hugging Face checkpoint, and for routed experts
+        names of parameters in transformers.
 
     Raises:
         ValueError: a name matches no linear layer.
@@ -133,15 +135,15 @@ def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside it, a model computes as if it had no adapters: the reference of a preference loss needs no second model.
+    """Context in which a model computes without its adapters, for example as the reference of a preference loss.
 
-    A backward of anything computed inside must run inside too. Usually there is none
-    (``torch.no_grad()``).
+    If a forward in the context has a backward, it must run in the context, too. Usually it has none.
 
     Raises:
         ValueError: the model has no adapters.
     """
     _check_adapted("without_adapters", model)
+    # Contexts may be nested, so the former state is restored.
     adapters = [adapters_of(layer) for layer in adapted_layers(model).values()]
     before = [adapter.active for adapter in adapters]
     for adapter in adapters:
@@ -154,13 +156,13 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merge_lora(model: Model, *, reversible: bool = False) -> Model:
-    """Add the adapters to the weights, in place. The model is a plain one again, as fast, and can be saved as one.
+    """Add the adapters to the weights in place. The result is a plain model, as fast as before `apply_lora`.
 
-    Its parameters stay frozen. If the head is tied and has an adapter, merging unties it.
+    It can be saved as a checkpoint. Its parameters stay frozen. Merging unties a tied head that has an adapter.
 
     Args:
-        model: with adapters, not sharded.
-        reversible: keep the original weights in host memory for `unmerge_lora`.
+        model: a model with adapters that is not sharded.
+        reversible: whether to keep the original weights in host memory for `unmerge_lora`.
 
     Raises:
         ValueError: the model has no adapters, or is sharded.
@@ -174,7 +176,7 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
     config = model.config
     originals: dict[str, Original] = {}
 
-    # Experts: plain parameters, also where they were quantized.
+    # Experts become plain parameters, even if they were quantized.
     for path, moe in _experts(model).items():
         adapters, stored, names = moe.lora, moe.stored, {*moe.adapted, *frozen_parts(moe)}
         weights = {name: getattr(moe, name).detach() for name in names}
@@ -187,7 +189,7 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
                 adapters, {name: weight.cpu() for name, weight in weights.items()}, stored and stored.cpu()
             )
 
-    # Linear layers. A tied head with an adapter is no longer the embedding.
+    # Linear layers. After merging, a tied head with an adapter differs from the embedding.
     for path, layer in adapted_layers(model).items():
         assert isinstance(layer, LoRALinear)
         if path == "lm_head" and config.tie_word_embeddings:
@@ -197,12 +199,12 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
             originals[path] = Original(layer, {"weight": layer.weight.detach().cpu()})
             layer.register_parameter("weight", None)  # frees the memory
 
-    vars(model)["_unmerged"] = config, originals  # no attribute of a module: the layers are not in the model now
+    vars(model)["_unmerged"] = config, originals  # not by setattr, which would register the layers
     return model
 
 
 def unmerge_lora(model: Model) -> Model:
-    """Undo ``merge_lora(model, reversible=True)``: the adapters are separate again, the weights as before, bit for bit.
+    """Undo ``merge_lora(model, reversible=True)``: restore adapters and weights, bit for bit.
 
     Raises:
         ValueError: the model was not merged with ``reversible=True``.
@@ -211,6 +213,8 @@ def unmerge_lora(model: Model) -> Model:
     if not originals:
         raise ValueError("unmerge_lora: the model must come from merge_lora(model, reversible=True), got another.")
     model.config = config
+
+    # Put back the weights and the adapters, on the device to which the merged layer may have been moved.
     for path, (layer, weights, stored) in originals.items():
         merged: Any = model.get_submodule(path)
         device = next(merged.parameters()).device
@@ -230,9 +234,12 @@ def unmerge_lora(model: Model) -> Model:
 
 
 class Original(NamedTuple):
-    """What `unmerge_lora` restores: the layer with adapters, or those of experts, and frozen weights on the CPU.
+    """The state that `unmerge_lora` restores.
 
-    ``stored`` is the submodule of a layer with experts in fewer bits.
+    Attributes:
+        layer: a linear layer with adapters, or the adapters of experts; None for experts without adapters.
+        weights: the frozen weights, on the CPU.
+        stored: the submodule with the other tensors of experts in fewer bits; None for dense experts.
     """
 
     layer: LoRALinear | LoRAExperts | None
@@ -241,17 +248,18 @@ class Original(NamedTuple):
 
 
 def unsupported_linears(model: nn.Module) -> list[str]:
-    """The classes of linear layers that can't have adapters, because something has wrapped or replaced them."""
+    """Names of the classes of linear layers that can't have adapters, because a tool has wrapped or replaced them."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return sorted({type(linear).__name__ for linear in linears if linear._parameters and type(linear) not in ADAPTED})
 
 
 def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
-    """The linear layers that can have adapters, by their path, each with its weight's entry in the weight map."""
+    """Path -> linear layer that can have adapters, with the entry of its weight in the weight map."""
     entries = _entries(model)
     routers = [layer.router for layer in layers_of(model) if layer.router is not None]
     of_routers = {id(module) for router in routers for module in router.modules()}
     layers = {}
+    # A matrix must consist of whole rows of the checkpoint's, so that B has the same rows.
     for path, linear in model.named_modules():
         if isinstance(linear, nn.Linear) and type(linear) in ADAPTED and id(linear) not in of_routers:
             expression = entries.get(f"{path}.weight", Name(f"{path}.weight"))  # a tied head has no entry
@@ -261,13 +269,15 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
 
 
 def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
-    """The layers with routed experts, by their path: name of each parameter with matrices of the experts -> the name of
-    that parameter in transformers, and its entry in the weight map."""
+    """Path of a layer with routed experts -> its parameters that can have adapters.
+
+    Each parameter is given by its name, with its name in transformers and its entry in the weight map.
+    """
     entries = format_of(type(model)).expert_map(model.config).entries
     experts: dict[str, dict[str, tuple[str, Expression]]] = {}
     for path in _experts(model):
         expressions = {name: entries.get(f"{path}.{name}") for name in MATRICES}
-        # A map of a user's own may know the experts only one by one; PEFT has no names for their adapters.
+        # A user's own map may have a tensor for each expert. PEFT has no names for adapters of such experts.
         experts[path] = {
             name: (expression.names()[0], expression)
             for name, expression in expressions.items()
@@ -277,12 +287,12 @@ def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Express
 
 
 def _experts(model: CausalLM) -> dict[str, LigerMoE]:
-    """The layers with routed experts, by their path."""
+    """Path -> layer with routed experts."""
     return {path: layer for path, layer in named_layers(model) if isinstance(layer, LigerMoE)}
 
 
 def matches(module: str, target: str) -> bool:
-    """Whether ``target`` is a module's name in the checkpoint, or ends it."""
+    """Whether ``target`` is a module's name in the checkpoint, or the end of this name."""
     return module == target or module.endswith("." + target)
 
 
@@ -292,15 +302,15 @@ def _check_adapted(function: str, model: nn.Module) -> None:
 
 
 def _entries(model: CausalLM) -> dict[str, Expression]:
-    """The entries of the weight map whose names PEFT's files use."""
+    """The entries of the weight map with the names that PEFT's files use."""
     return format_of(type(model)).module_map(model.config).entries
 
 
 def expert_names(model: CausalLM) -> dict[str, str]:
-    """Common names of the experts' matrices -> the name of the parameter in transformers that holds them.
+    """Name of matrices of experts -> name of the parameter in transformers that holds them.
 
-    These are the names in all layouts of a checkpoint, without the number of the expert: ``experts.gate_proj``,
-    ``experts.up_proj`` and ``experts.gate_up_proj`` are the same parameter.
+    The names come from all layouts of a checkpoint, without the number of the expert: ``experts.gate_proj``,
+    ``experts.up_proj`` and ``experts.gate_up_proj`` name the same parameter.
     """
     maps = format_of(type(model)).weight_maps(model.config)
     names: dict[str, str] = {}
@@ -315,17 +325,18 @@ def expert_names(model: CausalLM) -> dict[str, str]:
 
 
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
-    """The checkpoint's names of linear layers, and transformers' names of experts, that ``config`` means.
+    """Resolve the targets of ``config`` to the checkpoint's names of linear layers and transformers' names of experts.
 
     Args:
         names: the checkpoint's names of the weights of all linear layers.
         model: the model.
-        config: of the adapters.
+        config: settings of the adapters.
     """
     modules = {name.removesuffix(".weight"): name for name in names}
     experts = expert_names(model)
     targets = config.target_modules
 
+    # Parameters of experts.
     chosen: set[str] = set()
     for target in config.target_parameters:
         parameters = {name for name in experts.values() if matches(name, target)}
@@ -336,6 +347,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
             )
         chosen |= parameters
 
+    # All linear layers of the blocks.
     if targets == "all-linear":
         return chosen | {name for module, name in modules.items() if module != "lm_head"}
 
@@ -343,6 +355,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
         endings = ", ".join(sorted(set(map(short_name, names))))
         raise ValueError(f"apply_lora: target_modules must name linear layers ({endings}), got none.")
 
+    # A pattern for whole names, or a list of names and endings, which may also mean experts.
     for target in [targets] if isinstance(targets, str) else targets:
         if isinstance(targets, str):
             matched = {name for module, name in modules.items() if _compiled(target).fullmatch(module)}
@@ -370,13 +383,14 @@ def _compiled(target: str) -> re.Pattern[str]:
 
 
 def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalLM, is_pattern: bool) -> str:
-    """Advice about a target that means nothing."""
+    """Advice about a target without a match."""
+    # Targets that name experts or modules without adapters, patterns that miss, and misspellings.
     endings = sorted(set(map(short_name, names)))
-    others = {short_name(name) for expression in _entries(model).values() for name in expression.names()}
+    short_names = {short_name(name) for expression in _entries(model).values() for name in expression.names()}
     last = target.rpartition(".")[2]
     if last in map(short_name, experts):
         return f" Routed experts are named {_some_experts(experts)}, also in target_parameters."
-    if last in others - set(endings):
+    if last in short_names - set(endings):
         return " Routers, norms and the embedding have no adapters."
     if is_pattern:
         return f" A string is a regular expression for whole names. To give endings, pass a list: [{target!r}]."

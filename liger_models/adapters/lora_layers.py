@@ -5,11 +5,11 @@
     y = m · (W x + s · B A x) / ‖W + s · B A‖      row by row; the norm has no gradient (DoRA)
 
 An adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_proj, ...). A packed projection holds
-several of these matrices; the weight map says which rows belong to which.
+several of these matrices, and the weight map gives the rows of each.
 
-Over ranks (tensor parallelism) an adapter is sharded as its weight is. Where the weight's rows are, B and m are sharded
-by rows; where its columns are, A is sharded by columns, A x is a partial sum, and the layer's own all-reduce sums
-B A x. Each rank then computes a part of the gradients of whatever is replicated, and they are summed::
+Under tensor parallelism an adapter is sharded along with its weight. If the weight is sharded by rows, so are B and m.
+If the weight is sharded by columns, so is A: A x is then a partial sum, and the layer's own all-reduce sums B A x. Each
+rank computes a part of the gradients of replicated tensors, and the parts are summed::
 
     weight by rows (q, k, v, gate, up)     B, m sharded     A replicated
     weight by columns (o, down)            A sharded        B, m replicated
@@ -54,26 +54,28 @@ if TYPE_CHECKING:
 
 
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-"""``target_parameters`` for all routed experts."""
+"""Value of ``target_parameters`` for all routed experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Which matrices have adapters, and of which kind. Names and defaults are PEFT's, except for ``target_modules``.
+    """The matrices that get adapters, and the form of the adapters.
+
+    Names and defaults are the same as in PEFT, except for the default of ``target_modules``.
 
     Args:
         r: rank of the adapters.
-        lora_alpha: the adapter's output is multiplied by ``lora_alpha / r``.
+        lora_alpha: numerator of the factor ``lora_alpha / r`` of an adapter's output.
         lora_dropout: probability of dropping an element of the adapter's input in training. Adapters of one packed
             projection drop the same elements.
         target_modules: a list of names in the Hugging Face checkpoint, or of their endings, such as "q_proj". A string
             is a regular expression that must match a whole name. "all-linear" means all linear layers of the blocks.
             A name in a list with ``experts`` before its last part, such as "experts.down_proj", means routed experts.
-        target_parameters: names of parameters that hold the matrices of all routed experts of a layer, or endings of
-            these names, as transformers has them: "experts.gate_up_proj", "experts.down_proj". Each expert has an A and
-            a B of its own for gate and up together, and for down.
-        use_rslora: multiply by ``lora_alpha / sqrt(r)`` instead.
-        use_dora: also learn the norm of each row of the adapted matrices.
+        target_parameters: transformers' names of parameters with the matrices of all routed experts of a layer, or
+            endings of these names: "experts.gate_up_proj", "experts.down_proj". Each expert has its own A and B for
+            gate and up together, and another A and B for down.
+        use_rslora: whether the factor is ``lora_alpha / sqrt(r)``.
+        use_dora: whether to learn also the norm of each row of the adapted matrices.
 
     Raises:
         ValueError: a value is out of range or of another type.
@@ -125,12 +127,12 @@ class Adapter(Layer):
         self.lora_magnitude_vector = nn.Parameter(torch.empty(out_features, **options)) if config.use_dora else None
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True: the layer that has the adapter sums its gradients."""
+        """Return True, because the layer with the adapter sums the gradients."""
         return True
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout` that saves a byte for each element on every device; the other does so on GPUs alone."""
+    """Dropout that saves one byte per element on every device. `nn.Dropout` does so only on GPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [...] -> [...]."""
@@ -138,23 +140,24 @@ class Dropout(nn.Dropout):
 
 
 class LinearAdapters(nn.ModuleDict):
-    """The adapters of a linear layer with a weight [O, C], by the last part of their matrices' names in the checkpoint.
+    """The adapters of a linear layer with a weight [O, C]. Keys are the last parts of names in the checkpoint.
 
     Args:
         linear: the layer.
         expression: its weight in terms of the checkpoint's matrices.
         names: the checkpoint's names of the matrices that have an adapter.
-        config: of the adapters.
+        config: settings of the adapters.
     """
 
     active: bool = True
     """False computes with the frozen weight alone; see `without_adapters`."""
     group: Group | None = None
-    """The ranks over which gradients of replicated adapters are summed; None if each computes them in full."""
+    """The ranks over which gradients of replicated adapters are summed; None if each rank computes whole gradients."""
     sharded_dim: int | None = None
-    """The dimension along which `apply_tp` has sharded the weight; None for a weight that every rank has."""
+    """The dimension along which `apply_tp` has sharded the weight; None for a replicated weight."""
 
     def __init__(self, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> None:
+        # The number of rows of each matrix, by unpacking a vector of as many elements.
         rows = expression.unpack(torch.empty(linear.out_features, device="meta"))
         sizes = {name: len(part) for name, part in rows.items()}
         super().__init__(
@@ -165,16 +168,16 @@ class LinearAdapters(nn.ModuleDict):
         """Name of each of the checkpoint's matrices in the weight -> its number of rows."""
 
     def by_name(self) -> dict[str, Adapter]:
-        """The checkpoint's names of the matrices -> their adapters, in the order that `factors` concatenates them."""
+        """Name of a matrix in the checkpoint -> its adapter, in the order in which `factors` concatenates adapters."""
         return {name: cast(Adapter, self[short_name(name)]) for name in self.sizes if short_name(name) in self}
 
     def shard_rows(self, group: Group) -> dict[str, int]:
-        """Follow a weight whose rows are sharded: shard B and m by rows."""
+        """Shard B and m by rows, for a weight that is sharded by rows."""
         self.group, self.sharded_dim = group, 0
         return {f"lora.{name}": 0 for name, _ in self.named_parameters() if not name.endswith("lora_A")}
 
     def shard_columns(self, group: Group) -> dict[str, int]:
-        """Follow a weight whose columns are sharded: shard A by columns."""
+        """Shard A by columns, for a weight that is sharded by columns."""
         self.group, self.sharded_dim = group, 1
         return {f"lora.{name}": 1 for name, _ in self.named_parameters() if name.endswith("lora_A")}
 
@@ -183,7 +186,7 @@ class LinearAdapters(nn.ModuleDict):
         """Draw A, and set B to 0 and m to the norms of the weight's rows.
 
         Args:
-            row_norms: name of each of the checkpoint's matrices -> the norms of its rows, for DoRA.
+            row_norms: for DoRA, name of a matrix in the checkpoint -> norms of its rows.
         """
         for name, adapter in self.by_name().items():
             drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
@@ -195,8 +198,8 @@ class LinearAdapters(nn.ModuleDict):
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A [R, C] and s · B [O, R] of all adapters, concatenated: R is r times the number of adapters.
 
-        B is zero outside an adapter's own rows, and its rows have the packed order of the weight. So one small product
-        computes all adapters.
+        An adapter's columns of B are zero outside of its own rows, and the rows have the packed order of the weight. So
+        one small product computes all adapters.
         """
         adapters = self.by_name()
         r, R = self.config.r, self.config.r * len(adapters)
@@ -214,19 +217,21 @@ class LinearAdapters(nn.ModuleDict):
 
         group = self._active_group()
         if group is not None and self.sharded_dim != 1:
-            A = sum_gradient(A, group)  # each rank's rows of B, or tokens, give a part of the gradient
+            A = sum_gradient(A, group)  # each rank has a part of the rows of B, or of the tokens
         return A.to(dtype), self._pack(blocks).to(dtype)
 
     def scale(self, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
-        """DoRA's factor of each row [O], in fp32; 1 for rows without an adapter.
+        """DoRA's factor of each row [O], in fp32. It is 1 for rows without an adapter.
 
         Args:
             W: this rank's frozen weight [O, C], dense.
-            A, B: as of `factors`.
+            A, B: the result of `factors`.
         """
         with torch.no_grad():
+            # In fp32: bf16 would lose the small change of the norm.
             W, A, B = (factor.to(torch.promote_types(factor.dtype, torch.float32)) for factor in (W, A, B))
-            # ‖W + B A‖² row by row, without W + B A in memory.
+
+            # ‖W + B A‖² of each row [O], as ‖W‖² + 2 W·B A + ‖B A‖², so that W + B A is never in memory.
             cross = ((W @ A.T) * B).sum(1) * 2
             squares = row_norms(W).square() + cross + ((B @ (A @ A.T)) * B).sum(1)
             group = self._active_group()
@@ -234,6 +239,7 @@ class LinearAdapters(nn.ModuleDict):
                 squares = all_reduce(squares, group)
             norms = squares.clamp_min(0).sqrt()
 
+        # The factors m / ‖W + B A‖ in the order of the packed rows.
         adapters, magnitudes = self.by_name(), {}
         for name, size in self.sizes.items():
             magnitude = adapters[name].lora_magnitude_vector if name in adapters else None
@@ -246,14 +252,14 @@ class LinearAdapters(nn.ModuleDict):
         return torch.where(self._pack(has_adapter) > 0, scale, 1.0)
 
     def _active_group(self) -> Group | None:
-        """`group`, unless whole tensors have taken the place of the shards."""
+        """`group`, or None while whole tensors replace the shards."""
         return self.group if is_sharded(next(self.parameters())) else None
 
     def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Rows in the order of the weight; where its rows are sharded, the rows of this rank.
+        """Put rows into the order of the weight, or into the order of this rank's rows if rows are sharded.
 
         Args:
-            rows: name of each of the checkpoint's matrices -> all of its rows, or this rank's.
+            rows: name of a matrix in the checkpoint -> all of its rows, or this rank's rows.
         """
         group = self._active_group()
         missing = {name: self.sizes[name] - len(part) for name, part in rows.items()}
@@ -267,24 +273,26 @@ class LinearAdapters(nn.ModuleDict):
             before = group.rank * len(part) if missing[name] else 0
             whole[name] = F.pad(part, (*(0, 0) * (part.dim() - 1), before, missing[name] - before))
         packed = self.expression.pack(whole)
+
+        # Rows that every rank has get a gradient from each rank.
         packed = packed if sharded else sum_gradient(packed, group)
         return packed.chunk(group.size)[group.rank] if self.sharded_dim == 0 else packed
 
 
 class LoRALinear(nn.Linear, Layer):
-    """A linear layer with a frozen weight [O, C] and adapters for some of the checkpoint's matrices that it holds."""
+    """A linear layer with a frozen weight [O, C] and adapters for some of the matrices in it."""
 
     lora: LinearAdapters
     dropout: Dropout
     adapted = ("weight",)
     plain_class: ClassVar[type[nn.Linear]] = nn.Linear
-    """The class of the layer when its adapters are merged."""
+    """The class of the layer after its adapters are merged."""
     parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
-    """Kind of parallel layer -> the class that `PartialLinear.of` converts the layer into."""
+    """Class of a parallel layer -> its class with adapters, into which `PartialLinear.of` converts this layer."""
 
     @classmethod
     def around(cls, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> "Self":
-        """A layer with the parameters of ``linear`` and new adapters for the checkpoint's matrices ``names``."""
+        """Make a layer with the parameters of ``linear`` and new adapters for the checkpoint's matrices ``names``."""
         layer: Self = with_class(linear, cls)
         layer.dropout = Dropout(config.lora_dropout)
         layer.lora = LinearAdapters(linear, expression, names, config)
@@ -292,11 +300,12 @@ class LoRALinear(nn.Linear, Layer):
         return layer
 
     def without_adapters(self, weight: Tensor | None = None) -> nn.Linear:
-        """The layer without its adapters.
+        """Make the layer without its adapters.
 
         Args:
-            weight: its weight, dense. Default: the frozen weight as it is.
+            weight: the dense weight of the new layer. Default: the frozen weight as it is.
         """
+        # A weight in fewer bits stays as it is, unless a dense one replaces it.
         stored = "weight" in frozen_parts(self)
         linear: nn.Linear = with_class(self, FrozenLinear if stored and weight is None else self.plain_class)
         del linear.lora, linear.dropout
@@ -308,9 +317,9 @@ class LoRALinear(nn.Linear, Layer):
 
     @torch.no_grad()
     def reset_adapters(self) -> None:
-        """Draw A, set B to 0 and m to the norms of the weight's rows, so that the layer computes what it did before.
+        """Draw A, set B to 0, and set m to the norms of the weight's rows, so that adapters change no result.
 
-        Sharded adapters take the numbers that the first rank draws.
+        Sharded adapters get the numbers that the first rank draws.
         """
         norms: dict[str, Tensor] = {}
         if self.lora.config.use_dora:
@@ -321,12 +330,12 @@ class LoRALinear(nn.Linear, Layer):
         self.lora.reset(norms)
 
     def dense_weight(self) -> Tensor:
-        """The weight [O, C], dequantized if it is in fewer bits: then this rank's slice of it after `apply_tp`."""
+        """The weight [O, C]. A weight in fewer bits is dequantized; after `apply_tp`, only this rank's slice of it."""
         frozen = self.frozen_weight
         return self.weight if frozen is None else frozen.dense()
 
     def derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A, s · B, and DoRA's factor of each row or None. Decoding computes them once, not for every token."""
+        """A, s · B, and DoRA's factor of each row or None. Decoding computes them once for all tokens."""
         return derive(self, dtype, lambda: self._derived(dtype))
 
     def _derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -337,30 +346,32 @@ class LoRALinear(nn.Linear, Layer):
     def is_low_rank(self) -> bool:
         """Whether the layer computes ``W x + b + s · B A x``, as fused ops do.
 
-        DoRA, dropout and weights that are sharded by others than `apply_tp` need more than that.
+        DoRA, dropout, and weights that anything but `apply_tp` has sharded need further operations.
         """
         if self.lora.config.use_dora or (self.training and self.dropout.p > 0):
             return False
+
+        # Parallel layers multiply local weights. Of other layers, the weight must be one that fused ops know.
         if type(self) in (LoRAColumnParallelLinear, LoRARowParallelLinear):
             return True
         return type(self) is LoRALinear and (type(self.weight) in PLAIN_WEIGHTS or frozen_format(self) is not None)
 
     @property
     def frozen_weight(self) -> FrozenWeight | None:
-        """The weight as fused ops take it if it is in fewer bits, also if it is a tensor of torchao's; else None."""
+        """A weight in fewer bits, also one of torchao, in the form that fused ops take; None for a dense weight."""
         frozen = frozen_parts(self).get("weight")
         if frozen is not None:
             return frozen.join(self.weight)
         return None if type(self.weight) in PLAIN_WEIGHTS else FrozenWeight.of(self.weight)
 
     def store(self) -> None:
-        """Store a tensor of torchao's as parameters that can be sharded; no other weight changes."""
+        """Convert a torchao weight to parameters that can be sharded. Other weights do not change."""
         weight = None if frozen_parts(self) else self.frozen_weight
         if weight is not None:
             freeze(self, "weight", weight)
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """A [R, C] and s · B [O, R] in ``dtype``, for a layer that `is_low_rank`; None while they are switched off."""
+        """A [R, C] and s · B [O, R] in ``dtype``, for a layer that `is_low_rank`; None while adapters are off."""
         return self.derived(dtype)[:2] if self.lora.active else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -368,15 +379,17 @@ class LoRALinear(nn.Linear, Layer):
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The forward with this rank's shard of the weight, and of the bias if it is to be added."""
+        """The forward with this rank's shard of the weight, and with ``bias`` if it is not None."""
         if not self.lora.active:
             return self.base_product(x, bias)
 
+        # Decoding needs a single kernel.
         A, B, scale = self.derived(x.dtype)
-        # One kernel in decoding.
         if self._fuses(x):
             frozen = self.frozen_weight
             return low_rank_linear(x, self.weight if frozen is None else frozen.to(x.dtype), bias, (A, B))
+
+        # The frozen product, and the adapters' term through their rank [..., R].
         y = self.base_product(x, bias if scale is None else None)
         low = F.linear(self.dropout(x), A).to(y.dtype)
         if is_batch_invariant():
@@ -389,7 +402,7 @@ class LoRALinear(nn.Linear, Layer):
         return y
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether `low_rank_linear`, which has no backward, computes the layer."""
+        """Whether `low_rank_linear` computes the layer. It has no backward."""
         return (
             not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or is_batch_invariant())
             and self.is_low_rank
@@ -406,27 +419,28 @@ class LoRALinear(nn.Linear, Layer):
 
     @torch.no_grad()
     def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
-        """The weight [O, C] of a plain linear layer with the adapters merged in, or without them."""
+        """The dense weight [O, C] with the adapters merged in, or without them."""
         return self.merged() if merge else self.dense_weight().detach()
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """The weight [O, C] of a plain linear layer that computes the same, in the frozen weight's dtype."""
+        """The weight [O, C] with the adapters merged in, in the dtype of the frozen weight."""
         weight = self.dense_weight()
         wide = torch.promote_types(weight.dtype, torch.float32)
-        A, B, scale = self._derived(wide)
+        A, B, scale = self._derived(wide)  # fp32: bf16 would round small updates away
         total = torch.addmm(weight.to(wide), B, A)
         return (total if scale is None else total * scale[:, None]).to(weight.dtype)
 
 
 class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
-    """`ColumnParallelLinear` with adapters. Ranks whose generators agree drop the same elements."""
+    """`ColumnParallelLinear` with adapters. Ranks with equal random generators drop the same elements."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Shard B and m by rows, if a shard of the weight is made of successive rows of each of its matrices."""
+        """Shard B and m by rows, if a shard of the weight consists of successive rows of each matrix."""
         dims = self.lora.shard_rows(group)
         ranks = torch.arange(group.size, device="cpu")
-        # The rank that owns each row of the packed weight, and so each row of each matrix.
+
+        # The rank of each row of the packed weight, and from it the rank of each row of each matrix.
         rank_of_row = ranks.repeat_interleave(self.out_features // group.size)
         rank_of_rows = self.lora.expression.unpack(rank_of_row).values()
         successive = all(rows.equal(ranks.repeat_interleave(len(rows) // group.size)) for rows in rank_of_rows)
@@ -436,7 +450,7 @@ class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
 
 
 class LoRARowParallelLinear(LoRALinear, RowParallelLinear):
-    """`RowParallelLinear` with adapters. Each rank drops elements of its own part of the adapters' input."""
+    """`RowParallelLinear` with adapters. Each rank drops elements in its own columns of the adapters' input."""
 
     def shard(self, group: Group) -> dict[str, int]:
         """Shard A by columns."""
@@ -446,10 +460,10 @@ class LoRARowParallelLinear(LoRALinear, RowParallelLinear):
 
 
 class LoRAReplicatedLinear(LoRALinear, ReplicatedLinear):
-    """`ReplicatedLinear` with adapters. With dropout, ranks that have the same tokens must draw the same."""
+    """`ReplicatedLinear` with adapters. With dropout, ranks with the same tokens must draw the same numbers."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Shard nothing, and sum the gradients if each rank has tokens of its own."""
+        """Shard nothing, but sum the gradients if each rank has its own tokens."""
         self.lora.group = self.group if self.group is not None and self.group.sequence_parallel else None
         return {}
 
@@ -464,21 +478,22 @@ LoRALinear.parallel_kinds = {
 
 
 class LoRALMHead(LoRALinear, LigerLMHead):
-    """`LigerLMHead` with an adapter that its fused loss includes: input and weight gain r columns, A x and s · B."""
+    """`LigerLMHead` with an adapter in its fused loss: A x and s · B are r further columns of input and weight."""
 
     forward = LigerLMHead.forward
     plain_class = LigerLMHead
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the vocabulary, and of the rows of B and m."""
+        """Shard the vocabulary, and with it the rows of B and m."""
         return LigerLMHead.shard(self, group) | self.lora.shard_rows(group)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., C + r] and the weight [V, C + r], whose product is the logits."""
+        """The extended input [..., C + r] and weight [V, C + r], whose product is the logits."""
         if not self.lora.active:
             return super().operands(x)
 
         A, B, scale = self.derived(x.dtype)
+        # One product of wider operands, so that the loss needs no second pass over the vocabulary.
         weight = torch.cat([local(self.weight).to(x.dtype), B], 1)  # [V, C + r]
         if scale is not None:
             weight = weight * scale.to(x.dtype)[:, None]
@@ -490,47 +505,49 @@ ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {
     FrozenLinear: LoRALinear,
     LigerLMHead: LoRALMHead,
 }
-"""The linear layers that can have adapters -> what they become. Subclasses compute something else and cannot."""
+"""Class of a linear layer -> its class with adapters. Other subclasses of `nn.Linear` cannot have adapters."""
 
 
 class ExpertAdapter(Layer):
-    """The trained tensors of one of the two matrices of each expert: A [X, r, in] and B [X, out, r].
+    """The adapter of one parameter with a matrix for each expert: A [X, r, in] and B [X, out, r].
 
     The rows of B have the packed order of the weight.
 
     Args:
-        weight: [X, out, in].
-        name: of the parameter of transformers' model that holds the matrices.
+        weight: the matrices, [X, out, in].
+        name: name of the parameter in transformers that holds the matrices.
         expression: the weight in terms of that parameter.
-        config: of the adapters.
+        config: settings of the adapters.
     """
 
     def __init__(self, weight: Weight, name: str, expression: Expression, config: LoRAConfig) -> None:
         super().__init__()
         X, out, width = weight.shape
+
+        # As for linear layers, fp32 for small updates.
         options: dict[str, Any] = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
         self.name, self.expression = name, expression
         self.lora_A = nn.Parameter(torch.empty(X, config.r, width, **options))
         self.lora_B = nn.Parameter(torch.empty(X, out, config.r, **options))
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True: `LoRAExperts` sums its gradients."""
+        """Return True, because `LoRAExperts` sums the gradients."""
         return True
 
 
 class LoRAExperts(Layer):
-    """The adapters of the routed experts of a layer, as its submodule ``lora``. The layer's ops take A and B.
+    """The adapters of a layer's routed experts, in its submodule ``lora``. The ops of the layer take A and B.
 
     Args:
-        adapters: name of the layer's parameter -> its adapter; "gate_up_weight", "down_weight" or both.
-        active_share: as of the layer.
-        config: of the adapters.
+        adapters: name of a parameter of the layer, "gate_up_weight" or "down_weight" -> its adapter.
+        active_share: ``active_share`` of the layer.
+        config: settings of the adapters.
     """
 
     active: bool = True
     """False computes with the frozen weights alone; see `without_adapters`."""
     group: Group | None = None
-    """The ranks that share the width of each expert (`apply_tp`)."""
+    """The ranks over which `apply_tp` has divided the width of each expert."""
 
     def __init__(self, adapters: Mapping[str, ExpertAdapter], active_share: float, config: LoRAConfig) -> None:
         super().__init__()
@@ -540,21 +557,21 @@ class LoRAExperts(Layer):
         self.reset_adapters()
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Keep the rows of gate and up, and the columns of down, that the experts' weights keep."""
+        """Shard the rows of gate and up, and the columns of down, like the weights of the experts."""
         self.group = group
-        dims = {"gate_up_weight.lora_B": 1, "down_weight.lora_A": 2}
+        dims = {"gate_up_weight.lora_B": 1, "down_weight.lora_A": 2}  # the sharded dimension of each
         return {name: dim for name, dim in dims.items() if name.partition(".")[0] in self.names}
 
     def by_name(self) -> dict[str, ExpertAdapter]:
-        """The names of transformers' parameters -> their adapters."""
+        """Name of a parameter in transformers -> its adapter."""
         adapters = [cast(ExpertAdapter, self.get_submodule(name)) for name in self.names]
         return {adapter.name: adapter for adapter in adapters}
 
     @torch.no_grad()
     def reset_adapters(self) -> None:
-        """Draw A and set B to 0, so that the experts compute what they did before.
+        """Draw A and set B to 0, so that adapters change no result.
 
-        Sharded adapters take the numbers that the first rank draws.
+        Sharded adapters get the numbers that the first rank draws.
         """
         for adapter in self.by_name().values():
             drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
@@ -564,13 +581,13 @@ class LoRAExperts(Layer):
 
     @property
     def dropout(self) -> float:
-        """Probability of dropping an element of the adapters' input now: 0 outside of training."""
+        """Current probability of dropping an element of the adapters' input. It is 0 outside of training."""
         return self.config.lora_dropout if self.training and self.active else 0.0
 
     def low_ranks(self, dtype: torch.dtype) -> tuple[LowRank | None, LowRank | None]:
-        """A [X, r, in] and s · B [X, out, r] in ``dtype`` of gate and up, and of down; X are this rank's experts.
+        """A [X, r, in] and s · B [X, out, r] in ``dtype`` for gate and up, and for down. X is this rank's experts.
 
-        None for what has no adapters, and while they are switched off.
+        A pair is None without adapters, or while they are switched off.
         """
 
         if not self.active:
@@ -579,6 +596,7 @@ class LoRAExperts(Layer):
         return low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
 
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """A and s · B of each matrix of `MATRICES`, or None and None."""
         factors: list[Tensor | None] = []
         for name in MATRICES:
             if name not in self.names:
@@ -586,7 +604,8 @@ class LoRAExperts(Layer):
                 continue
             adapter: Any = self.get_submodule(name)
             A, B = local(adapter.lora_A), local(adapter.lora_B)
-            # The other of the two is sharded, so each rank computes a part of the gradient of this one.
+
+            # One of A and B is sharded, so each rank computes a part of the gradient of the other.
             if self.group is not None and name == "gate_up_weight":
                 A = sum_gradient(A, self.group)
             elif self.group is not None:
@@ -596,16 +615,18 @@ class LoRAExperts(Layer):
 
     @torch.no_grad()
     def merged(self, name: str, weight: Weight) -> Tensor:
-        """The parameter ``name`` of the layer, weight [X, out, in], with its adapters added, in its dtype."""
+        """The weight [X, out, in] of the parameter ``name`` with its adapters merged in, in its own dtype."""
         adapter: Any = self.get_submodule(name)
         wide = torch.promote_types(weight.dtype, torch.float32)
         B = (adapter.lora_B.to(wide) * self.config.scaling).split(1)
+
+        # One expert at a time, because the wide copies need memory.
         experts = zip(weight.split(1), B, adapter.lora_A.to(wide).split(1), strict=True)
         return torch.cat([torch.baddbmm(dense(W).to(wide), b, a).to(weight.dtype) for W, b, a in experts])
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:
-    """The modules of a model that hold adapters, by their path."""
+    """Path -> module of a model that holds adapters."""
     return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear | LoRAExperts)}
 
 
@@ -615,12 +636,14 @@ def adapters_of(layer: LoRALinear | LoRAExperts) -> LinearAdapters | LoRAExperts
 
 
 def adapter_config(model: nn.Module) -> LoRAConfig | None:
-    """The config of a model's adapters; None if it has none, or if they are merged."""
+    """The config of a model's adapters; None for a model without adapters, or with merged ones."""
     return next((adapters_of(layer).config for layer in adapted_layers(model).values()), None)
 
 
 def with_class(module: nn.Module, cls: type[nn.Module]) -> Any:
-    """A module of another class with the same parameters, submodules and attributes, which are shared, not copied."""
+    """Make a module of another class that shares the parameters, submodules and attributes of ``module``."""
+    # Not by `cls(...)`, which would allocate new parameters. The two dicts are copied, so that a parameter added to one
+    # module is not added to the other.
     converted = cls.__new__(cls)
     members = {"_parameters": dict(module._parameters), "_modules": dict(module._modules)}
     converted.__dict__ = {**module.__dict__, **members}
@@ -633,6 +656,7 @@ def short_name(name: str) -> str:
 
 
 def _copy_into(parameter: Tensor, values: Tensor) -> None:
+    """Copy whole values into a parameter, or the first rank's values into its shards."""
     if is_sharded(parameter):
         from torch.distributed.tensor import distribute_tensor  # slow to import
 
@@ -642,6 +666,6 @@ def _copy_into(parameter: Tensor, values: Tensor) -> None:
 
 
 def row_norms(weight: Tensor) -> Tensor:
-    """The norm of each row of a matrix [O, C]: [O]."""
+    """The norms [O] of the rows of a matrix [O, C]."""
     norms: Tensor = torch.linalg.vector_norm(weight, dim=1)
     return norms

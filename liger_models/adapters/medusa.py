@@ -1,12 +1,13 @@
 """Medusa: extra heads that predict the tokens after the next one, for speculative decoding.
 
-With h the last hidden states, head k = 1 ... K predicts the token k + 1 positions ahead (k = 0: the model's own head)::
+With h the last hidden states, head k = 1 ... K predicts the token k + 1 positions ahead. Head 0 is the model's own
+head::
 
     p_k = softmax(W_k · block(... block(h))),  block(x) = x + SiLU(A · x + b)
     loss = [L_0 +] heads_weight · Σ decay^k · L_k
 
 L_k is the mean cross entropy of head k over all tokens whose target, k + 1 positions ahead, is in the same document and
-not ignored. Training builds no logits. A and b start at 0, and W_k starts as the model's own head.
+not ignored. Training builds no logits. A and b start at 0. W_k starts as a copy of the model's own head.
 
 Source: https://arxiv.org/abs/2401.10774
 """
@@ -36,22 +37,22 @@ from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead
 
 HEADS = "medusa_lm_head.safetensors"
-"""File of the heads' weights."""
+"""Name of the file with the weights of the heads."""
 IGNORED = -100
 
 
 class MedusaOutput(NamedTuple):
-    """Result of `LigerMedusa.forward`; None for what was not computed.
+    """Result of `LigerMedusa.forward`. Values that were not computed are None.
 
     Attributes:
         loss: [] fp32.
-        base_loss: [] L_0, without gradient. None if the model is frozen, or if all heads share one projection: its loss
-            is computed as a single sum.
-        head_losses: [K] L_1 ... L_K, without gradient. None if all heads share one projection.
+        base_loss: [] L_0, without gradient. None if the model is frozen, or if all heads share a projection and the
+            loss is a single sum.
+        head_losses: [K] L_1 ... L_K, without gradient. None if all heads share a projection.
         aux_loss: [] auxiliary loss of mixture-of-experts layers; part of ``loss`` unless the model is frozen.
-        log_probs: [1 + K, B, T] fp32, log-probability of each head's targets, the model's own head first; 0 where there
-            is no target.
-        logits: [1 + K, B, T, V], the model's own head first.
+        log_probs: [1 + K, B, T] fp32, log-probabilities of the targets, first of the model's own head; 0 without a
+            target.
+        logits: [1 + K, B, T, V], first of the model's own head.
     """
 
     loss: Tensor | None = None
@@ -81,15 +82,15 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHead(nn.Sequential):
-    """Residual blocks, followed by a projection to the vocabulary unless the heads share one.
+    """Residual blocks, and a projection to the vocabulary unless the heads share a projection.
 
-    A Sequential has the parameter names of the file format. The projection runs inside this forward, in
-    which FSDP has gathered its weight.
+    A Sequential has the parameter names of the file format. The projection runs inside this forward, during which FSDP
+    has gathered its weight.
 
     Args:
         hidden_size: C.
         num_layers: number of residual blocks.
-        projection: of [C] to [V]; None if it is shared.
+        projection: the projection from [C] to [V]; None if the heads share it.
     """
 
     def __init__(self, hidden_size: int, num_layers: int, projection: LigerLMHead | None = None) -> None:
@@ -98,7 +99,7 @@ class MedusaHead(nn.Sequential):
         self.num_layers = num_layers
 
     def forward(self, x: Tensor, *target: Tensor, **options: Any) -> Any:  # type: ignore[override]
-        """x [..., C] through the blocks, and then through the projection, which also takes the other arguments."""
+        """Pass x [..., C] through the blocks, and then, with the other arguments, through the projection."""
         for block in itertools.islice(self, self.num_layers):
             x = block(x)
         return self[-1](x, *target, **options) if len(self) > self.num_layers else x
@@ -108,15 +109,15 @@ class LigerMedusa(nn.Module):
     """A model with Medusa heads. Its forward trains the heads; ``model`` stays usable by itself.
 
     Args:
-        model: any model of this package, with its weights loaded. It may be sharded already, or be sharded together
-            with the heads by `apply_fsdp`.
+        model: any model of this package, with its weights loaded. `apply_fsdp` may shard it before, or together with
+            the heads.
         num_heads: K.
         num_layers: number of residual blocks in each head.
-        share_lm_head: the heads project with the model's own head, which saves K · V · C weights.
-        freeze: train only the heads, without L_0 in the loss (Medusa-1). False trains the model too (Medusa-2), or only
-            its adapters if it has any (LoRA).
-        decay: the loss of head k is weighted by ``decay ** k``.
-        heads_weight: weight of the sum of the heads' losses; an attribute that a schedule may change.
+        share_lm_head: whether the heads project with the model's own head, which saves K · V · C weights.
+        freeze: whether to train only the heads, without L_0 in the loss (Medusa-1). False also trains the model
+            (Medusa-2), or only its adapters if it has any (LoRA).
+        decay: the weight of head k's loss is ``decay ** k``.
+        heads_weight: weight of the sum of the heads' losses. A schedule may change this attribute.
 
     Raises:
         ValueError: there are no heads or no blocks, ``decay`` is negative, or the model is sharded by `apply_tp` or
@@ -150,15 +151,16 @@ class LigerMedusa(nn.Module):
             raise ValueError("LigerMedusa: the model must not be sharded by apply_tp or apply_cp. Use FSDP alone.")
         if model.device.type == "meta":
             raise ValueError("LigerMedusa: the model must have weights, got one on meta. Load it first.")
+
         self.model, self.num_layers, self.share_lm_head = model, num_layers, share_lm_head
         self.freeze, self.decay, self.heads_weight = freeze, decay, heads_weight
 
-        # A model with adapters trains them alone.
+        # Of a model with adapters, only the adapters are trained.
         model.requires_grad_(not (freeze or adapted))
         for layer in adapted.values():
             adapters_of(layer).requires_grad_(not freeze)
 
-        # Each head starts with a copy of the model's own projection, unless it uses that one.
+        # Each head starts with a copy of the model's own projection, unless the heads share that projection.
         lm_head: Any = model.lm_head
         hidden_size = model.config.hidden_size
         scaling = {"logit_scale": lm_head.logit_scale, "softcap": lm_head.softcap}
@@ -169,7 +171,7 @@ class LigerMedusa(nn.Module):
         for _ in range(num_heads):
             projection = None
             if not share_lm_head:
-                with torch.device("meta"):
+                with torch.device("meta"):  # the weight is replaced at once
                     projection = LigerLMHead(hidden_size, weight.shape[0], kernels=model.kernels, **scaling)
                 projection.weight = nn.Parameter(weight.clone())
             self.heads.append(MedusaHead(hidden_size, num_layers, projection).to(model.device, model.dtype))
@@ -183,13 +185,13 @@ class LigerMedusa(nn.Module):
         return_log_probs: bool = False,
         **inputs: Any,
     ) -> MedusaOutput:
-        """With ``labels`` the loss, without building logits; without them the logits of all heads.
+        """Compute the loss without building logits or, without ``labels``, the logits of all heads.
 
         Args:
             input_ids: [B, T] int64.
             labels: [B, T] int64, unshifted; −100 is ignored.
-            num_items_in_batch: divisor of each head's summed loss. Default: the number of its targets.
-            return_log_probs: with ``labels``, return the log-probabilities of all heads' targets instead of the loss.
+            num_items_in_batch: divisor of each head's summed loss. Default: the number of targets of the head.
+            return_log_probs: whether to return log-probabilities of all heads' targets instead of the loss.
             inputs: other arguments of `Decoder.forward`: ``position_ids``, ``attention_mask``, ``cu_seqlens``,
                 ``inputs_embeds``.
 
@@ -203,6 +205,7 @@ class LigerMedusa(nn.Module):
                 "LigerMedusa: return_logits must not be given. Without labels all heads' logits are returned."
             )
 
+        # Without labels: the logits of all heads.
         if labels is None:
             tokens = input_ids if input_ids is not None else inputs["inputs_embeds"]
             # No targets: the loss function returns the hidden states, which the heads then read.
@@ -210,8 +213,8 @@ class LigerMedusa(nn.Module):
             out = self.model(
                 input_ids, labels=nothing, loss_function=lambda hidden, *_: hidden, return_logits=True, **inputs
             )
-            others = [self.draft_logits(out.loss, index) for index in range(len(self.heads))]
-            return MedusaOutput(aux_loss=out.aux_loss, logits=torch.stack([out.logits, *others]))
+            drafts = [self.draft_logits(out.loss, index) for index in range(len(self.heads))]
+            return MedusaOutput(aux_loss=out.aux_loss, logits=torch.stack([out.logits, *drafts]))
 
         cu_seqlens = take_cu_seqlens(inputs.get("cu_seqlens"), {**inputs})
         ahead = self.targets(labels, inputs.get("attention_mask"), cu_seqlens)  # [K, B, T]
@@ -219,6 +222,7 @@ class LigerMedusa(nn.Module):
 
         # The loss runs inside the model's head, where its weight is gathered.
         def loss_of_heads(hidden: Tensor, weight: Tensor, target: Tensor) -> MedusaOutput:
+            # All heads by one projection, or each by its own.
             if return_log_probs:
                 return MedusaOutput(log_probs=self._log_probs(hidden, weight, torch.cat([target[None], ahead])))
             if self.share_lm_head:
@@ -230,6 +234,8 @@ class LigerMedusa(nn.Module):
                 ]
             )
             loss = (head_losses * self._weights(hidden.device)).sum()
+
+            # A frozen model has no loss of its own.
             if self.freeze:
                 return MedusaOutput(loss, None, head_losses.detach())
             base = self._cross_entropy(hidden, weight, target, num_items=num_items_in_batch).loss
@@ -242,19 +248,21 @@ class LigerMedusa(nn.Module):
         return result
 
     def draft_logits(self, hidden: Tensor, index: int) -> Tensor:
-        """Logits [..., V] of head ``index`` = 0 ... K − 1, from the model's last hidden states [..., C].
+        """Logits [..., V] of the head with ``index`` 0 ... K − 1 for the model's last hidden states [..., C].
 
-        Head 0 predicts the token after the next one, which the model's own head predicts.
+        Index 0 is the head for the token after the next one. The model's own head predicts the next one.
         """
         output: Tensor = self.heads[index](hidden)
         return self.model.lm_head(output) if self.share_lm_head else output
 
     def generate(self, input_ids: Any, *, max_new_tokens: int, **options: Any) -> Any:
-        """As `CausalLM.generate` of the model, whose tokens it returns, with the heads' drafts: fewer forwards."""
+        """Return the tokens of the model's `CausalLM.generate`, with fewer forwards through drafts of the heads."""
         return self.model.generate(input_ids, max_new_tokens=max_new_tokens, draft_model=self, **options)
 
     def targets(self, labels: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """[K, B, T] int64: for head k the label k + 1 positions ahead; −100 past the end of the document or row.
+        """The targets of the heads, [K, B, T] int64: for head k the label k + 1 positions ahead.
+
+        They are −100 past the end of a document or row.
 
         Args:
             labels: [B, T] int64, unshifted.
@@ -277,7 +285,7 @@ class LigerMedusa(nn.Module):
         return self.heads_weight * self.decay**powers
 
     def _cross_entropy(self, hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
-        """Cross entropy of the projection with the model's own head."""
+        """Cross entropy of hidden states projected by the model's own head."""
         head = self.model.lm_head
         return linear_cross_entropy(
             hidden, weight, target, softcap=head.softcap, logit_scale=head.logit_scale, **options
@@ -293,7 +301,7 @@ class LigerMedusa(nn.Module):
             targets = targets[1:]
         else:
             rows, factors = [hidden, *rows], torch.cat([factors.new_ones(1), factors])
-        # Each head's loss is a mean, so a token weighs its head's factor by the number of that head's targets.
+        # The loss of a head is a mean. So the weight of a token is the head's factor divided by its number of targets.
         counts = (targets != IGNORED).sum((1, 2)).clamp(min=1) if num_items is None else num_items
         token_weight = (factors / counts)[:, None, None].expand(targets.shape)
         loss = self._cross_entropy(torch.stack(rows), weight, targets, token_weight=token_weight, reduction="sum").loss
@@ -302,12 +310,12 @@ class LigerMedusa(nn.Module):
     def _log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         options: dict[str, Any] = {"reduction": "sum", "return_log_probs": True}
         if self.share_lm_head:
-            rows = torch.stack([hidden, *(head(hidden) for head in self.heads)])
+            rows = torch.stack([hidden, *(head(hidden) for head in self.heads)])  # [1 + K, B, T, C]
             log_probs: Tensor = self._cross_entropy(rows, weight, targets, **options).log_probs
             return log_probs
         base = self._cross_entropy(hidden, weight, targets[0], **options).log_probs
-        others = [head(hidden, target, log_probs=True)[0] for head, target in zip(self.heads, targets[1:], strict=True)]
-        return torch.stack([base, *others])
+        drafts = [head(hidden, target, log_probs=True)[0] for head, target in zip(self.heads, targets[1:], strict=True)]
+        return torch.stack([base, *drafts])
 
     def save_pretrained(
         self,
@@ -318,13 +326,13 @@ class LigerMedusa(nn.Module):
     ) -> None:
         """Write the heads in the format of the released Medusa checkpoints, without the model.
 
-        If the model is sharded, every rank must call it. A shared projection is written once for each head, so that
-        readers need not know about the sharing.
+        If the model is sharded, every rank must call this method. A shared projection is written for each head, so
+        readers need not know that it is shared.
 
         Args:
             folder: a folder for the heads alone, created if it does not exist.
-            base_model_name_or_path: the model that the heads belong to, for config.json.
-            dtype: dtype of the tensors in the file. Default: the heads' own.
+            base_model_name_or_path: name of the model that the heads belong to, for config.json.
+            dtype: dtype of the tensors in the file. Default: the dtype of the heads.
 
         Raises:
             ValueError: the folder holds a model.
@@ -343,7 +351,7 @@ class LigerMedusa(nn.Module):
             if reshard is not None:  # FSDP: an evaluation leaves parameters gathered
                 reshard()
 
-        # A shared projection under the name that it has in each head.
+        # Each head has the shared projection under a name of its own. Rank 0 keeps the gathered tensors.
         parameters: dict[str, Any] = dict(self.heads.named_parameters())
         if self.share_lm_head:
             names = [f"{k}.{self.num_layers}.weight" for k in range(len(self.heads))]
@@ -374,17 +382,18 @@ class LigerMedusa(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str], model: CausalLM, **options: Any) -> "LigerMedusa":
-        """Load heads that were written by `save_pretrained` or in the same format.
+        """Load heads in the format that `save_pretrained` writes.
 
         Args:
-            folder: holds ``config.json`` and ``medusa_lm_head.safetensors``.
-            model: as for `LigerMedusa`. The heads take its device and dtype.
+            folder: folder with ``config.json`` and ``medusa_lm_head.safetensors``.
+            model: as for `LigerMedusa`. The heads get its device and dtype.
             options: ``freeze``, ``decay`` and ``heads_weight`` as for `LigerMedusa`.
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: config.json lacks the number of heads, or tensors are missing, left over or of the wrong shape.
+            ValueError: config.json lacks the number of heads, or tensors are missing, unexpected or of the wrong shape.
         """
+        # The number and the size of the heads.
         folder = Path(folder)
         config = read_json_config(folder)
         heads: Any = config.get("medusa_num_heads")
@@ -399,6 +408,7 @@ class LigerMedusa(nn.Module):
                 "safetensors.torch.save_file; the tensors have the same names."
             )
 
+        # A shared projection belongs to the model, so the copies in the file are not read.
         shared = bool(config.get("original_lm_head", False))
         medusa = cls(model, heads, layers, share_lm_head=shared, **options)
         parameters = dict(medusa.heads.named_parameters())

@@ -5,9 +5,9 @@ With e_t the embedding of token t, and h_t the normed output of the model's last
     u_t = W · [norm_e(e_{t + 1}), norm_h(h_t)],   h'_t = norm(block(u))_t
     loss = L + loss_weight · L'
 
-The block is one of the model's, with full attention. L is the model's own loss, and L' the mean cross entropy of the
-model's head on h'_t over all tokens whose second next token is in the same document and not ignored. Training builds no
-logits.
+The block is a block of the model's family with full attention. L is the model's own loss. L' is the mean cross entropy
+of the model's head on h'_t, over all tokens whose second next token is in the same document and not ignored. Training
+builds no logits.
 
 Source: https://arxiv.org/abs/2412.19437.
 """
@@ -44,7 +44,7 @@ class MTPOutput(NamedTuple):
         loss: [] fp32.
         base_loss: [] fp32, L, without gradient.
         mtp_loss: [] fp32, L', without gradient.
-        aux_loss: [] auxiliary loss of the model's mixtures of experts, a part of ``loss``; None for none.
+        aux_loss: [] auxiliary loss of the model's mixtures of experts, a part of ``loss``; None for a dense model.
     """
 
     loss: Tensor
@@ -56,18 +56,19 @@ class MTPOutput(NamedTuple):
 class LigerMTP(nn.Module):
     """A model with its block for multi-token prediction. Its forward trains both; ``model`` stays usable by itself.
 
-    The block's weights are those of the checkpoint that the model was loaded from (``mtp.…``). If it has none, they are
-    initialized like a new model's. From then on ``model.save_pretrained`` writes the block's current weights. The block
-    saves activations by the policy of the model's last one (`Decoder.set_checkpointing`).
+    The block takes its weights from the checkpoint that the model was loaded from (``mtp.…``). If the checkpoint has no
+    such weights, they are initialized like those of a new model. From then on ``model.save_pretrained`` writes the
+    block's current weights. The block has the checkpointing policy of the model's last block
+    (`Decoder.set_checkpointing`).
 
     Args:
         model: Qwen3-Next or Qwen3.5, with its weights loaded. `torch.nn.parallel.DistributedDataParallel` takes the
             whole module; sharding is not supported.
-        loss_weight: weight of L'; an attribute that a schedule may change.
+        loss_weight: weight of L'. A schedule may change this attribute.
 
     Raises:
-        ValueError: the model is of another family, has no weights yet, or has an adapter on its head; or the tensors of
-            the checkpoint are not those of one such block.
+        ValueError: the model is of another family, has no weights yet, or has an adapter on its head; or the tensors in
+            the checkpoint do not form one such block.
     """
 
     def __init__(self, model: CausalLM, *, loss_weight: float = 0.1) -> None:
@@ -86,22 +87,23 @@ class LigerMTP(nn.Module):
             raise ValueError("LigerMTP: the model must have weights, got one on meta. Load it first.")
         self.model, self.loss_weight = model, loss_weight
 
-        # A model of one block without vocabulary: the block of the prediction is its only one.
+        # The block is built as the only block of a small model that has hardly a vocabulary.
         stored = {name: tensor for name, tensor in model.current_kept_tensors().items() if name.startswith(PREFIX)}
-        one: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": [FULL]}
-        self._sizes = replace(config, **one, vocab_size=1, pad_token_id=None, tie_word_embeddings=False)
+        single: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": [FULL]}
+        self._sizes = replace(config, **single, vocab_size=1, pad_token_id=None, tie_word_embeddings=False)
         predictor = type(model).from_config(self._sizes, dtype=model.dtype, device="meta", kernels=model.kernels)
         predictor.visual = None
         if not stored:
             predictor.to_empty(device=model.device)
             predictor.reset_parameters()
 
+        # The norms and the projection in front of the block.
         norm, C = zero_centered_norm(config, model.kernels), config.hidden_size
         with torch.device(predictor.device):
             self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(C).to(model.dtype), norm(C).to(model.dtype)
             self.fc = nn.Linear(2 * C, C, bias=False, dtype=model.dtype)
         self.layers, self.norm = predictor.layers, predictor.norm
-        self._predictor = [predictor]  # in a list: its embedding and head are no parameters of this module
+        self._predictor = [predictor]  # a list hides its embedding and head from `parameters`
 
         self._layout = self._layouts()[0]
         if stored:
@@ -111,11 +113,11 @@ class LigerMTP(nn.Module):
         model.trained_tensors = self.tensors
 
     def _own_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of the block."""
+        """The parameters of this module without those of ``model``."""
         return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
     def _layouts(self) -> list[dict[str, tuple[Expression, str]]]:
-        """For each layout of a checkpoint: our names -> expressions over a model's names, and the prefix of those."""
+        """For each layout of a checkpoint: our name -> expression over a model's names, and the prefix of these."""
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
             prefix = weights.entries["norm.weight"].names()[0].removesuffix("norm.weight")
@@ -124,11 +126,13 @@ class LigerMTP(nn.Module):
         return layouts
 
     def _load(self, stored: dict[str, Tensor]) -> None:
+        """Replace the parameters with tensors of a checkpoint."""
+
         def names(layout: dict[str, tuple[Expression, str]]) -> set[str]:
             pairs = [(name, prefix) for expression, prefix in layout.values() for name in expression.names()]
             return {PREFIX + name.removeprefix(prefix) for name, prefix in pairs}
 
-        # The layout that fits best, so that an error names the fewest tensors.
+        # Choose the layout that fits best, so that an error names the fewest tensors.
         self._layout = min(self._layouts(), key=lambda layout: len(names(layout) ^ stored.keys()))
         wrong = sorted(names(self._layout) ^ stored.keys())
         if wrong:
@@ -146,6 +150,8 @@ class LigerMTP(nn.Module):
                     f"LigerMTP: {PREFIX}{name} must be {list(parameter.shape)} for this model, got "
                     f"{list(packed.shape)}."
                 )
+
+            # The parameter is on the meta device, so a new one takes its place.
             owner, _, attribute = name.rpartition(".")
             loaded = packed.to(self.model.device, self.model.dtype, copy=True).contiguous()
             setattr(self.get_submodule(owner), attribute, nn.Parameter(loaded))
@@ -158,17 +164,17 @@ class LigerMTP(nn.Module):
         num_items_in_batch: Tensor | float | None = None,
         **inputs: Any,
     ) -> MTPOutput:
-        """The loss, without building logits.
+        """Compute the loss without building logits.
 
         Args:
             input_ids: [B, T] int64.
             labels: [B, T] int64, unshifted; −100 is ignored.
-            num_items_in_batch: divisor of both summed losses. Default: the number of targets of each.
+            num_items_in_batch: divisor of both summed losses. Default: the number of targets of each loss.
             inputs: other arguments of the model's forward: ``position_ids``, ``attention_mask``, ``cu_seqlens`` (also
-                under the names of transformers' collator); of models with images also pixels and grids.
+                under the names of transformers' collator), and for models with images pixels and grids.
 
         Raises:
-            ValueError: the model is sharded; otherwise as in `Decoder.forward`.
+            ValueError: the model is sharded; or as in `Decoder.forward`.
         """
         model = self.model
         if model.groups.sharded is not None or is_sharded(model.embed_tokens.weight):
@@ -184,8 +190,10 @@ class LigerMTP(nn.Module):
             share = None if num_items_in_batch is None else model.groups.share_of_step(target, num_items_in_batch)
             return base, mtp, share
 
-        # Inside the model's head, for both losses read its weight.
+        # Both losses read the weight of the head, so they are computed in its forward.
         out: Any = model.run(embeds, layout, labels=labels, loss_function=losses)
+
+        # With a divisor of the whole step, the auxiliary loss counts by this batch's share of the step.
         (base, mtp, share), aux = out.loss, out.aux_loss
         loss = base + self.loss_weight * mtp
         if aux is not None:
@@ -194,25 +202,27 @@ class LigerMTP(nn.Module):
         return MTPOutput(loss, base.detach(), mtp.detach(), aux)
 
     def hidden(self, hidden: Tensor, embeds: Tensor, layout: BatchLayout) -> Tensor:
-        """h', [B, T, C]; at the last token of a document it means nothing.
+        """Compute h', [B, T, C]. Its value at the last token of a document has no meaning.
 
         Args:
             hidden: h, [B, T, C].
             embeds: e, [B, T, C].
             layout: layout of the batch.
         """
-        # The embedding of the next token. At the end of a document it belongs to another one, but no target follows.
+        # The embedding of the next token. The last token of a document gets an unrelated one, but has no target.
         ahead = self.pre_fc_norm_embedding(embeds.roll(-1, 1))  # [B, T, C]
         u = self.fc(torch.cat([ahead, self.pre_fc_norm_hidden(hidden)], -1))
+
+        # The block, with the policy of the model's last block.
         (predictor,) = self._predictor
         policy = self.model.checkpointing
-        policy = policy if isinstance(policy, str) else policy[-1]  # of the model's last block
+        policy = policy if isinstance(policy, str) else policy[-1]
         if predictor.checkpointing != policy:
             predictor.set_checkpointing(policy)
         return predictor.run_blocks(u, layout)[0]
 
     def tensors(self, dtype: torch.dtype | str | None = None) -> dict[str, Tensor]:
-        """The block's weights as a checkpoint holds them, by name, copied to host memory.
+        """The weights of the block by their names in a checkpoint, copied to host memory.
 
         Args:
             dtype: dtype of the tensors; None for the dtype of the weights.

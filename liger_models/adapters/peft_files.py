@@ -1,4 +1,4 @@
-"""Save and load adapters in PEFT's files."""
+"""Saving and loading adapters in PEFT's files."""
 
 import dataclasses
 import os
@@ -48,19 +48,19 @@ REFUSED = (
     "layer_replication", "layers_to_transform", "lora_bias", "modules_to_save", "monteclora_config", "rank_pattern",
     "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
-"""Keys of adapter_config.json for features that are not implemented; they must be empty."""
+"""Keys of adapter_config.json for features that are not implemented. They must be empty."""
 INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` that leave the base weights unchanged. PEFT's others (PiSSA, OLoRA, LoftQ) modify
-them."""
+"""Values of ``init_lora_weights`` that leave the base weights unchanged. PEFT's other values (PiSSA, OLoRA, LoftQ)
+change these weights."""
 
 
 def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str | None = None) -> None:
-    """Write the adapters as PEFT does, in adapter_config.json and adapter_model.safetensors. Every rank must call it.
+    """Write the adapters to PEFT's files, adapter_config.json and adapter_model.safetensors. Every rank must call it.
 
     Args:
-        model: with adapters, sharded or not.
-        folder: created if it does not exist.
-        base: name on the hub, or folder, of the base model. PEFT and vLLM read it.
+        model: a model with adapters. It may be sharded.
+        folder: the folder, which is created if it does not exist.
+        base: folder or name on the hub of the base model, for PEFT and vLLM.
 
     Raises:
         ValueError: the model has no adapters.
@@ -68,6 +68,8 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
     config = adapter_config(model)
     if config is None:
         raise ValueError(f"save_adapter: {type(model).__name__} must have adapters, got none (or merged ones).")
+
+    # The tensors, gathered one by one from all ranks.
     tensors: dict[str, Tensor] = {}
     for layer in adapted_layers(model).values():
         for name, tensor in peft_tensors(layer).items():
@@ -75,6 +77,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
             whole = whole.full_tensor() if is_sharded(whole) else whole
             tensors[name] = tensor.write(whole.cpu()).contiguous()
 
+    # The config.
     targets, target_parameters = _targets(model, config)
     keys: dict[str, Any] = {
         "peft_type": "LORA",
@@ -83,7 +86,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
         "target_modules": targets,
         "target_parameters": target_parameters or None,
-        # PEFT loads no adapters of parameters with dropout, which is for training alone.
+        # PEFT refuses dropout for adapters of parameters. Only training needs dropout.
         "lora_dropout": 0.0 if target_parameters else config.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -102,7 +105,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
 
 
 def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]:
-    """``target_modules`` and ``target_parameters`` by which PEFT adapts exactly what ``model`` has adapted."""
+    """``target_modules`` and ``target_parameters`` with which PEFT adapts exactly the matrices adapted in ``model``."""
     names: set[str] = set()
     experts: set[str] = set()
     for layer in adapted_layers(model).values():
@@ -114,11 +117,12 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
     misread = set() if config.use_dora else {name for name in names if short_name(name) in _misread(model)}
     names -= misread
 
+    # The targets of the config if they mean the same to PEFT, and otherwise names.
     targets = config.target_modules
     if targets == "all-linear" and model.visual is None:
         targets = sorted(set(map(short_name, names)))
     elif isinstance(targets, str) or model.visual is not None:
-        # Whole names, or PEFT would adapt more: in a tower, linear layers and other modules share endings ("proj").
+        # Whole names. In a tower linear layers share endings ("proj") with other modules, which PEFT would adapt.
         targets = sorted(names)
     else:
         targets = [target for target in targets if any(matches(name, target) for name in names)]
@@ -132,10 +136,10 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
 
 
 def _misread(model: CausalLM) -> set[str]:
-    """Last parts of names that PEFT takes for experts, wherever they are in a list or a pattern of modules.
+    """Last parts of names that PEFT takes for experts wherever they stand in ``target_modules``.
 
-    A checkpoint has these matrices for each expert by itself, while transformers has the matrices of all
-    experts in one parameter. A shared expert or a dense layer may have the same names.
+    A checkpoint has a tensor with such a name for each expert, and transformers has one parameter for all experts. The
+    layers of a shared expert or of a dense MLP may have the same names.
     """
     names = expert_names(model)
     apart = any(alias != parameter for alias, parameter in names.items())
@@ -143,15 +147,15 @@ def _misread(model: CausalLM) -> set[str]:
 
 
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
-    """Add the adapters that PEFT or `save_adapter` wrote to a folder, in place, to train them further or merge them.
+    """Add adapters from a folder that PEFT or `save_adapter` has written, in place, to train or merge them.
 
     Args:
         model: as for `apply_lora`.
-        folder: holds adapter_config.json and adapter_model.safetensors.
+        folder: folder with adapter_config.json and adapter_model.safetensors.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
-        ValueError: another kind of adapter, or adapters of another model. The model is then unchanged.
+        ValueError: the adapters are of another type or of another model. The model is then unchanged.
     """
     folder = Path(folder)
     check_complete(folder, CONFIG)
@@ -178,7 +182,8 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
 
 
 def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> LoRAConfig:
-    """The config in an adapter_config.json, without targets that a model lacks; raises ValueError as `load_adapter`."""
+    """Read an adapter_config.json without targets that the model lacks. Raises ValueError as `load_adapter` does."""
+    # Refuse features that are not implemented.
     keys = read_json(file)
     if keys.get("peft_type") != "LORA" or keys.get("bias", "none") != "none":
         raise ValueError(
@@ -195,6 +200,7 @@ def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> 
             f"{initial!r}. Convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
 
+    # The targets. A file with parameters alone may have no modules.
     parameters = keys.get("target_parameters") or []
     targets = keys.get("target_modules")
     if targets is None and parameters:
@@ -206,7 +212,7 @@ def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> 
     if not _are_names(parameters):
         raise ValueError(f"{file}: target_parameters must be a list of names, got {parameters!r}. Add what is adapted.")
 
-    # PEFT names a linear layer among the parameters if its name could also mean experts.
+    # If the name of a linear layer could also mean experts, PEFT's files list its weight among the parameters.
     linears = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
     keys["target_parameters"] = tuple(name for name in parameters if not name.endswith(".weight"))
     if isinstance(targets, list):
@@ -233,12 +239,12 @@ def _are_names(value: Any) -> bool:
 
 
 class PeftTensor(NamedTuple):
-    """A parameter of an adapter, and how PEFT's files hold it.
+    """A parameter of an adapter, with the conversion to and from PEFT's files.
 
     Attributes:
         parameter: the parameter.
-        write: a tensor of its shape -> the tensor in the file.
-        read: the inverse.
+        write: converts a tensor of its shape to the tensor in the file.
+        read: the inverse of ``write``.
     """
 
     parameter: nn.Parameter
@@ -247,7 +253,7 @@ class PeftTensor(NamedTuple):
 
 
 def peft_tensors(layer: LoRALinear | LoRAExperts) -> dict[str, PeftTensor]:
-    """The parameters of a layer's adapters by their names in PEFT's files."""
+    """Name in PEFT's files -> parameter of a layer's adapters."""
     if isinstance(layer, LoRAExperts):
         # PEFT wraps the module of the experts once for each parameter, the first inside of the second.
         wrapped = zip(["", ".base_layer"], reversed(layer.by_name().values()), strict=False)
@@ -268,7 +274,11 @@ def peft_tensors(layer: LoRALinear | LoRAExperts) -> dict[str, PeftTensor]:
 
 
 def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
-    """A is [X r, in], expert by expert; B is [out, r X] with the experts innermost, and its rows are transformers'."""
+    """The tensors of an expert adapter in PEFT's files.
+
+    A is [X r, in], expert by expert. B is [out, r X] with the experts innermost, and its rows are in transformers'
+    order.
+    """
     (X, out, _), expression, name = adapter.lora_B.shape, adapter.expression, adapter.name
     # The parameter is [X, out, in] or [X, in, out], and B has r for "in".
     probe = expression.unpack(torch.empty(X, out, out + 2, device="meta"))[name]
@@ -286,14 +296,15 @@ def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
 
 
 def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> None:
-    """Copy the tensors of a file into the model's adapters; the two must match exactly."""
-    head = tensors.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT saves it with the head's adapter
+    """Copy the tensors of a file into the model's adapters. Names and shapes must match exactly."""
+    # A saved head must be the model's, and is not loaded.
+    head = tensors.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT saves it beside an adapter of the head
     if head is not None and not torch.equal(head.to(model.lm_head.weight), model.lm_head.weight):
         raise ValueError(
             f"{file}: the head's weight must equal the model's, got another. Load the model that was adapted."
         )
 
-    # The names must be the same on both sides, and then the shapes.
+    # Check the names, and then the shapes.
     targets: dict[str, PeftTensor] = {}
     for layer in adapted_layers(model).values():
         targets |= peft_tensors(layer)
@@ -305,6 +316,7 @@ def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> N
             "were trained on."
         )
 
+    # All shapes are those that the model itself would write.
     for name, (parameter, write, read) in targets.items():
         shape, tensor = write(torch.empty_like(parameter, device="meta")).shape, tensors[name]
         if tensor.shape != shape or not tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""The weights of linear layers and experts are stored in fewer bits: those under adapters (QLoRA), or all."""
+"""Storage of frozen weights in fewer bits: of linear layers, with adapters (QLoRA) or without, and of experts."""
 
 from typing import Any, TypeVar
 
@@ -17,32 +17,33 @@ Model = TypeVar("Model", bound=CausalLM)
 
 
 def quantize_base(model: Model, device: torch.device | str | None = None, dtype: str = "nf4") -> Model:
-    """Store weights of linear layers and of all routed experts in 4 bits or in float8, in place. They are frozen.
+    """Freeze the weights of linear layers and of all routed experts, and store them in 4 bits or float8, in place.
 
-    In a model with adapters the linear layers are those that have some, otherwise all of the blocks. Experts are
-    quantized whether they have adapters or not: they are almost all weights of a mixture. The head and the embedding
-    are not quantized. Needs torchao.
+    In a model with adapters only linear layers with adapters are quantized, otherwise all linear layers of the blocks.
+    Experts are quantized with or without adapters, because they are almost all weights of a mixture. The head and the
+    embedding are not quantized. Needs torchao.
 
     Args:
-        model: with adapters or without; they may be added later. After `apply_ep` each rank quantizes its experts.
-        device: the device to move the model to; each weight is quantized there, one expert after the other. A model on
-            the CPU then never takes more of the device's memory than the finished model and what quantizing one weight
-            takes, which is about 14 bytes an element. Default: the model stays where it is.
-        dtype: "nf4" as in QLoRA: a weight takes about 4.1 bits, 64 weights share a scale of 8 bits, and products are
-            computed in the model's dtype. "float8": a weight takes 8 bits (e4m3) with a scale for each row, and a
-            bfloat16 model on a GPU with float8 computes the products of linear layers in it, forward and backward.
+        model: a model with adapters, or without, which may get them later. After `apply_ep` each rank quantizes its own
+            experts.
+        device: the device to move the model to. Each weight is quantized there, one expert after the other. The memory
+            of the device then holds at most the finished model and about 14 bytes for each element of one weight.
+            Default: the model stays on its device.
+        dtype: "nf4", as in QLoRA: a weight takes about 4.1 bits, 64 weights share a scale of 8 bits, and products are
+            computed in the model's dtype. "float8": a weight takes 8 bits (e4m3) with a scale for each row. On a GPU
+            with float8, linear layers of a bfloat16 model compute their products in float8, forward and backward.
             Experts are dequantized.
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: there is nothing to quantize, since adapters are only those of a head or layers are of other kinds,
-            weights are quantized already, ``dtype`` is unknown, for "nf4" the size of a weight is not a multiple of 64,
+        ValueError: there is nothing to quantize, because only the head has an adapter or the layers have other classes;
+            weights are quantized already; ``dtype`` is unknown; for "nf4" the size of a weight is not a multiple of 64;
             or linear layers are sharded.
 
     Source: https://arxiv.org/abs/2305.14314 (NF4), https://arxiv.org/abs/2209.05433 (float8).
     """
     formats = [
-        format_.name for format_ in sorted(FORMATS.values(), key=lambda each: each.number) if not format_.is_kept
+        format_.name for format_ in sorted(FORMATS.values(), key=lambda option: option.number) if not format_.is_kept
     ]
     if dtype not in formats:
         raise ValueError(f"quantize_base: dtype must be one of {', '.join(formats)}, got {dtype!r}.")
@@ -53,6 +54,7 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
             "quantize_base: torchao must be installed, got none. Run: pip install 'liger_models[lora]'"
         ) from error
 
+    # The layers to quantize.
     adapted: Any = adapted_layers(model) or {path: layer for path, (layer, _) in adaptable_layers(model).items()}
     layers = {path: layer for path, layer in adapted.items() if path != "lm_head" and isinstance(layer, nn.Linear)}
     mixtures = _mixtures(model)
@@ -69,14 +71,17 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
             "apply_fsdp."
         )
 
+    # No local name may hold a dense weight after its layer is quantized.
     del adapted
     for path in [*layers]:
-        layer = layers.pop(path)  # so that nothing holds a dense weight that is quantized
+        layer = layers.pop(path)
         weight = FrozenWeight.quantize(layer.weight.detach(), dtype, device)
         if isinstance(layer, LoRALinear):
             freeze(layer, "weight", weight)
         else:
             model.set_submodule(path, FrozenLinear(layer, weight))
+
+    # Experts, for each matrix as a stack of this rank's experts [X, O, C].
     for mixture in mixtures:
         for name in MATRICES:
             experts = local(getattr(mixture, name).detach())
@@ -85,18 +90,18 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
 
 
 def quantized_layers(model: nn.Module) -> list[LoRALinear]:
-    """The linear layers with adapters whose weights `quantize_base` quantizes."""
+    """The linear layers with adapters that `quantize_base` quantizes."""
     layers = adapted_layers(model).items()
     return [layer for path, layer in layers if path != "lm_head" and isinstance(layer, LoRALinear)]
 
 
 def _mixtures(model: nn.Module) -> list[LigerMoE]:
-    """The layers with routed experts, all of which `quantize_base` quantizes."""
+    """The layers with routed experts. `quantize_base` quantizes all of them."""
     return [layer for layer in model.modules() if isinstance(layer, LigerMoE)]
 
 
 def quantized_experts(model: nn.Module) -> list[Weight]:
-    """The matrices of experts [X, O, C] that `quantize_base` quantizes, or as it has stored them."""
+    """The matrices of experts [X, O, C] that `quantize_base` quantizes or has quantized."""
     return [
         layer.matrices(name) if name in frozen_parts(layer) else getattr(layer, name)
         for layer in _mixtures(model)

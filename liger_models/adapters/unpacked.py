@@ -1,7 +1,7 @@
-"""A model as a tree of modules with transformers' names, each projection a linear layer of its own: what PEFT adapts.
+"""A tree of modules with transformers' names over a model, with a linear layer for each projection, for PEFT.
 
 PEFT finds modules by their names and replaces them. Packed projections have other names and hold several matrices, so
-they are taken apart first. The blocks, attention and the loss stay the model's:
+they are taken apart first. The blocks, the attention and the loss of the model are kept:
 
     UnpackedModel                the tree: names of transformers, modules of the model as its leaves
       model.layers.0.self_attn     Node
@@ -9,8 +9,8 @@ they are taken apart first. The blocks, attention and the loss stay the model's:
         o_proj                       nn.Linear, the model's own
       model.layers.0.mlp.experts   Node with the parameters that PEFT cannot adapt
 
-PEFT changes the tree only. `UnpackedModel.sync` puts its modules into the model: when PEFT announces its adapters or
-removes them, and before every forward.
+PEFT changes only the tree. `UnpackedModel.sync` puts the modules of the tree into the model: when PEFT announces or
+removes adapters, and before every forward.
 """
 
 import dataclasses
@@ -41,21 +41,22 @@ from liger_models.layers.lm_head import LigerLMHead
 
 
 def unpack_projections(model: nn.Module) -> "UnpackedModel":
-    """Take the packed projections of a model apart, in place, and give its modules the names of transformers' modules.
+    """Split the packed projections of a model in place, and give its modules transformers' names.
 
-    Call it before PEFT: ``get_peft_model(unpack_projections(model), config)``. Each projection becomes a linear layer
-    of its own (q_proj, k_proj, v_proj, gate_proj, up_proj), so the fused ops that need packed weights do not run.
+    Call it before PEFT: ``get_peft_model(unpack_projections(model), config)``. Each projection becomes its own linear
+    layer (q_proj, k_proj, v_proj, gate_proj, up_proj), so the fused ops that need packed weights do not run.
 
     Args:
-        model: a `CausalLM`, or a module that holds one and calls it. Its weights are moved, not shared.
+        model: a `CausalLM`, or a module that holds a `CausalLM` and calls it. Its weights are moved, not shared.
 
     Returns:
-        A module that computes what ``model`` computes. Its ``pack`` returns ``model`` with packed projections, and its
+        A module with the same forward as ``model``. Its ``pack`` returns ``model`` with packed projections, and its
         ``save_pretrained`` writes a Hugging Face checkpoint.
 
     Raises:
         ValueError: the model is sharded, has adapters, or has linear layers of another class.
     """
+    # One model of this package, whole on each rank, without adapters and with its own linear layers.
     where = f"unpack_projections: {type(model).__name__}"
     causal_lms = [module for module in model.modules() if isinstance(module, CausalLM)]
     if len(causal_lms) != 1:
@@ -76,12 +77,12 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
 
 
 class UnpackedLinear(Layer):
-    """A packed projection [C] -> [O], computed by a linear layer for each of the checkpoint's matrices in it.
+    """A packed projection [C] -> [O] as several linear layers, one for each matrix of the checkpoint.
 
     Args:
         packed: the projection.
         weight: its weight in terms of the checkpoint's matrices.
-        bias: its bias in terms of the checkpoint's vectors; None if it has none.
+        bias: its bias in terms of the checkpoint's vectors; None for a projection without bias.
     """
 
     def __init__(self, packed: nn.Linear, weight: Expression, bias: Expression | None) -> None:
@@ -96,16 +97,16 @@ class UnpackedLinear(Layer):
             self.add_module(short_name(name), part)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> [..., O], in the order of the packed rows."""
-        # The expression that packs the rows of the weight also packs the outputs of one token.
+        """Compute [..., O], in the order of the packed rows, from x [..., C]."""
+        # The expression that packs the rows of the weight also packs the outputs of a token. `vmap` runs over tokens.
         names = self.weight_expression.names()
         outputs = {name: part(x).flatten(0, -2) for name, part in zip(names, self.children(), strict=True)}
-        packed = torch.vmap(self.weight_expression.pack)(outputs)
+        packed = torch.vmap(self.weight_expression.pack)(outputs)  # [tokens, O]
         y: Tensor = packed.unflatten(0, x.shape[:-1])
         return y
 
     def packed(self) -> nn.Linear:
-        """The projection as one linear layer with new parameters. The parts must be linear layers without adapters."""
+        """Pack the projection into one linear layer with new parameters. Its parts must have no adapters."""
         parts: list[Any] = [*self.children()]
         names = self.weight_expression.names()
         weight = self.weight_expression.pack({name: part.weight for name, part in zip(names, parts, strict=True)})
@@ -119,33 +120,33 @@ class UnpackedLinear(Layer):
 
 
 class UnpackedLMHead(Layer):
-    """`LigerLMHead`, but no `nn.Linear`: PEFT would replace it by a layer without the loss."""
+    """A `LigerLMHead` that is no `nn.Linear`, which PEFT would replace with a layer without the loss."""
 
     forward = LigerLMHead.forward
     operands, product = LigerLMHead.operands, LigerLMHead.product
 
     def extra_repr(self) -> str:
-        """Advice for PEFT's error: the head takes no adapter."""
+        """Advice that PEFT shows in its error: the head takes no adapter."""
         return "has the loss inside: train it with modules_to_save, or adapt it with liger_models.adapters.apply_lora"
 
 
 class Node(nn.Module):
-    """A module of the tree. Its leaves are modules of the model under other names; PEFT may replace them."""
+    """An inner module of the tree. Its leaves are modules of the model under other names. PEFT may replace leaves."""
 
     leaves: dict[str, tuple[nn.Module, str]]
-    """Name of a leaf -> the module of the model that owns it, and its name in that module."""
+    """Name of a leaf -> the owner of the leaf in the model, and the name of the leaf there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.leaves = {}
 
     def add_leaf(self, name: str, owner: nn.Module, owner_name: str) -> None:
-        """Let the submodule ``owner_name`` of ``owner`` be in the tree as well, as ``name``."""
+        """Add the submodule ``owner_name`` of ``owner`` to the tree as ``name``. It also stays in the model."""
         self.leaves[name] = owner, owner_name
         setattr(self, name, getattr(owner, owner_name))
 
     def node(self, path: str) -> "Node":
-        """The node at a path below this one, made if there is none."""
+        """The node at a path below this node. Missing nodes are created."""
         node = self
         for name in path.split(".") if path else []:
             if name not in dict(node.named_children()):
@@ -154,7 +155,7 @@ class Node(nn.Module):
         return node
 
     def sync_leaves(self) -> None:
-        """Put the leaves into the model, which then computes with what PEFT has replaced them by."""
+        """Put the leaves, or the modules by which PEFT has replaced them, into the model."""
         for name, module in self.named_children():
             if isinstance(module, Node):
                 module.sync_leaves()
@@ -170,14 +171,14 @@ class Node(nn.Module):
                 )
 
     def extra_repr(self) -> str:
-        """For PEFT's error."""
+        """The parameters without adapters, which PEFT shows in its error."""
         names = [name for name, _ in self.named_parameters(recurse=False)]
         return f"{', '.join(names)}, which cannot have adapters" if names else ""
 
 
 @dataclasses.dataclass
 class WrappedModel:
-    """The model whose modules are in the tree. It is no submodule, so each parameter has one name."""
+    """Holds the model whose modules are in the tree. It is no submodule, so each parameter has a single name."""
 
     inner: nn.Module
     causal_lm: CausalLM
@@ -186,25 +187,25 @@ class WrappedModel:
 class UnpackedModel(Node):
     """A model with the names of transformers' modules; see `unpack_projections`.
 
-    Attributes that it lacks are the model's: ``generate``, ``set_checkpointing``, ``tokenizer``.
+    Missing attributes, such as ``generate``, ``set_checkpointing`` and ``tokenizer``, are looked up in the model.
 
     Args:
-        inner: the model that was given to `unpack_projections`.
-        causal_lm: the same, or the model in it.
+        inner: the argument of `unpack_projections`.
+        causal_lm: the `CausalLM` in ``inner``, or ``inner`` itself.
     """
 
     is_gradient_checkpointing = False
-    """Otherwise PEFT lets the embedding's output require a gradient, which no policy of this package needs."""
+    """If it were True, PEFT would make the embedding's output require a gradient, which this package never needs."""
     fixed: list[str]
-    """The checkpoint's names of parameters that cannot be adapted: experts, routers, patch embeddings and others."""
+    """The checkpoint's names of parameters without adapters: experts, routers, patch embeddings and others."""
     skipped: set[str]
-    """Ends of those names that are linear layers in transformers, or hold experts."""
+    """Last parts of names in `fixed` that are linear layers or experts in transformers."""
     plain_names: set[str]
-    """The names of the parameters without adapters."""
+    """The names of all parameters of the tree before PEFT adds adapters."""
     adapter_configs: dict[str, Any] | None
-    """PEFT's configurations of the adapters by name; None before the first one and after all are unloaded."""
+    """Name of an adapter -> PEFT's configuration of it; None before the first adapter and after unloading."""
     checked: set[str]
-    """Adapters whose configurations are supported."""
+    """Names of adapters whose configurations have been checked."""
 
     def __init__(self, inner: nn.Module, causal_lm: CausalLM) -> None:
         super().__init__()
@@ -212,7 +213,7 @@ class UnpackedModel(Node):
         self.adapter_configs, self.checked = None, set()
         self.input_hooks: list[Any] = []
 
-        # The tree.
+        # Build the tree.
         self._add_causal_lm(causal_lm)
         self._add_modules_beside(inner, causal_lm)
         self.plain_names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
@@ -223,19 +224,19 @@ class UnpackedModel(Node):
         if embedding.scale is not None:
             setattr(embedding, "embed_scale", embedding.scale)  # noqa: B010  # PEFT's factor of an adapter's output
 
-        # From here on, attributes that the tree lacks are the model's. Before each forward the model takes the tree's
-        # modules.
+        # From here on, `__getattr__` finds missing attributes in the model. Hooks put the modules of the tree into the
+        # model before each forward.
         self.wrapped = WrappedModel(inner, causal_lm)
         self.hooks = [module.register_forward_pre_hook(self._before_forward) for module in {inner, causal_lm}]
 
     @property
     def inner(self) -> Any:
-        """The model that was given to `unpack_projections`."""
+        """The argument of `unpack_projections`."""
         return self.wrapped.inner
 
     @property
     def causal_lm(self) -> CausalLM:
-        """`inner`, or the model in it."""
+        """The `CausalLM` in `inner`, or `inner` itself."""
         return self.wrapped.causal_lm
 
     def __getattr__(self, name: str) -> Any:
@@ -249,25 +250,27 @@ class UnpackedModel(Node):
     # Building the tree
 
     def _add_causal_lm(self, causal_lm: CausalLM) -> None:
-        """Put the modules of a model into the tree by the checkpoint's names of their parameters."""
+        """Add the modules of a model to the tree, under the checkpoint's names of their parameters."""
         entries = format_of(type(causal_lm)).module_map(causal_lm.config).entries
         linears = adaptable_layers(causal_lm)
         for path, module in [*causal_lm.named_modules()]:
             owner_path, _, owner_name = path.rpartition(".")
             owner = causal_lm.get_submodule(owner_path)
+
+            # The parameters of this module in terms of the checkpoint's tensors.
             expressions = {}
             for name, _ in module.named_parameters(recurse=False):
                 full_name = f"{path}.{name}".lstrip(".")
                 expressions[name] = entries.get(full_name, Name(full_name))  # a tied head has no entry
 
             if _is_same_module(module, expressions) and (path in linears or not isinstance(module, nn.Linear)):
-                # Transformers has the same module: norms, the embedding, output projections.
+                # Transformers has the same module, for example a norm, the embedding or an output projection.
                 if isinstance(module, LigerLMHead):
                     setattr(owner, owner_name, with_class(module, UnpackedLMHead))
                 theirs, _, _ = next(iter(expressions.values())).names()[0].rpartition(".")
                 self._add_leaf_at(theirs, owner, owner_name)
             elif path in linears:
-                # Transformers has a linear layer for each matrix.
+                # A packed projection: transformers has a linear layer for each of its matrices.
                 unpacked = UnpackedLinear(linears[path][0], expressions["weight"], expressions.get("bias"))
                 setattr(owner, owner_name, unpacked.train(module.training))
                 for name in expressions:
@@ -275,7 +278,7 @@ class UnpackedModel(Node):
                 for name in expressions["weight"].names():
                     self._add_leaf_at(name.removesuffix(".weight"), unpacked, short_name(name))
             else:
-                # Transformers computes with these parameters otherwise.
+                # Transformers has no module for these parameters alone, so PEFT cannot adapt them.
                 for name, expression in expressions.items():
                     self._add_fixed(module, name, expression)
 
@@ -284,7 +287,7 @@ class UnpackedModel(Node):
         self.node(parent).add_leaf(name, owner, owner_name)
 
     def _add_fixed(self, module: nn.Module, name: str, expression: Expression) -> None:
-        """Add a parameter that PEFT cannot adapt to the tree, which then has all parameters."""
+        """Add a parameter without adapters, so that the tree has all parameters."""
         parameter: Any = module.get_parameter(name)
         theirs = expression.names()
         self.fixed.extend(tensor.removesuffix(".weight") for tensor in theirs)
@@ -292,13 +295,14 @@ class UnpackedModel(Node):
         if parameter.dim() == 3 or (isinstance(module, nn.Linear) and shapes[theirs[0]].dim() == 2):
             self.skipped.update(short_name(tensor) for tensor in theirs if tensor.endswith(("weight", "_proj")))
 
+        # The path in the tree.
         path, _, last = theirs[0].rpartition(".")
-        if len(theirs) > 1:  # experts, under the path that their names have in common
+        if len(theirs) > 1:  # experts, at the common path of their names
             path, last = posixpath.commonpath([tensor.replace(".", "/") for tensor in theirs]).replace("/", "."), name
         self.node(path).register_parameter(last, parameter)
 
     def _add_modules_beside(self, inner: nn.Module, causal_lm: CausalLM) -> None:
-        """Add what a model has beside its `CausalLM`, such as a head for classes, to the tree by its own names."""
+        """Add modules beside the `CausalLM`, such as a head for classes, to the tree under their own names."""
         # The modules around the `CausalLM`, from the outermost one inwards.
         for path, holder in inner.named_modules():
             if holder is causal_lm or causal_lm not in holder.modules():
@@ -322,10 +326,10 @@ class UnpackedModel(Node):
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """PEFT's configurations of the adapters by name.
+        """Name of an adapter -> PEFT's configuration of it.
 
-        PEFT sets them when it has replaced modules for the first adapter, and deletes them when it has removed all
-        adapters. Either puts the modules of the tree into the model.
+        PEFT sets this attribute after replacing modules for the first adapter, and deletes it after removing all
+        adapters. Both puts the modules of the tree into the model.
         """
         if self.adapter_configs is None:
             raise AttributeError(f"{type(self).__name__} has no adapters.")
@@ -345,8 +349,8 @@ class UnpackedModel(Node):
         """Put the modules of the tree into the model, and check the configurations of new adapters.
 
         Raises:
-            ValueError: PEFT has adapted something that this model cannot adapt, or would pass over something in
-                silence.
+            ValueError: PEFT has replaced a module that cannot have adapters here, or a configuration asks for something
+                that PEFT would silently ignore.
         """
         self.sync_leaves()
         for name, config in (self.adapter_configs or {}).items():
@@ -365,11 +369,12 @@ class UnpackedModel(Node):
             )
 
     def _check_config(self, config: Any) -> None:
-        """Raise ValueError for what PEFT would pass over in silence."""
+        """Raise ValueError for settings that PEFT would silently ignore."""
+        # Targets that also name fixed parameters.
         targets = getattr(config, "target_modules", None) or []
         if isinstance(targets, str) or config.inference_mode:
             targets = []
-        for target in sorted(targets):
+        for target in sorted(targets):  # sorted, so that the same error comes in every run
             fixed = next((name for name in self.fixed if matches(name, target)), None)
             if fixed is not None:
                 raise ValueError(
@@ -383,6 +388,7 @@ class UnpackedModel(Node):
                 "which returns tuples. Adapt unpack_projections(liger_models.hf.wrap(model))."
             )
 
+        # Experts, and trained tokens of an embedding that is also the head.
         parameters = getattr(config, "target_parameters", None)
         if parameters:
             raise ValueError(
@@ -401,6 +407,7 @@ class UnpackedModel(Node):
                     "out; modules_to_save trains copies of either."
                 )
 
+        # A warning if PEFT has adapted every linear layer of the tree, but transformers' model has more of them.
         if self.skipped and not config.inference_mode and not any(type(leaf) is nn.Linear for leaf in self._leaves()):
             names = ", ".join(sorted(self.skipped))
             warnings.warn(
@@ -408,7 +415,7 @@ class UnpackedModel(Node):
             )
 
     def _leaves(self) -> Iterator[nn.Module]:
-        """The modules of the model that are in the tree, or what has replaced them."""
+        """The leaves of the tree, or the modules by which PEFT has replaced them."""
         for node in self.modules():
             if isinstance(node, Node):
                 yield from (node.get_submodule(name) for name in node.leaves)
@@ -444,7 +451,7 @@ class UnpackedModel(Node):
         position_ids: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """The model's forward, without the arguments that are None: PEFT passes many."""
+        """Call the model's forward without arguments that are None, of which PEFT passes many."""
         if attention_mask is not None and attention_mask.is_floating_point() and self.inner is self.causal_lm:
             # PEFT puts ones of the default dtype before the mask, for the prompts that it learns.
             check_values(
@@ -452,6 +459,7 @@ class UnpackedModel(Node):
                 "forward: attention_mask must be 1 for tokens and 0 for padding, got other numbers. Pass mask > 0.",
             )
             attention_mask = attention_mask.bool()
+        # A model without one of these arguments is not passed None for it.
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
         inputs |= {"labels": labels, "position_ids": position_ids}
         return self.inner(**{name: value for name, value in inputs.items() if value is not None})
@@ -495,20 +503,20 @@ class UnpackedModel(Node):
         self.input_hooks = []
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding, or what PEFT has replaced it by."""
+        """The embedding, or the module by which PEFT has replaced it."""
         self.sync_leaves()
         return self.causal_lm.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head, which PEFT saves with the embedding where the vocabulary has changed."""
+        """The head. PEFT saves it with the embedding if the vocabulary has changed."""
         self.sync_leaves()
         return self.causal_lm.lm_head
 
     @property
     def prepare_inputs_for_generation(self) -> Callable[..., dict[str, Any]]:
-        """The method of the model, which PEFT replaces while it generates, to add the prompt tokens that it learned.
+        """The model's method. PEFT replaces it during generation, to add learned prompt tokens.
 
-        This package's own ``generate`` calls none.
+        This package's own ``generate`` does not call it.
         """
         method = getattr(self.inner, "prepare_inputs_for_generation", None)
         return method or (lambda input_ids, **inputs: {"input_ids": input_ids, **inputs})
@@ -533,28 +541,28 @@ class UnpackedModel(Node):
     # Packing
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
-        """Write a Hugging Face checkpoint by the model's own ``save_pretrained``.
+        """Write a Hugging Face checkpoint with the model's own ``save_pretrained``.
 
         Raises:
-            ValueError: there are adapters.
+            ValueError: the model has adapters.
         """
         with self._packed_in_host_memory():
             self.inner.save_pretrained(folder, **options)
 
     def pack(self) -> Any:
-        """Pack the projections again and return the model that was unpacked, with all its fused ops.
+        """Pack the projections again, and return the original model with all its fused ops.
 
         This module is empty afterwards. Parameters that PEFT has frozen stay frozen.
 
         Raises:
-            ValueError: there are adapters.
+            ValueError: the model has adapters.
         """
         self._check_plain()
         self.sync()
         for hook in self.hooks:
             hook.remove()
 
-        # Without the tree, each part is freed as soon as it is packed.
+        # Empty the tree first, so that each part is freed as soon as it is packed.
         for name in [name for name, _ in (*self.named_children(), *self.named_parameters(recurse=False))]:
             delattr(self, name)
         model = self.causal_lm
@@ -567,9 +575,10 @@ class UnpackedModel(Node):
 
     @contextmanager
     def _packed_in_host_memory(self) -> Iterator[None]:
-        """Within it, the model has its projections packed, in host memory."""
+        """Context in which the model has packed projections, which are in host memory."""
         self._check_plain()
         self.sync()
+        # The unpacked layers stay on the device, and only their packed copies are in host memory.
         model = self.causal_lm
         config, head = model.config, model.lm_head
         unpacked: dict[str, Any] = {path: model.get_submodule(path) for path in self._unpacked_paths()}
@@ -586,7 +595,7 @@ class UnpackedModel(Node):
                 model.set_submodule(path, layer)
 
     def _check_plain(self) -> None:
-        """Raise ValueError if there are adapters."""
+        """Raise ValueError if the model has adapters."""
         names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         if names != self.plain_names:
             raise ValueError(
@@ -600,7 +609,7 @@ class UnpackedModel(Node):
 
 
 def _is_same_module(module: nn.Module, expressions: dict[str, Expression]) -> bool:
-    """Whether transformers has a module with the parameters of ``module``, each unchanged, under the same names."""
+    """Whether transformers has a module with the same parameters as ``module``, unchanged and with the same names."""
     modules = {name.rpartition(".")[0] for expression in expressions.values() for name in expression.names()}
     unchanged = all(
         isinstance(expression, Name) and expression.name.endswith(f".{name}")
@@ -610,14 +619,14 @@ def _is_same_module(module: nn.Module, expressions: dict[str, Expression]) -> bo
 
 
 def _untie_if_different(model: CausalLM) -> None:
-    """Let a head that ``modules_to_save`` has trained apart from the embedding be saved too."""
+    """Untie the head if ``modules_to_save`` has trained it apart from the embedding, so that it is saved."""
     head = cast(Any, model.lm_head)
     if model.config.tie_word_embeddings and head.weight is not model.embed_tokens.weight:
         model.config = dataclasses.replace(model.config, tie_word_embeddings=False)
 
 
 def _new_parameter(values: Tensor, like: Tensor) -> nn.Parameter:
-    """A copy of ``values`` that is trained if ``like`` is."""
+    """A copy of ``values`` as a parameter, which is trained if ``like`` is trained."""
     return nn.Parameter(values.detach().clone(memory_format=torch.contiguous_format), like.requires_grad)
 
 
@@ -630,7 +639,7 @@ def _peft_config_class(config_class: type, model_type: str) -> type:
 
 
 def _stored_vocabulary(base: str) -> SimpleNamespace:
-    """``vocab_size`` of a folder or a repository of the hub, with which PEFT compares the model's when it saves."""
+    """``vocab_size`` of a folder or of a repository on the hub. In saving, PEFT compares it with the model."""
     file = Path(base) / CONFIG
     keys = read_json(file if file.is_file() else Path(hf_hub_download(base, CONFIG)))
     return SimpleNamespace(vocab_size=keys.get("text_config", keys)["vocab_size"])

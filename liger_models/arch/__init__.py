@@ -1,4 +1,4 @@
-"""The model families: one file per family, or a folder if it has several model types, or a tower and a processor.
+"""The model families: a file for each family, or a folder for a family with several model types or a vision tower.
 
 The file of a family is named after its ``model_type`` in config.json. The ``__init__.py`` of a folder has the table
 ``MODEL_TYPES``, which names the file of each model type.

@@ -1,4 +1,4 @@
-"""Choosing the model class by the ``model_type`` in config.json."""
+"""Auto classes, which choose the model class by the ``model_type`` in config.json."""
 
 import difflib
 import importlib
@@ -28,7 +28,7 @@ ENTRY_POINTS = "liger_models.architectures"
 
 
 def list_archs() -> list[str]:
-    """The ``model_type`` of every available architecture, sorted: built-in, registered, and from plugins."""
+    """Sorted list of the ``model_type`` of every architecture that is built in, registered, or from a plugin."""
     return sorted({*built_in(), *MODEL_CLASSES, *_plugins().names})
 
 
@@ -36,7 +36,7 @@ def get_arch(model_type: str) -> type[CausalLM]:
     """The model class of ``model_type``.
 
     Raises:
-        ValueError: there is no such architecture, or the module of its entry point does not register it.
+        ValueError: the architecture does not exist, or the module of its entry point does not register it.
     """
     # Built-in families and plugins are imported when they are first asked for.
     if model_type not in MODEL_CLASSES and model_type in built_in():
@@ -50,6 +50,7 @@ def get_arch(model_type: str) -> type[CausalLM]:
                     "got no such call. Use the same name in both."
                 )
     if model_type not in MODEL_CLASSES:
+        # Not found, also not among plugins: suggest the nearest name.
         known = list_archs()
         near = difflib.get_close_matches(model_type, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -62,10 +63,10 @@ def get_arch(model_type: str) -> type[CausalLM]:
 
 
 def load_by_name(name: str, **options: Any) -> CausalLM:
-    """Load the model in a folder; elsewhere a model of the hub, whose name may lack an owner.
+    """Load the model in a folder, or else from the hub, where the name may lack an owner.
 
     Args:
-        name: what a user has typed.
+        name: path of a folder, or name on the hub.
         options: arguments of `CausalLM.from_pretrained` and `CausalLM.from_hub`.
     """
     load = AutoLigerModel.from_pretrained if Path(name).exists() else AutoLigerModel.from_hub
@@ -77,7 +78,7 @@ def _plugins() -> EntryPoints:
 
 
 class _AnyFamily(CausalLM):
-    """The class that config.json names. It has no instances."""
+    """Loading methods that choose the class by config.json; this class has no instances."""
 
     @classmethod
     def _class_for(cls, hf_config: Mapping[str, Any]) -> type[CausalLM]:  # type: ignore[override]
@@ -89,7 +90,7 @@ class _AnyFamily(CausalLM):
 
 
 class AutoLigerModel:
-    """Builds the model that a config.json describes, choosing the class by its ``model_type``."""
+    """Builds the model of a config.json, whose ``model_type`` selects the class."""
 
     def __init__(self) -> None:
         raise TypeError("AutoLigerModel: has no instances. Use from_hub, from_pretrained or from_config.")
@@ -115,11 +116,12 @@ class AutoLigerModel:
         Args:
             config: an instance of an architecture's config class, or the content of a config.json.
             dtype: dtype of the parameters, or its name.
-            device: device on which they are created.
+            device: device of the parameters.
             kernels: which parts run on fused kernels.
-            strict: raise an error, not a warning, for an unknown key of config.json.
+            strict: whether an unknown key of config.json is an error instead of a warning.
         """
         if isinstance(config, Mapping):
+            # The content of a config.json names its family by model_type, an instance by its class.
             model_class = get_arch(read_model_type(config))
             parsed: Any = read_config(model_class.config_class, config, strict=strict)
         else:
@@ -129,20 +131,20 @@ class AutoLigerModel:
 
 
 class AutoLigerProcessor:
-    """Reads the processor of a vision-language model, which turns texts and images into inputs, without its weights."""
+    """Loads only the processor of a vision-language model, which turns texts and images into inputs."""
 
     def __init__(self) -> None:
         raise TypeError("AutoLigerProcessor: has no instances. Use from_pretrained.")
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> Processor:
-        """The processor of a checkpoint's folder, or of one that `Processor.save_pretrained` has written.
+        """Load the processor from the folder of a checkpoint, or from a folder written by `Processor.save_pretrained`.
 
-        It is what ``model.processor`` is, and needs config.json, the tokenizer's files and the image settings.
+        It equals ``model.processor``, and needs config.json, the tokenizer's files and the image settings.
 
         Raises:
-            FileNotFoundError: there is no such folder, or no config.json in it.
-            ValueError: the model takes no images, a file is missing, or the files do not fit each other.
+            FileNotFoundError: the folder does not exist or has no config.json.
+            ValueError: the model takes no images, a file is missing, or the files do not match.
         """
         hf_config = read_json_config(Path(folder))
         model_class = get_arch(read_model_type(hf_config))
@@ -151,6 +153,7 @@ class AutoLigerProcessor:
                 f"AutoLigerProcessor: {folder} must be a model with images, got {model_class.__name__}, which takes "
                 "text only. Use Tokenizer.from_pretrained."
             )
+        # A model without values: the processor reads only its config and files.
         with torch.device("meta"):
             model: Any = model_class(read_config(model_class.config_class, hf_config))
         model.hf_config, model.assets = hf_config, read_assets(Path(folder), hf_config)

@@ -1,8 +1,8 @@
 """Command R7B, Command A: everything with model_type ``cohere2``.
 
-Differs from Llama: attention and MLP side by side, after one norm; the norms are LayerNorms without bias; three layers
-of four see only the last ``sliding_window`` tokens and rotate q and k, in pairs (2i, 2i + 1), and the fourth sees all
-tokens and rotates nothing; logits are multiplied by ``logit_scale``. Tied embeddings by default.
+Differs from Llama: attention and MLP run side by side after one norm; the norms are LayerNorms without bias; three
+layers of four see only the last ``sliding_window`` tokens and rotate q and k, in pairs (2i, 2i + 1), and the fourth
+sees all tokens and does not rotate; logits are multiplied by ``logit_scale``. Embeddings are tied by default.
 
 Source: https://arxiv.org/abs/2504.00698, https://arxiv.org/abs/2501.18795 (layers without rotation), transformers
 ``models/cohere2``.
@@ -29,8 +29,7 @@ from liger_models.layers.norm import LigerLayerNorm
 class Cohere2Config(DecoderConfig):
     """Sizes and constants of a Cohere 2 model.
 
-    ``sliding_window_pattern`` is the distance between layers without a window; ``layer_types``, where it is given,
-    replaces it.
+    ``sliding_window_pattern`` is the distance between layers without a window. ``layer_types``, if given, replaces it.
     """
 
     vocab_size: int = 256000
@@ -69,6 +68,7 @@ class Cohere2Block(nn.Module):
         self.input_layernorm = LigerLayerNorm(
             config.hidden_size, config.layer_norm_eps, use_bias=False, kernel=kernels.layer_norm
         )
+        # Layers that attend to everything have no position embedding.
         self.self_attn = LigerAttention.from_config(
             config,
             layer,
@@ -82,7 +82,8 @@ class Cohere2Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        # Both branches read the same norm of the same residual, and their results are added.
         attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         y, residual = self.mlp.add_norm(self.input_layernorm, None, residual)
         return attended + y, residual
@@ -121,7 +122,7 @@ IGNORED_KEYS = (
 
 
 def weight_map(config: Cohere2Config) -> WeightMap:
-    """Cohere 2's parameters over the tensors of a Hugging Face checkpoint."""
+    """Maps the parameters of Cohere 2 to the tensors of a Hugging Face checkpoint."""
     return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, norms=["input_layernorm"])
 
 

@@ -1,7 +1,7 @@
 """ERNIE 4.5 0.3B: model_type ``ernie4_5``.
 
-Differs from Llama: the rotation turns neighboring entries of a head (2i, 2i + 1), and ``use_bias`` puts biases into all
-linear layers.
+Differs from Llama: the rotation turns pairs of neighboring entries of a head (2i, 2i + 1), and ``use_bias`` adds biases
+to all linear layers.
 
 Source: https://yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf, transformers ``models/ernie4_5``.
 """
@@ -67,7 +67,7 @@ class Ernie4_5Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
@@ -80,7 +80,7 @@ class LigerErnie4_5(CausalLM):
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves out the dropout of attention, which transformers' model does not have."""
+    """Omit the dropout of attention, which transformers' model does not have."""
     return {key: value for key, value in keys.items() if key != "attention_dropout"}
 
 

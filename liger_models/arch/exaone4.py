@@ -1,8 +1,8 @@
 """EXAONE 4.0 (32B, 1.2B): model_type ``exaone4``.
 
-Differs from Llama: the branches have no norm before them but one after, so that they take the residual stream itself;
-each head's queries and keys are normed before rotation. Three layers of four of the 32B model see only the last
-``sliding_window`` tokens; its other layers see all and rotate nothing. Without a window (1.2B) all layers rotate.
+Differs from Llama: branches read the residual stream without a norm, and have a norm after them instead; each head's
+queries and keys are normed before the rotation. Three layers of four of the 32B model see only the last
+``sliding_window`` tokens; its other layers see all tokens and do not rotate. Without a window (1.2B) all layers rotate.
 
 Source: https://arxiv.org/abs/2507.11407, transformers ``models/exaone4``.
 """
@@ -30,9 +30,9 @@ from liger_models.layers.norm import LigerRMSNorm
 class Exaone4Config(RMSNormDecoderConfig):
     """Sizes and constants of an EXAONE 4 model.
 
-    ``sliding_window_pattern`` is the distance between layers without a window, or a text that repeats: L for a layer
-    with the window, G for one without. The last layer of a text has none. ``layer_types``, where it is given, replaces
-    it.
+    ``sliding_window_pattern`` is the distance between layers without a window, or a repeating text with L for a layer
+    with a window and G for a layer without one. With a text, the last layer has no window. ``layer_types``, if given,
+    replaces it.
     """
 
     vocab_size: int = 102400
@@ -68,11 +68,12 @@ class Exaone4Config(RMSNormDecoderConfig):
 
 
 class Exaone4Block(nn.Module):
-    """``h += norm(attention(h)); h += norm(mlp(h))``; of the stream only the sums h are saved for the backward."""
+    """``h += norm(attention(h)); h += norm(mlp(h))``; only the sums h are saved for the backward."""
 
     def __init__(self, config: Exaone4Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
         norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+        # If some layers have a window, the others have no position embedding.
         self.self_attn = LigerQKNormAttention.from_config(
             config,
             layer,
@@ -86,7 +87,8 @@ class Exaone4Block(nn.Module):
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        # Branches read the residual stream as it is, and their results are normed.
         x, residual = self.self_attn.add_norm(None, x, residual, layout)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(None, x, residual)
@@ -101,13 +103,13 @@ class LigerExaone4(CausalLM):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Without a window there is no pattern, whatever config.json says: 0, as transformers has it."""
+    """Set the pattern to 0 if there is no window, as transformers does, whatever config.json says."""
     windowless = "sliding_window" in hf and hf["sliding_window"] is None
     return {**hf, "sliding_window_pattern": 0} if windowless else dict(hf)
 
 
 def weight_map(config: Exaone4Config) -> WeightMap:
-    """EXAONE 4's parameters over the tensors of a Hugging Face checkpoint."""
+    """Maps the parameters of EXAONE 4 to the tensors of a Hugging Face checkpoint."""
     return decoder_map(
         config,
         norms=["self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "post_feedforward_layernorm"],

@@ -27,7 +27,7 @@ from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
 class GemmaConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Gemma model.
 
-    The first releases set ``hidden_act`` to "gelu"; every implementation computes its tanh approximation.
+    The first releases set ``hidden_act`` to "gelu", but every implementation computes the tanh approximation.
     """
 
     activations = ("gelu_pytorch_tanh", "gelu_new", "gelu")
@@ -68,7 +68,7 @@ class GemmaBlock(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 

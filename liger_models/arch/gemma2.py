@@ -71,6 +71,8 @@ class Gemma2Block(nn.Module):
 
     def __init__(self, config: Gemma2Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
+        # Each branch has a norm before it and another after it. The scores are capped, and a constant of the config
+        # scales them in place of the head size.
         norm = zero_centered_norm(config, kernels)
         self.input_layernorm = norm(config.hidden_size)
         self.self_attn = LigerAttention.from_config(
@@ -89,8 +91,9 @@ class Gemma2Block(nn.Module):
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        # [B, T, C]; the result of a branch is normed before it joins the residual stream.
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(x), residual
@@ -123,14 +126,14 @@ IGNORED_KEYS = ("cache_implementation", "sliding_window_size")  # a generation s
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The activation is read from ``hidden_activation``; a ``hidden_act`` beside it is ignored, as elsewhere."""
+    """Read the activation from ``hidden_activation``; a ``hidden_act`` beside it is ignored, as in transformers."""
     return {key: value for key, value in hf.items() if key != "hidden_activation"} | {
         "hidden_act": hf.get("hidden_activation")
     }
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The field ``hidden_act`` is written as ``hidden_activation``."""
+    """Write the field ``hidden_act`` as ``hidden_activation``."""
     return {"hidden_activation" if key == "hidden_act" else key: value for key, value in keys.items()}
 
 

@@ -43,7 +43,7 @@ class GLM4Config(RMSNormDecoderConfig):
 
     @property
     def rotary_width(self) -> int:
-        """Number of dimensions of a head that are rotated: without a factor (null in config.json) all."""
+        """Number of rotated dimensions of a head; all of them without a factor (null in config.json)."""
         return int(self.head_size * (self.partial_rotary_factor or 1))
 
 
@@ -63,7 +63,7 @@ class GLM4Block(nn.Module):
         self.post_mlp_layernorm = norm()
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x = self.post_self_attn_layernorm(x)
         x, residual = self.mlp.add_norm(self.post_attention_layernorm, x, residual)

@@ -1,11 +1,11 @@
 """GPT-OSS (gpt-oss-20b, gpt-oss-120b): model_type ``gpt_oss``.
 
-Differs from Mixtral: attention has a sink, one learned score per head that no token belongs to; every second layer,
-from the first on, has a window; all projections have biases, the router and the experts too. The experts' activation is
-a clamped SwiGLU. Routing weights are the softmax over the logits of the chosen experts. The norms' weights multiply in
-fp32.
+Differs from Mixtral: attention has a sink, which is one learned score per head without a token; every second layer,
+from the first on, has a window; all projections have biases, including the router and the experts. The experts'
+activation is a clamped SwiGLU. Routing weights are the softmax over the logits of the chosen experts. Norms multiply by
+their weight in fp32.
 
-The released experts are stored in MXFP4, four bits a weight. They are read as bf16 and trained as such.
+The released experts are stored in MXFP4, with four bits per weight. They are read and trained in bf16.
 
 Source: https://arxiv.org/abs/2508.10925, transformers ``models/gpt_oss``.
 """
@@ -75,7 +75,7 @@ class GptOssConfig(RMSNormDecoderConfig):
 
 
 class GptOssAttention(LigerAttention):
-    """`LigerAttention` with a sink per query head, which takes its share of the softmax."""
+    """`LigerAttention` with a sink per query head, an extra score that takes its share of the softmax."""
 
     def __init__(self, *sizes: int, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -84,7 +84,7 @@ class GptOssAttention(LigerAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """What the layer requires from the model, and what it computes."""
+        """The layer's requirements on the model, and its cost."""
         return super().attention._replace(needs_flash=True)
 
     def draw(self, std: float) -> bool:
@@ -93,11 +93,12 @@ class GptOssAttention(LigerAttention):
         return True
 
     def shard(self, group: Group) -> dict[str, int]:
-        """As `LigerAttention.shard`; each rank has the sinks of its heads."""
+        """See `LigerAttention.shard`. Each rank has the sinks of its heads."""
         return {**super().shard(group), "sinks": 0}
 
     def _local_sinks(self) -> Tensor:
         sinks, context = local(self.sinks), self.groups.context
+        # Context parallelism shards tokens, so each rank has all sinks and takes those of its heads.
         return sinks if context is None else sinks.chunk(context.size)[context.rank]
 
 
@@ -117,6 +118,7 @@ class GptOssBlock(nn.Module):
             window=config.window(layer),
         )
         self.post_attention_layernorm = norm(config.hidden_size)
+        # Each expert has biases, and its activation clamps gate and up.
         self.mlp = LigerMoE(
             config.hidden_size,
             config.intermediate_size,
@@ -131,7 +133,7 @@ class GptOssBlock(nn.Module):
         )
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair and the router logits."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and router logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
@@ -152,7 +154,7 @@ IGNORED_KEYS = ("experts_per_token", "initial_context_length")  # what num_exper
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Without rope parameters transformers takes YaRN with the released constants."""
+    """Fill in YaRN with the released constants if there are no rope parameters, as transformers does."""
     if hf.get("rope_scaling") or hf.get("rope_parameters") is not None:
         return dict(hf)
     return {**hf, "rope_scaling": {"rope_type": "yarn", **asdict(YARN)}}
@@ -170,7 +172,7 @@ def weight_map(config: GptOssConfig) -> WeightMap:
 
 
 def mxfp4_map(config: GptOssConfig) -> WeightMap:
-    """As `weight_map`, for experts in MXFP4, as they are released."""
+    """`weight_map` for experts in MXFP4, the released format."""
     experts = "model.layers.{i}.mlp.experts"
     return _map(
         config,
@@ -179,6 +181,7 @@ def mxfp4_map(config: GptOssConfig) -> WeightMap:
 
 
 def _map(config: GptOssConfig, gate_up: Expression, down: Expression) -> WeightMap:
+    # None removes the matrices of a dense MLP from the map of a decoder.
     mlp = "model.layers.{i}.mlp"
     return decoder_map(
         config,

@@ -1,8 +1,8 @@
 """Granite 3.0 to 3.3, dense: model_type ``granite``.
 
-Differs from Llama by four factors, each 1 if its key is missing: embeddings are multiplied by ``embedding_multiplier``,
-the outputs of attention and MLP by ``residual_multiplier`` before they are added to the residual stream, and q·k by
-``attention_multiplier`` instead of D^-0.5; the logits are divided by ``logits_scaling``.
+Differs from Llama by four factors, each of which is 1 if its key is missing. Embeddings are multiplied by
+``embedding_multiplier``, the outputs of attention and MLP by ``residual_multiplier`` before they are added to the
+residual stream, and q·k by ``attention_multiplier`` instead of D^-0.5. Logits are divided by ``logits_scaling``.
 
 Source: https://arxiv.org/abs/2408.13359, transformers ``models/granite``.
 """
@@ -57,7 +57,7 @@ class GraniteBlock(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual = self.mlp.add_norm(self.post_attention_layernorm, x * self.residual_multiplier, residual)
         return x * self.residual_multiplier, residual
@@ -78,7 +78,7 @@ class LigerGranite(CausalLM):
     def run_blocks(
         self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """As `Decoder.run_blocks`, on scaled embeddings; ``inputs_embeds`` from the caller are scaled too."""
+        """`Decoder.run_blocks` on scaled embeddings. ``inputs_embeds`` from the caller are also scaled."""
         return super().run_blocks(embeds * self.config.embedding_multiplier, layout, states)
 
 

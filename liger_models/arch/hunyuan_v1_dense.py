@@ -1,7 +1,7 @@
 """Hunyuan 0.5B, 1.8B, 4B, 7B and Hunyuan-MT: model_type ``hunyuan_v1_dense``.
 
-Differs from Llama: RMSNorms of each head of q and k after the rotation; rope scaling of type "dynamic" with a key
-``alpha`` raises the base of the frequencies once, whatever the length of the sequence.
+Differs from Llama: an RMSNorm of each head of q and k follows the rotation; rope scaling of type "dynamic" with a key
+``alpha`` raises the base of the frequencies once, independent of the sequence's length.
 
 Source: https://github.com/Tencent-Hunyuan/Hunyuan-7B, transformers ``models/hunyuan_v1_dense``.
 """
@@ -36,9 +36,10 @@ class HunYuanDenseV1Config(RMSNormDecoderConfig):
 
 
 class HunYuanDenseV1Attention(LigerQKNormAttention):
-    """Attention whose q and k are rotated first and normed then."""
+    """Attention whose q and k are rotated and then normed."""
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        # Not fused: the kernel norms before it rotates.
         q, k, v = LigerAttention._split(self, qkv, layout)  # [B, T, H, D], [B, T, G, D] twice
         return self.q_norm(q), self.k_norm(k), v
 
@@ -57,7 +58,7 @@ class HunYuanDenseV1Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
@@ -69,7 +70,7 @@ class LigerHunYuanDenseV1(CausalLM):
     block_class = HunYuanDenseV1Block
 
 
-# What the files say of the only layout, and of a token that no one reads; transformers' model has none of them.
+# Keys that describe the only layout, or a token that is never read. The model of transformers reads none of them.
 IGNORED_KEYS = (
     "add_classification_head",
     "attention_head_dim",
@@ -81,17 +82,17 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives rope scaling of type "dynamic" with ``alpha`` a type of its own."""
+    """Rename the type of rope scaling "dynamic" if it has ``alpha``."""
     return _retyped(hf, "dynamic", {"rope_type": "ntk_alpha"})
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`, in the spelling of the released files, too."""
+    """The inverse of `from_json`, which also writes the spelling of the released files."""
     return _retyped(keys, "ntk_alpha", {"type": "dynamic", "rope_type": "dynamic"})
 
 
 def _retyped(keys: Mapping[str, Any], old: str, new: Mapping[str, str]) -> dict[str, Any]:
-    """The keys with another type of rope scaling where it has ``alpha``; alpha 0 or null means none."""
+    """Replace the type of rope scaling if it has ``alpha``; 0 or null means no alpha."""
     changed = dict(keys)
     for name in ("rope_scaling", "rope_parameters"):
         rope = keys.get(name)

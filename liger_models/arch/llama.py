@@ -1,7 +1,7 @@
 """LLaMA 1, 2, 3, 3.1, 3.2 (text), 3.3, Code Llama, TinyLlama, SmolLM, Yi: everything with model_type ``llama``.
 
-The plain decoder; the other families are described by how they differ from it. Each block has pre-norm attention and a
-pre-norm gated MLP, and adds the output of both to the residual stream.
+The plain decoder, from which the descriptions of all other families start. Each block has pre-norm attention and a
+pre-norm gated MLP, and adds the outputs of both to the residual stream.
 
 Source: https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783, transformers ``models/llama``.
 """
@@ -45,7 +45,7 @@ class LlamaBlock(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 

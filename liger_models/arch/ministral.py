@@ -1,8 +1,8 @@
 """Ministral: model_type ``ministral``.
 
 Differs from Llama: layers of type ``sliding_attention`` in ``layer_types`` attend only to the last ``sliding_window``
-tokens (null for no window; 4096 if the key is missing). Without ``layer_types`` every layer does. There are no biases.
-The released Ministral-8B has model_type ``mistral``, and Ministral 3 is a different architecture (``ministral3``).
+tokens (null for no window; 4096 if the key is missing). Without ``layer_types`` all layers do. There are no biases. The
+released Ministral-8B has model_type ``mistral``, and Ministral 3 is a different architecture (``ministral3``).
 
 Source: https://mistral.ai/news/ministraux, transformers ``models/ministral``.
 """
@@ -55,7 +55,7 @@ class MinistralBlock(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 

@@ -2,8 +2,8 @@
 
 Differs from Llama: after the rotation each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``,
 where beta is ``llama_4_scaling_beta`` and length is ``original_max_position_embeddings`` of the YaRN scaling. The
-factor is 1 up to that length and grows slowly beyond it. Attention in every layer is limited to the last
-``sliding_window`` tokens if that is set. There are no biases.
+factor is 1 up to that length and grows slowly beyond it. All layers attend only to the last ``sliding_window`` tokens
+if that is set. There are no biases.
 
 Source: https://arxiv.org/abs/2601.08584, https://arxiv.org/abs/2501.19399 (scaled queries), transformers
 ``models/ministral3``.
@@ -62,7 +62,7 @@ class Ministral3Attention(LigerAttention):
 
     Args:
         beta: rate at which the factor grows.
-        length: the first so many positions have factor 1.
+        length: number of first positions with factor 1.
         Others: as in `LigerAttention`.
     """
 
@@ -72,6 +72,7 @@ class Ministral3Attention(LigerAttention):
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super()._split(qkv, layout)
+        # A factor per position, in fp32, on the rotated queries [B, T, H, D].
         scale = 1 + self.beta * torch.log((1 + layout.position_ids // self.length).float())  # [1 or B, T]
         return q * scale.to(q.dtype)[..., None, None], k, v
 
@@ -95,7 +96,7 @@ class Ministral3Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
@@ -111,10 +112,10 @@ BETA = "llama_4_scaling_beta"
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Takes the query scaling out of the rope parameters; without rope parameters, the defaults of the class apply.
+    """Move the query scaling out of the rope parameters. Without rope parameters, the defaults of the class apply.
 
-    If there are some, a missing ``rope_theta`` is 10000, transformers' default, and a missing query scaling, for which
-    transformers has no default, means none. ``max_position_embeddings`` among them is a copy and is dropped.
+    If there are rope parameters, a missing ``rope_theta`` is 10000, transformers' default, and a missing query scaling,
+    which has no default in transformers, means no scaling. Their ``max_position_embeddings`` is a copy and is dropped.
     """
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     default = Ministral3Config()
@@ -131,7 +132,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts the query scaling back among the rope parameters, and writes their type under its older key as well."""
+    """Move the query scaling back into the rope parameters, and write their type also under its older key."""
     out = dict(keys)
     out["rope_scaling"] = {"type": "yarn", **keys["rope_scaling"], BETA: out.pop(BETA)}
     return out

@@ -1,8 +1,8 @@
 """Mistral 7B, Mistral Nemo, Mistral Small (text), Codestral: model_type ``mistral``.
 
-Differs from Llama: attention in every layer is limited to the last ``sliding_window`` tokens (v0.1: 4096; null in later
-releases, which means no window; 4096 if the key is missing). With ``layer_types`` only layers of type
-``sliding_attention`` are: transformers reads such a config.json as one of Ministral. There are no biases.
+Differs from Llama: all layers attend only to the last ``sliding_window`` tokens (4096 in v0.1 and if the key is
+missing; null in later releases means no window). With ``layer_types`` only layers of type ``sliding_attention`` have
+the window, because transformers reads such a config.json as Ministral's. There are no biases.
 
 Source: https://arxiv.org/abs/2310.06825, transformers ``models/mistral``.
 """
@@ -55,7 +55,7 @@ class MistralBlock(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 

@@ -1,6 +1,6 @@
 """Mixtral 8x7B, 8x22B: model_type ``mixtral``.
 
-Differs from Mistral: the MLP is a mixture of experts; each token passes through ``num_experts_per_tok`` of them, with
+Differs from Mistral: the MLP is a mixture of experts. Each token passes through ``num_experts_per_tok`` experts, with
 renormalized routing weights. There is no attention window by default. With ``output_router_logits`` the load-balancing
 loss is added to the loss.
 
@@ -63,7 +63,7 @@ class MixtralBlock(nn.Module):
         )
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair and the router logits."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and router logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
@@ -82,12 +82,12 @@ def weight_map(config: MixtralConfig) -> WeightMap:
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """``num_experts`` is another name of ``num_local_experts``."""
+    """Read ``num_experts``, another name of ``num_local_experts``."""
     return {"num_local_experts" if key == "num_experts" else key: value for key, value in hf.items()}
 
 
 def other_maps(config: MixtralConfig) -> list[WeightMap]:
-    """transformers 5 names the layer ``mlp`` and fuses its experts; it also reads files with only one of the two."""
+    """The layouts of transformers 5, which names the layer ``mlp``, fuses its experts, or both."""
     return [
         _map(config, "mlp", fused=True),
         _map(config, "mlp", fused=False),
@@ -98,11 +98,13 @@ def other_maps(config: MixtralConfig) -> list[WeightMap]:
 def _map(config: MixtralConfig, name: str, *, fused: bool) -> WeightMap:
     moe = f"model.layers.{{i}}.{name}"
     expert = f"{moe}.experts.{{x}}"
+    # Newer checkpoints have one tensor for all experts, older ones three matrices per expert.
     gate_up, down = (
         fused_expert_rows(f"{moe}.experts.gate_up_proj", f"{moe}.experts.down_proj")
         if fused
         else expert_rows(f"{expert}.w1.weight", f"{expert}.w3.weight", f"{expert}.w2.weight", config.num_local_experts)
     )
+    # None removes the matrices of a dense MLP from the map of a decoder.
     return decoder_map(
         config,
         instead={

@@ -1,7 +1,8 @@
 """Nemotron-3 8B, Nemotron-4 340B and 15B, Minitron 4B and 8B, Nemotron-Mini: model_type ``nemotron``.
 
-Differs from Llama: LayerNorms with bias, whose weight is stored as its difference from one ("LayerNorm1P"); the MLP has
-no gate, and its activation is the square of ReLU; only the first ``partial_rotary_factor`` of each head is rotated.
+Differs from Llama: norms are LayerNorms with bias, whose weight is stored as its difference from 1 ("LayerNorm1P"); the
+MLP has no gate, and its activation is the square of ReLU; only the first ``partial_rotary_factor`` of each head is
+rotated.
 
 Source: https://arxiv.org/abs/2402.16819, https://arxiv.org/abs/2407.14679, transformers ``models/nemotron``.
 """
@@ -44,7 +45,7 @@ class NemotronConfig(DecoderConfig):
 
 
 def norm1p(config: NemotronConfig, kernels: KernelOptions) -> LigerLayerNorm:
-    """A LayerNorm that adds one to its weight, which starts from zeros."""
+    """A LayerNorm that adds 1 to its weight, which is initialized to zeros."""
     return LigerLayerNorm(config.hidden_size, config.norm_eps, init_fn="zeros", offset=1.0, kernel=kernels.layer_norm)
 
 
@@ -67,7 +68,7 @@ class NemotronBlock(nn.Module):
         )
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
@@ -79,7 +80,7 @@ class LigerNemotron(CausalLM):
     block_class = NemotronBlock
 
     def build_norm(self, config: NemotronConfig) -> LigerLayerNorm:
-        """A LayerNorm that adds one to its weight."""
+        """A LayerNorm that adds 1 to its weight."""
         return norm1p(config, self.kernels)
 
 

@@ -1,8 +1,7 @@
 """OLMo 2: model_type ``olmo2``.
 
-Differs from Llama: attention and the MLP take the residual stream itself and have a norm after them instead of before;
-queries and keys are normalized before the rotation, over all heads of a token together; norms apply their weight in
-fp32.
+Differs from Llama: attention and the MLP have a norm after them instead of before them; queries and keys are normalized
+before the rotation, over all heads of a token together; norms multiply by their weight in fp32.
 
 Source: https://arxiv.org/abs/2501.00656, transformers ``models/olmo2``.
 """
@@ -36,7 +35,7 @@ class Olmo2Config(RMSNormDecoderConfig):
 
 
 class Olmo2Block(nn.Module):
-    """``h += norm(attention(h)); h += norm(mlp(h))``; of the residual stream only the sums h are saved for backward."""
+    """``h += norm(attention(h)); h += norm(mlp(h))``; only the sums h are saved for the backward."""
 
     def __init__(self, config: Olmo2Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -55,7 +54,7 @@ class Olmo2Block(nn.Module):
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(None, x, residual, layout)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(None, x, residual)

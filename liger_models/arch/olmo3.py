@@ -1,8 +1,8 @@
 """OLMo 3: model_type ``olmo3``.
 
-Differs from Llama: attention and the MLP take the residual stream itself and have a norm after them instead of before;
-queries and keys are normalized before the rotation, over all heads of a token together; norms apply their weight in
-fp32; three of four layers attend only to the last ``sliding_window`` tokens, and rotate without ``rope_scaling``.
+Differs from Llama: attention and the MLP have a norm after them instead of before them; queries and keys are normalized
+before the rotation, over all heads of a token together; norms multiply by their weight in fp32; three of four layers
+attend only to the last ``sliding_window`` tokens, and rotate without ``rope_scaling``.
 
 Source: https://arxiv.org/abs/2512.13961, transformers ``models/olmo3``.
 """
@@ -31,8 +31,8 @@ from liger_models.layers.rope import RotaryEmbedding
 class Olmo3Config(RMSNormDecoderConfig):
     """Sizes and constants of an OLMo 3 model.
 
-    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window; ``rope_local_base_freq`` (Gemma 3's name)
-    is the rotary base of the layers with one.
+    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. ``rope_local_base_freq`` (Gemma 3's name)
+    is the rotary base of the layers with a window.
     """
 
     vocab_size: int = 50304
@@ -51,19 +51,20 @@ class Olmo3Config(RMSNormDecoderConfig):
         check_layer_types("Olmo3Config", self.layer_types, self.num_hidden_layers)
 
     def layer_type(self, layer: int) -> str:
-        """The type of a layer, "sliding_attention" or "full_attention"; also the name of its rotary embedding."""
+        """The type of a layer and name of its rotary embedding, "sliding_attention" or "full_attention"."""
         if self.layer_types is not None:
             return self.layer_types[layer]
         return "sliding_attention" if (layer + 1) % 4 else "full_attention"
 
 
 class Olmo3Block(nn.Module):
-    """``h += norm(attention(h)); h += norm(mlp(h))``; of the residual stream only the sums h are saved for backward."""
+    """``h += norm(attention(h)); h += norm(mlp(h))``; only the sums h are saved for the backward."""
 
     def __init__(self, config: Olmo3Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
         norm = fp32_norm(config, kernels)
         layer_type = config.layer_type(layer)
+        # The norms of q and k span all heads. Branches read the residual stream as it is.
         self.self_attn = LigerQKNormAttention.from_config(
             config,
             layer,
@@ -80,7 +81,8 @@ class Olmo3Block(nn.Module):
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        # The result of a branch is normed before it joins the residual stream.
         x, residual = self.self_attn.add_norm(None, x, residual, layout)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(None, x, residual)
@@ -98,23 +100,24 @@ class LigerOlmo3(CausalLM):
         return fp32_norm(config, self.kernels)(config.hidden_size)
 
     def build_rotary(self, config: Olmo3Config) -> dict[str, nn.Module]:
-        """A rotary embedding for each type of layers; those with a window have a base of their own."""
+        """A rotary embedding for each type of layer; layers with a window have their own base."""
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
         return {"full_attention": super().build_rotary(config)["default"], "sliding_attention": sliding}
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads transformers 5's ``rope_parameters`` per layer type; only there is the base of the layers with a window."""
+    """Read transformers 5's ``rope_parameters`` per layer type, the only key with the base of layers with a window."""
     return flat_rope({key: value for key, value in hf.items() if key != "rope_local_base_freq"})
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Also writes transformers 5's ``rope_parameters`` if the sliding layers' base differs from that of all releases.
+    """Also write transformers 5's ``rope_parameters`` if the sliding layers' base differs from all released models.
 
-    transformers 5 applies the older ``rope_theta`` to the layers without a window only; transformers 4 has one base for
+    transformers 5 applies the older ``rope_theta`` only to the layers without a window. transformers 4 has one base for
     all layers.
     """
     out = dict(keys)
+    # The released files have one base, which every version of transformers reads.
     local = out.pop("rope_local_base_freq")
     if local != Olmo3Config.rope_local_base_freq:
         full = {"rope_type": "default", **(keys["rope_scaling"] or {}), "rope_theta": keys["rope_theta"]}

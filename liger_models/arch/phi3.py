@@ -1,6 +1,6 @@
 """Phi-3 mini and medium, Phi-3.5-mini, Phi-4, Phi-4-mini: model_type ``phi3``.
 
-Differs from Llama: attention in every layer is limited to the last ``sliding_window`` tokens if that is set
+Differs from Llama: all layers attend only to the last ``sliding_window`` tokens if that is set
 (Phi-3-mini-4k); the long-context models scale the rotary frequencies with one set of divisors up to
 ``original_max_position_embeddings`` and another beyond it (longrope); Phi-4-mini rotates only the first
 ``partial_rotary_factor`` of each head. There are no biases. Checkpoints store q, k and v as one tensor, and gate and up
@@ -62,7 +62,7 @@ class Phi3Config(RMSNormDecoderConfig):
 
     @property
     def rotary_width(self) -> int:
-        """Number of dimensions of a head that are rotated."""
+        """Number of rotated dimensions of a head."""
         return int(self.head_size * (self.partial_rotary_factor or 1))
 
 
@@ -78,7 +78,7 @@ class Phi3Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
@@ -105,6 +105,7 @@ def weight_map(config: Phi3Config) -> WeightMap:
     """Maps the parameters of Phi-3 to the tensors of a Hugging Face checkpoint."""
     return decoder_map(
         config,
+        # The checkpoint has q, k and v one after the other in one matrix, and gate and up in another.
         instead={
             "self_attn.qkv_proj.weight": fused_qkv_rows(
                 "model.layers.{i}.self_attn.qkv_proj.weight",

@@ -1,6 +1,6 @@
 """Qwen2, Qwen2.5, Qwen1.5, QwQ: model_type ``qwen2``.
 
-Differs from Llama: the q, k and v projections always have biases, the output projection never has one. With
+Differs from Llama: the q, k and v projections always have biases, and the output projection never has one. With
 ``use_sliding_window`` the layers from ``max_window_layers`` on attend only to the last ``sliding_window`` tokens;
 ``layer_types``, if given, selects these layers instead. No released checkpoint uses the window.
 
@@ -60,7 +60,7 @@ class Qwen2Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 

@@ -2,7 +2,8 @@
 
 Differs from Qwen2-VL in the vision tower: blocks have RMSNorm and a gated MLP with biases, and attention is limited to
 windows except in a few layers, which attend within the whole frame. Patches are sorted by window once before the
-blocks, and image tokens are put back in order after the merger. Temporal positions of a video follow its seconds.
+blocks, and image tokens are returned to their order after the merger. Temporal positions of a video are proportional to
+its seconds.
 
 Source: https://arxiv.org/abs/2502.13923, transformers ``models/qwen2_5_vl``.
 """
@@ -32,8 +33,8 @@ class Qwen2_5VLVisionConfig:
     """Sizes of the vision tower; windows are ``window_size`` pixels wide and high.
 
     Raises:
-        ValueError: the width does not divide into heads, a window is smaller than an image token, or the tower does not
-            have the activation.
+        ValueError: the width does not divide into heads, a window is smaller than an image token, or the activation is
+            not supported.
     """
 
     depth: int = 32
@@ -77,7 +78,7 @@ class Qwen2_5VLVisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2_5VLConfig(Qwen2VLTextConfig):
-    """Sizes and constants of a Qwen2.5-VL model; those of the vision tower are in ``vision_config``."""
+    """Sizes and constants of a Qwen2.5-VL model; ``vision_config`` holds the sizes of the tower."""
 
     vision_config: Qwen2_5VLVisionConfig = field(default_factory=Qwen2_5VLVisionConfig)
 
@@ -104,6 +105,7 @@ class Qwen2_5VLTower(nn.Module):
         self.full = frozenset(config.fullatt_block_indexes)
         C = config.hidden_size
         norm = partial(LigerRMSNorm, eps=1e-6, kernel=kernels.rms_norm)
+        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
         pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.patch_embed = nn.Linear(pixels, C, bias=False)
         self.blocks = nn.ModuleList(
@@ -117,12 +119,14 @@ class Qwen2_5VLTower(nn.Module):
         self.rotary = AxialRotaryEmbedding(C // config.num_heads, config.rope_theta)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Patches [N, channels · frames · height · width], grid_thw [n, 3] -> image tokens [N / merge², C], []."""
+        """Turn patches [N, values] of images ``grid_thw`` [n, 3] into image tokens [N / merge², C]; no DeepStack."""
+        # Patches in the order of their windows, so that a window is one segment. The patches of a token stay together.
         unit = self.merge**2
         patches = locate_patches(grid_thw, len(pixels), self.merge)
         order, window = order_by_window(patches, self.merge, self.side)
         pixels = pixels.unflatten(0, (-1, unit))[order].flatten(0, 1)
         patches = patches.take(order, unit)
+        # Most blocks attend within windows, and some within whole frames.
         frames, windows = (
             BatchLayout.bidirectional(patches.position_ids, {"default": self.rotary}, segments)
             for segments in (patches.frame, window.repeat_interleave(unit))
@@ -130,6 +134,7 @@ class Qwen2_5VLTower(nn.Module):
         x, residual = None, self.patch_embed(pixels.to(self.patch_embed.weight.dtype))[None]
         for index, block in enumerate(self.blocks):
             x, residual = block(x, residual, frames if index in self.full else windows)
+        # The image tokens, back in the order of the text.
         return self.merger(x, residual)[order.argsort()], []
 
 
@@ -147,7 +152,7 @@ def weight_map(config: Qwen2_5VLConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen2_5VLConfig) -> list[WeightMap]:
-    """The module names of transformers since 4.52, under which it also saved checkpoints for some time."""
+    """The layout of transformers' modules since 4.52, which some of its versions also wrote to checkpoints."""
     return [_map(config, "model.language_model", "model.visual")]
 
 
@@ -162,6 +167,7 @@ def _map(config: Qwen2_5VLConfig, text: str, visual: str) -> WeightMap:
             "visual.patch_embed.weight": patch_rows(
                 f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
             ),
+            # The blocks: norms without bias, q, k and v in one matrix, gate and up in two.
             **{f"visual.blocks.{{b}}.{norm}.weight": f"{block}.{norm}.weight" for norm in ("norm1", "norm2")},
             **{
                 f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
@@ -175,6 +181,7 @@ def _map(config: Qwen2_5VLConfig, text: str, visual: str) -> WeightMap:
                 for k in kinds
             },
             **{f"visual.blocks.{{b}}.mlp.down_proj.{k}": f"{block}.mlp.down_proj.{k}" for k in kinds},
+            # The merger is a norm and a sequence of a layer, an activation and a layer.
             "visual.merger.norm.weight": f"{visual}.merger.ln_q.weight",
             **{f"visual.merger.mlp.fc1.{k}": f"{visual}.merger.mlp.0.{k}" for k in kinds},
             **{f"visual.merger.mlp.fc2.{k}": f"{visual}.merger.mlp.2.{k}" for k in kinds},

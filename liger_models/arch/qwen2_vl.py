@@ -1,8 +1,8 @@
 """Qwen2-VL, QVQ, olmOCR 0225: model_type ``qwen2_vl``.
 
-The language model is that of Qwen2 with positions in time, height and width; each of the three has a section of the
-rotary frequencies. The vision tower has pre-norm blocks with LayerNorm, attention within each frame, rotated by row and
-column, and a plain MLP. Two by two neighboring patches, each of two frames, become one image token.
+The language model is Qwen2 with positions in time, height and width, each of which has a section of the rotary
+frequencies. The vision tower has pre-norm blocks with LayerNorm, attention within each frame with rotation by row and
+column, and a plain MLP. A square of two by two patches, each of two frames, becomes one image token.
 
 Source: https://arxiv.org/abs/2409.12191, transformers ``models/qwen2_vl``.
 """
@@ -29,10 +29,10 @@ from liger_models.layers.vision import PatchMerger, VisionBlock
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLVisionConfig:
-    """Sizes of the vision tower; ``embed_dim`` is its width, ``hidden_size`` is that of the language model.
+    """Sizes of the vision tower; ``embed_dim`` is its width, and ``hidden_size`` the language model's width.
 
     Raises:
-        ValueError: the width does not divide into heads, or the tower does not have the activation.
+        ValueError: the width does not divide into heads, or the activation is not supported.
     """
 
     depth: int = 32
@@ -63,7 +63,7 @@ class Qwen2VLVisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLConfig(Qwen2VLTextConfig):
-    """Sizes and constants of a Qwen2-VL model; those of the vision tower are in ``vision_config``."""
+    """Sizes and constants of a Qwen2-VL model; ``vision_config`` holds the sizes of the tower."""
 
     vision_config: Qwen2VLVisionConfig = field(default_factory=Qwen2VLVisionConfig)
 
@@ -89,6 +89,7 @@ class Qwen2VLTower(nn.Module):
         self.merge = config.spatial_merge_size
         C = config.embed_dim
         norm = partial(LigerLayerNorm, eps=1e-6, kernel=kernels.layer_norm)
+        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
         pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.patch_embed = nn.Linear(pixels, C, bias=False)
         self.blocks = nn.ModuleList(
@@ -102,8 +103,9 @@ class Qwen2VLTower(nn.Module):
         self.rotary = AxialRotaryEmbedding(C // config.num_heads, config.rope_theta)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Patches [N, channels · frames · height · width], grid_thw [n, 3] -> image tokens [N / merge², C], []."""
+        """Turn patches [N, values] of images ``grid_thw`` [n, 3] into image tokens [N / merge², C]; no DeepStack."""
         patches = locate_patches(grid_thw, len(pixels), self.merge)
+        # Patches of a frame attend to each other. All images are one row: [1, N, C].
         layout = BatchLayout.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame)
         x, residual = None, self.patch_embed(pixels.to(self.patch_embed.weight.dtype))[None]
         for block in self.blocks:
@@ -125,7 +127,7 @@ def weight_map(config: Qwen2VLConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen2VLConfig) -> list[WeightMap]:
-    """The module names of transformers since 4.52, under which it also saved checkpoints for some time."""
+    """The layout of transformers' modules since 4.52, which some of its versions also wrote to checkpoints."""
     return [_map(config, "model.language_model", "model.visual")]
 
 
@@ -140,6 +142,7 @@ def _map(config: Qwen2VLConfig, text: str, visual: str) -> WeightMap:
             "visual.patch_embed.weight": patch_rows(
                 f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
             ),
+            # The blocks: q, k and v are one matrix in the checkpoint, one after the other.
             **{f"visual.blocks.{{b}}.{norm}.{k}": f"{block}.{norm}.{k}" for norm in ("norm1", "norm2") for k in kinds},
             **{
                 f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
@@ -147,6 +150,7 @@ def _map(config: Qwen2VLConfig, text: str, visual: str) -> WeightMap:
             },
             **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.attn.proj.{k}" for k in kinds},
             **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
+            # The merger is a norm and a sequence of a layer, an activation and a layer.
             **{f"visual.merger.norm.{k}": f"{visual}.merger.ln_q.{k}" for k in kinds},
             **{f"visual.merger.mlp.fc1.{k}": f"{visual}.merger.mlp.0.{k}" for k in kinds},
             **{f"visual.merger.mlp.fc2.{k}": f"{visual}.merger.mlp.2.{k}" for k in kinds},

@@ -1,7 +1,7 @@
 """Qwen3, dense: model_type ``qwen3``.
 
 Differs from Llama: each head of q and k is normalized by an RMSNorm before the rotation, with one weight for all heads;
-the head dimension is 128 whatever the hidden size. As in Qwen2, the layers from ``max_window_layers`` on can have an
+the head dimension is 128 for any hidden size. As in Qwen2, the layers from ``max_window_layers`` on can have an
 attention window, which no released checkpoint uses.
 
 Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3``.
@@ -71,7 +71,7 @@ class Qwen3Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 

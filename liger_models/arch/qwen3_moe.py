@@ -81,6 +81,7 @@ class Qwen3MoeBlock(nn.Module):
             window=config.sliding_window if config.use_sliding_window else None,
         )
         self.post_attention_layernorm = norm(config.hidden_size)
+        # Some layers can have a dense MLP in place of the experts.
         self.mlp: LigerMoE | LigerSwiGLUMLP
         if not config.is_sparse(layer):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
@@ -96,7 +97,7 @@ class Qwen3MoeBlock(nn.Module):
             )
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and a router's logits."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and router logits if any."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
@@ -113,7 +114,7 @@ IGNORED_KEYS = ("max_window_layers",)  # either all layers have the window or no
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes ``num_experts`` as ``num_local_experts``."""
+    """Read ``num_local_experts``, transformers 5's name of ``num_experts``."""
     return {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
 
 
@@ -127,12 +128,13 @@ def weight_map(config: Qwen3MoeConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen3MoeConfig) -> list[WeightMap]:
-    """transformers 5 stores the experts of a layer in one tensor per projection."""
+    """The layout of transformers 5, with all experts of a layer in one tensor per projection."""
     experts = "model.layers.{sparse}.mlp.experts"
     return [_map(config, *fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj"))]
 
 
 def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> WeightMap:
+    # Only sparse layers have experts; the others keep the names of a dense MLP.
     sparse = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
     return decoder_map(
         config,

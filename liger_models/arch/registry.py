@@ -32,13 +32,14 @@ _NEEDED = ("vocab_size", "hidden_size", "initializer_range", "tie_word_embedding
 
 @functools.cache
 def built_in_modules() -> dict[str, str]:
-    """``model_type`` -> full name of the module that registers it, for every built-in family. No family is imported."""
+    """Map the ``model_type`` of every built-in family to the full name of its module, without importing any family."""
     modules = {}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if module.name in NOT_FAMILIES or module.name.startswith("_"):
             continue
         path = f"{__package__}.{module.name}"
         if module.ispkg:
+            # A package has several families, and lists their files without importing them.
             files = importlib.import_module(path).MODEL_TYPES
             modules.update({model_type: f"{path}.{file}" for model_type, file in files.items()})
         else:
@@ -52,7 +53,7 @@ def built_in() -> list[str]:
 
 
 def add_family(model_class: type[CausalLM], checkpoint: CheckpointFormat) -> None:
-    """Add a model class and its config class to the tables, with the format of their checkpoints."""
+    """Add a model class, its config class and the format of its checkpoints to the tables."""
     MODEL_CLASSES[checkpoint.model_type] = model_class
     FORMATS[model_class] = FORMATS[model_class.config_class] = checkpoint
 
@@ -67,21 +68,22 @@ def register(
     to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
     hf_class: str | None = None,
 ) -> None:
-    """Register an architecture of your own, so that it can be saved, and loaded by the ``model_type`` in config.json.
+    """Register a custom architecture, so that it can be saved, and loaded by the ``model_type`` in config.json.
 
     Call it after the class definition, in the same module. Redefining the class, for example by rerunning a notebook
     cell, replaces the earlier one.
 
     Args:
-        model_type: ``model_type`` in config.json; must not be in `list_archs` yet.
-        model_class: derives from `CausalLM`. Its ``config_class`` must be a dataclass of its own with fields that JSON
-            can represent; `DecoderConfig` has the usual ones.
-        weight_map: maps a config to the `WeightMap` of its checkpoints. Default: parameters are stored under their own
-            names.
-        other_maps: maps a config to the `WeightMap` of each further layout. These are read and never written.
-        from_json: renames the keys of a config.json to the fields of the config class.
+        model_type: ``model_type`` in config.json, which must not be in `list_archs` yet.
+        model_class: class derived from `CausalLM`. Its ``config_class`` must be a dataclass that no other model uses,
+            with fields that JSON can represent; `DecoderConfig` has the usual ones.
+        weight_map: function from a config to the `WeightMap` of its checkpoints. By default parameters are stored under
+            their own names.
+        other_maps: function from a config to the `WeightMap` of each further layout. These layouts are read but never
+            written.
+        from_json: function that renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
-        hf_class: name of the class in transformers, for ``architectures`` in config.json. Default: the name of
+        hf_class: name of the class in transformers, for ``architectures`` in config.json; by default the name of
             ``model_class``.
 
     Raises:
@@ -111,11 +113,11 @@ def register(
         )
     # The class decides which format is written, so it has one model type.
     for cls in (model_class, config_class):
-        taken = FORMATS[cls].model_type if cls in FORMATS else None
-        if taken not in (None, model_type):
+        registered = FORMATS[cls].model_type if cls in FORMATS else None
+        if registered not in (None, model_type):
             raise ValueError(
                 f"register: {model_class.__name__} and its config_class must be classes of their own, got "
-                f"{cls.__name__}, registered as {taken!r}. Derive a class from it; a derived config_class is a "
+                f"{cls.__name__}, registered as {registered!r}. Derive a class from it; a derived config_class is a "
                 "dataclass too."
             )
     _check_fields(config_class)
@@ -136,7 +138,7 @@ def _path(cls: type) -> str:
 
 
 def _check_fields(config_class: type) -> None:
-    """Raise ValueError if `save_pretrained` could not write such a config, or loading could not read it back."""
+    """Raise ValueError if `save_pretrained` could not write a config of this class, or loading could not read it."""
     hints = typing.get_type_hints(config_class)
     missing = [field for field in _NEEDED if field not in hints]
     if missing:

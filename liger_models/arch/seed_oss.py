@@ -1,7 +1,7 @@
 """Seed-OSS 36B: model_type ``seed_oss``.
 
 Differs from Llama: the q, k and v projections have biases (``attention_bias``), and the output projection has its own
-switch (``attention_out_bias``); in training, elements of the output of each branch are dropped.
+switch (``attention_out_bias``); in training, the output of each branch has dropout.
 
 Source: https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct, transformers ``models/seed_oss``.
 """
@@ -58,7 +58,7 @@ class SeedOssBlock(nn.Module):
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual = self.mlp.add_norm(self.post_attention_layernorm, self.dropout(x), residual)
         return self.dropout(x), residual

@@ -1,9 +1,9 @@
 """SmolLM3: model_type ``smollm3``.
 
 Differs from Llama: every fourth layer does not rotate q and k (``no_rope_layers``; despite the name, 1 means rotation
-and 0 means none). The sliding layers of ``layer_types`` attend only to the last ``sliding_window`` tokens; if that is
-missing, the unrotated layers do, with ``use_sliding_window``. No released checkpoint uses the window. Embeddings are
-tied by default.
+and 0 means none). The sliding layers of ``layer_types`` attend only to the last ``sliding_window`` tokens. If
+``layer_types`` is missing, the unrotated layers do, with ``use_sliding_window``. No released checkpoint uses the
+window. Embeddings are tied by default.
 
 Source: https://huggingface.co/blog/smollm3, https://arxiv.org/abs/2501.18795 (layers without rotation), transformers
 ``models/smollm3``.
@@ -52,11 +52,11 @@ class SmolLM3Config(RMSNormDecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layer_types("SmolLM3Config", self.layer_types, self.num_hidden_layers)
-        given = self.num_hidden_layers if self.no_rope_layers is None else len(self.no_rope_layers)
-        if not given >= self.num_hidden_layers:
+        entries = self.num_hidden_layers if self.no_rope_layers is None else len(self.no_rope_layers)
+        if not entries >= self.num_hidden_layers:
             raise ValueError(
                 f"SmolLM3Config: no_rope_layers must hold num_hidden_layers ({self.num_hidden_layers}) entries, got "
-                f"{given}. Check config.json."
+                f"{entries}. Check config.json."
             )
 
     def rotates(self, layer: int) -> bool:
@@ -78,6 +78,7 @@ class SmolLM3Block(nn.Module):
         super().__init__()
         norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
         self.input_layernorm = norm()
+        # By default every fourth layer has no position embedding.
         self.self_attn = LigerAttention.from_config(
             config,
             layer,
@@ -91,7 +92,7 @@ class SmolLM3Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 

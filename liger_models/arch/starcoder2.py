@@ -1,8 +1,8 @@
 """StarCoder2 3B, 7B, 15B: model_type ``starcoder2``.
 
-Differs from Llama: LayerNorms with bias; biases in all linear layers (``use_bias``); the MLP has no gate, and its
-activation is GELU; all layers attend only to the last ``sliding_window`` tokens; in training, elements of the
-embeddings and of the output of each branch are dropped.
+Differs from Llama: norms are LayerNorms with bias; all linear layers have biases (``use_bias``); the MLP has no gate,
+and its activation is GELU; all layers attend only to the last ``sliding_window`` tokens; in training, the embeddings
+and the output of each branch have dropout.
 
 Source: https://arxiv.org/abs/2402.19173, transformers ``models/starcoder2``.
 """
@@ -61,6 +61,7 @@ class Starcoder2Block(nn.Module):
         self.post_attention_layernorm = LigerLayerNorm(
             config.hidden_size, config.norm_epsilon, kernel=kernels.layer_norm
         )
+        # One matrix, an activation and another matrix: there is no gate.
         self.mlp = LigerMLP(
             config.hidden_size,
             config.intermediate_size,
@@ -71,7 +72,7 @@ class Starcoder2Block(nn.Module):
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual = self.mlp.add_norm(self.post_attention_layernorm, self.dropout(x), residual)
         return self.dropout(x), residual
@@ -84,7 +85,7 @@ class LigerStarcoder2(CausalLM):
     block_class = Starcoder2Block
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, tuple[int, int]]:
-        """The embeddings of this rank's share of the tokens, and the shape (B, T) of the whole batch."""
+        """Return the embeddings of this rank's tokens, with dropout, and the shape (B, T) of the whole batch."""
         embeds, shape = super().embed(input_ids, inputs_embeds)
         return functional.dropout(embeds, self.config.embedding_dropout, self.training), shape
 

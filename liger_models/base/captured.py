@@ -1,6 +1,6 @@
-"""A training step's forward and backward as one CUDA graph, for batches of one shape.
+"""Forward and backward of a training step as one CUDA graph, for batches of one shape.
 
-A step of few tokens takes as long as Python needs to launch its kernels. A graph launches them all at once.
+A step of few tokens takes as long as Python takes to launch its kernels. A graph launches all kernels at once.
 """
 
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ from liger_models.layers.linear import is_sharded
 from liger_models.layers.recompute import is_hooked
 
 WARM_UPS = 3
-"""Ordinary steps before a capture, in which kernels are compiled and libraries allocate what they need."""
+"""Number of ordinary steps before a capture, in which kernels compile and libraries allocate memory."""
 
 
 class CapturedStep:
-    """Forward and backward for batches like one: ``loss = step(batch)`` is the forward and ``loss.backward()``.
+    """Forward and backward for batches of one shape: ``loss = step(batch)`` also calls ``loss.backward()``.
 
-    Gradients are summed into ``parameter.grad`` as by ``backward``, and are those of this batch alone where it is None.
-    Their memory belongs to the step, so they must be None or the tensors that the step put there; an optimizer and
-    clipping may change their values. Random numbers (dropout) are new in each call. The optimizer is not part of it.
+    The step adds to ``parameter.grad`` as ``backward`` does, or sets it where it is None. The gradients are the step's
+    own tensors. Between calls ``parameter.grad`` must be None or still the same tensor, whose values an optimizer and
+    clipping may change. Every call draws new random numbers (dropout). The optimizer is not part of the step.
 
-    On a GPU each of the two ways to leave gradients, set or added, is captured when it is first needed; the second
-    shares the memory of the first. Elsewhere the step is an ordinary one.
+    On a GPU there are two graphs, one that sets gradients and one that adds to them. Each is captured when it is first
+    needed, and the two share their memory. On the CPU the step is an ordinary one.
 
-    Made by `CausalLM.capture`.
+    `CausalLM.capture` makes it.
     """
 
     def __init__(self, model: Decoder, batch: Mapping[str, Any]) -> None:
@@ -47,11 +47,14 @@ class CapturedStep:
                 "capture: batch must have labels, of whose loss the gradients are, got "
                 f"{', '.join(batch) or 'nothing'}."
             )
+
+        # The tensors that the graphs read, which each call overwrites.
         self._batch = {
             name: value.detach().to(model.device, copy=True) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
-        # What a graph would not notice, and where it leaves the gradients.
+
+        # Changes that a graph would miss are errors. The gradients stay at the addresses of the first capture.
         self._state = self._model_state()
         self._gradients: list[Tensor | None] | None = None
         self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -62,26 +65,27 @@ class CapturedStep:
             model.zero_grad()
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
-        """Run forward and backward.
+        """Run the forward and the backward.
 
         Args:
-            batch: the arguments of the forward, by name. Tensors have the shapes and dtypes of those that the step was
-                made with, on any device; everything else is equal.
+            batch: the arguments of the forward, by name. Tensors must have the same shapes and dtypes as at the
+                capture, on any device. All other values must be equal.
 
         Returns:
-            The loss, [] fp32, without a graph.
+            The loss, [] fp32, detached.
 
         Raises:
-            ValueError: the batch differs; parameters were moved, replaced, frozen or thawed, or the model has changed
-                between training and evaluation, since the capture; or gradients are not those of the step.
-            RuntimeError: a CUDA graph of the summed gradients cannot be captured.
+            ValueError: the batch differs from the captured one; since the capture, parameters were moved, replaced,
+                frozen or unfrozen, or the model switched between training and evaluation mode; or a gradient is not
+                the step's own tensor.
+            RuntimeError: the graph that adds to gradients cannot be captured.
         """
         if self._state != self._model_state():
             raise ValueError(
                 "step: the parameters must be where they were at the capture, as trainable, and the model in the same "
                 "mode (train or eval), got another state. Call capture again."
             )
-        # The first graph sets the gradients of the parameters, the second adds to those of the call before.
+        # Gradients that are all None are set by the first graph. The step's own gradients are added to by the second.
         grads = [parameter.grad for parameter in self.parameters]
         fresh = all(grad is None for grad in grads)
         expected = grads if fresh or self._gradients is None else self._gradients
@@ -105,6 +109,7 @@ class CapturedStep:
         return loss.clone()  # the next call overwrites it
 
     def _run(self) -> Tensor:
+        """An ordinary step on the tensors of `_batch`. Returns the loss."""
         loss: Any = self.model(**self._batch).loss
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise ValueError(
@@ -115,13 +120,13 @@ class CapturedStep:
         return loss.detach()
 
     def _take(self, batch: Mapping[str, Any]) -> None:
-        """Copy the tensors of a batch to where the graphs read them."""
+        """Check a batch, and copy its tensors into the tensors that the graphs read."""
         if batch.keys() != self._batch.keys():
             raise ValueError(
                 f"step: batch must have {', '.join(self._batch)} as at the capture, got {', '.join(batch)}. Capture a "
                 "step for each kind of batch."
             )
-        # All values are checked before one is copied.
+        # Check all values before the first copy.
         for name, ours in self._batch.items():
             value = batch[name]
             if isinstance(ours, Tensor):
@@ -137,19 +142,23 @@ class CapturedStep:
                     f"step: {name} must be {ours!r} as at the capture, got {value!r}. Pass a tensor at the capture for "
                     "a number that changes."
                 )
+
+        # On a GPU the copies run before the graph, on the same stream.
         for name, ours in self._batch.items():
             if isinstance(ours, Tensor):
                 ours.copy_(batch[name], non_blocking=True)
 
     def _model_state(self) -> list[Any]:
+        """Identity, address and ``requires_grad`` of each parameter, and the mode of each module."""
         parameters = [
-            # Parameters of 4 bits have no memory of their own.
+            # 4-bit parameters own no memory.
             (id(weight), weight.data_ptr() if type(weight) is nn.Parameter else None, weight.requires_grad)
             for weight in self.model.parameters()
         ]
         return [parameters, [module.training for module in self.model.modules()]]
 
     def _warm_up(self) -> None:
+        """Run ordinary steps on the stream of the capture. They leave no gradients and change no random numbers."""
         device, stream = self.model.device, capture_stream(self.model.device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.random.fork_rng([device]), torch.cuda.stream(stream):
@@ -159,15 +168,17 @@ class CapturedStep:
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def _record(self, way: str) -> None:
+        """Capture the graph that sets gradients ("set") or adds to them ("add"). Nothing is computed."""
         device, graph = self.model.device, torch.cuda.CUDAGraph()
         stream = capture_stream(device)
-        pool = next((other.pool() for other, _ in self._graphs.values()), None)
+        # The two graphs never run at the same time, so the second can use the memory of the first.
+        pool = next((captured.pool() for captured, _ in self._graphs.values()), None)
         cause = None
         try:
-            # Other threads, such as a loader's that pins memory, may call the driver meanwhile.
+            # Only this thread is watched: others, such as a loader that pins memory, may call the driver meanwhile.
             with (
                 torch.cuda.device(device),
-                torch.cuda.stream(stream),  # which `graph` does not leave if the capture fails
+                torch.cuda.stream(stream),  # `graph` does not leave its stream if the capture fails
                 keeps_random_numbers(device),
                 torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             ):
@@ -177,7 +188,7 @@ class CapturedStep:
                     cause = error
                     raise
         except RuntimeError as error:
-            if way == "set":  # what the capture left there
+            if way == "set":  # the failed capture left gradients without values
                 self.model.zero_grad()
             reason = str(cause or error).strip().partition("\n")[0]
             raise RuntimeError(
@@ -194,10 +205,13 @@ def can_record(model: Decoder) -> bool:
 
 
 def _check_model(model: Decoder) -> None:
-    """Raise ValueError unless forward and backward are all that a step does, on one device."""
+    """Raise ValueError unless a step is a plain forward and backward on one device."""
+    # Parameters with an optimizer in the backward, and modules with hooks.
     name, device = type(model).__name__, model.device.type
     stepping = [path for path, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
     hooked = [path or name for path, module in model.named_modules() if is_hooked(module)]
+
+    # Each condition with the message if it does not hold.
     for holds, message in (
         (device in ("cpu", "cuda"), f"the model must be on a CUDA GPU or the CPU, got {device}. Move it."),
         (any(p.requires_grad for p in model.parameters()), f"{name} must have parameters that train, got none."),

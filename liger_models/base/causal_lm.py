@@ -1,4 +1,4 @@
-"""The base class of all models: the decoder with loading, saving, generation and transformers' Trainer interface."""
+"""The base class of all models: a decoder that loads, saves, generates, and works with transformers' Trainer."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 class CausalLM(Decoder):
-    """A decoder that generates text, and that is loaded from and saved as Hugging Face checkpoints.
+    """A decoder that generates text and reads and writes Hugging Face checkpoints.
 
     Families derive from it, set the attributes of `Decoder`, and call `post_init`.
 
     Args:
         config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
+        kernels: the parts that run on fused kernels. Default: all parts.
     """
 
     accepts_loss_kwargs: ClassVar[bool] = True
@@ -78,19 +78,19 @@ class CausalLM(Decoder):
         )
 
     def get_input_embeddings(self) -> LigerEmbedding:
-        """The embedding, under the name that transformers' Trainer uses (NEFTune)."""
+        """The embedding. transformers' Trainer calls this method for NEFTune."""
         return self.embed_tokens
 
     def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: int | None = None) -> LigerEmbedding:
-        """Resize the embedding, the head and the config's ``vocab_size`` to another number of tokens.
+        """Resize the embedding, the head and the config's ``vocab_size`` to a new number of tokens.
 
         Existing rows do not change. New rows are the mean of the old rows, so that new tokens take little probability
-        from the others (https://nlp.stanford.edu/~johnhew/vocab-expansion.html). The weights become new parameters, so
-        create optimizers, adapters and Medusa heads, and shard the model, afterwards.
+        from the old ones (https://nlp.stanford.edu/~johnhew/vocab-expansion.html). The weights become new parameters:
+        create optimizers, adapters and Medusa heads, and shard the model, after this call.
 
         Args:
-            new_num_tokens: V, more than the largest id that will be used.
-            pad_to_multiple_of: round V up to a multiple of this.
+            new_num_tokens: V, more than the largest id in use.
+            pad_to_multiple_of: V is rounded up to a multiple of this number.
 
         Returns:
             The embedding.
@@ -103,8 +103,11 @@ class CausalLM(Decoder):
         for name, number in numbers.items():
             if number is not None and (not isinstance(number, Integral) or int(number) < 1):
                 raise ValueError(f"resize_token_embeddings: {name} must be a positive integer, got {number}.")
+
+        # V, rounded up.
         V = -(-new_num_tokens // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
-        # Rows of a shard or of an adapter have no meaning of their own.
+
+        # Single rows of a shard or of an adapter cannot be added.
         parts: tuple[LigerEmbedding | LigerLMHead, ...] = self.embed_tokens, self.lm_head
         plain = all([name for name, _ in part.named_parameters()] in (["weight"], []) for part in parts)
         cut = self.groups.tensor is not None or any(hasattr(part.weight, "full_tensor") for part in parts)
@@ -119,6 +122,7 @@ class CausalLM(Decoder):
                 f"resize_token_embeddings: embedding and head must have vocab_size ({self.config.vocab_size}) rows, "
                 f"got {rows[0]} and {rows[1]}. Ids beyond the vocabulary are placeholders."
             )
+
         # A tied head stays tied.
         tied = self.lm_head.weight is self.embed_tokens.weight
         resize_rows(self.embed_tokens, V)
@@ -141,14 +145,15 @@ class CausalLM(Decoder):
         """Choose which activations are saved for the backward, and where. The gradients are always the same.
 
         Args:
-            policy, offload_layers: as for `Decoder.set_checkpointing`, which also says what is raised; or "auto": the
-                fastest choice of both for which a step with AdamW fits, by `liger_models.memory.plan_memory`. The
-                moments are in the dtype of the weights, on the device.
-            budget: with "auto", bytes of the device, or a text such as "60GB" or "80%".
+            policy, offload_layers: as for `Decoder.set_checkpointing`. With policy "auto",
+                `liger_models.memory.plan_memory` makes the fastest choice of both for which a step with AdamW fits,
+                with moments on the device in the dtype of the weights.
+            budget: with "auto", bytes of device memory, or a text such as "60GB" or "80%".
             tokens: with "auto", B · T, tokens of a batch.
 
         Raises:
-            ValueError: nothing fits, or ``budget`` and ``tokens`` are given without "auto", or left out with it.
+            ValueError: as for `Decoder.set_checkpointing`; no choice fits; or ``budget`` and ``tokens`` are given
+                without "auto" or missing with it.
         """
         if policy != "auto":
             if budget is not None or tokens is not None:
@@ -161,27 +166,30 @@ class CausalLM(Decoder):
                 'set_checkpointing: "auto" needs budget and tokens, and chooses offload_layers itself, got '
                 f"{budget}, {tokens} and {offload_layers}."
             )
+
+        # Moments stay on the device and the optimizer steps after the backward, because
+        # the model does not own the optimizer.
         plan_memory(self, tokens, budget, host_moments=False, in_backward=False).apply(self)
 
     def capture(self, batch: Mapping[str, Any]) -> CapturedStep:
-        """A training step's forward and backward as a CUDA graph, for batches with the shapes of this one.
+        """Capture forward and backward of a training step as a CUDA graph, for batches shaped like this one.
 
-        ``loss = step(batch)`` does what ``loss = model(**batch).loss`` and ``loss.backward()`` do, in one launch, which
-        is several times as fast for a few hundred tokens. It knows this model's parameters where they are now: move,
-        freeze and adapt it before. On the CPU the step is an ordinary one.
+        ``loss = step(batch)`` does the work of ``loss = model(**batch).loss`` and ``loss.backward()`` in one launch,
+        which is several times as fast for a few hundred tokens. The graph uses the current addresses of the parameters,
+        so move, freeze and adapt the model first. On the CPU the step is an ordinary one.
 
         Args:
-            batch: the forward's arguments by name, among them ``labels`` [B, T]. Tensors are copied, so that a call may
-                have others of the same shape and dtype; everything else stays as it is here.
+            batch: the forward's arguments by name, among them ``labels`` [B, T]. Tensors are copied, and a call may
+                pass other tensors of the same shapes and dtypes. All other values are fixed.
 
         Returns:
-            `CapturedStep`, which is called with a batch and returns the loss, [] fp32. No gradient is set yet.
+            A `CapturedStep`, to call with a batch. It returns the loss, [] fp32. No gradient is set yet.
 
         Raises:
-            ValueError: the batch has no labels, a gradient is not None, or the model is one of which a graph would miss
-                something: it is sharded, has hooks, is offloaded or recomputed as a whole ("full"), has an optimizer in
-                its backward, or is under autocast or ``no_grad``.
-            RuntimeError: something in the forward or backward cannot be captured, such as a wait for the GPU.
+            ValueError: the batch has no labels, a gradient is not None, or the model does something that a graph would
+                miss: it is sharded, has hooks, offloads activations, recomputes whole blocks ("full"), has an optimizer
+                in its backward, or is under autocast or ``no_grad``.
+            RuntimeError: an operation cannot be captured, such as a wait for the GPU.
         """
         return CapturedStep(self, batch)
 
@@ -192,8 +200,8 @@ class CausalLM(Decoder):
 
         Args:
             activation_checkpointing_kwargs: ignored; accepted because Trainer passes it.
-            every_n_layers: use policy "full" for every n-th block, starting with the first.
-            offload: offload the activations of all blocks to host memory.
+            every_n_layers: n, where every n-th block from the first on has the policy "full".
+            offload: whether to offload the activations of all blocks to host memory.
 
         Raises:
             ValueError: ``every_n_layers`` is below 1.
@@ -207,7 +215,7 @@ class CausalLM(Decoder):
         self.set_checkpointing(policies, offload_layers=blocks if offload else 0)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None, **options: Any) -> None:
-        """`activation_checkpointing_enable` under its older name."""
+        """The older name of `activation_checkpointing_enable`."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     @property
@@ -223,7 +231,7 @@ class CausalLM(Decoder):
         return tokenizer
 
     def current_assets(self) -> dict[str, bytes]:
-        """The files that are saved with the checkpoint, including changes to the tokenizer."""
+        """The files to save with the checkpoint, including changes to the tokenizer."""
         tokenizer: Tokenizer | None = self.__dict__.get("_tokenizer")
         return self.assets | (tokenizer.changed_files(self.assets) if tokenizer else {})
 
@@ -256,9 +264,9 @@ class CausalLM(Decoder):
     ) -> Tensor | GenerateOutput:
         """Continue the prompts; see `liger_models.generation.loop.generate`, and `Options` for the options.
 
-        Texts are encoded by `tokenizer`, whose ``batch_decode`` turns what is returned into texts.
+        `tokenizer` encodes texts, and its ``batch_decode`` turns the result into texts again.
         """
-        flags: Any = {"return_logprobs": return_logprobs}  # the overloads know no bool that is either
+        flags: Any = {"return_logprobs": return_logprobs}  # no overload takes a bool of unknown value
         output: Tensor | GenerateOutput = generate(
             self, self._encoded(input_ids), max_new_tokens=max_new_tokens, **flags, **options
         )
@@ -280,7 +288,7 @@ class CausalLM(Decoder):
     ) -> list[Completion]:
         """Continue many prompts of unequal length; see `liger_models.generation.rollouts.rollout` for the options.
 
-        Texts are encoded by `tokenizer`, whose ``decode`` turns the tokens of a `Completion` into a text.
+        `tokenizer` encodes texts, and its ``decode`` turns the tokens of a `Completion` into a text again.
         """
         return rollout(self, self._encoded(prompts), max_new_tokens=max_new_tokens, **options)
 
@@ -298,12 +306,13 @@ class CausalLM(Decoder):
         device: str | torch.device = "cpu",
         kernels: KernelOptions | None = None,
     ) -> "Self":
-        """Create a model with newly initialized weights on ``device`` in ``dtype``; seed with ``torch.manual_seed``."""
+        """Create a model with new weights on ``device`` in ``dtype``. ``torch.manual_seed`` sets their seed."""
+        # On the meta device the constructor draws no weights.
         with torch.device("meta"):
             model = cls(config, kernels).to(as_dtype("from_config: dtype", dtype))
         model.check_buffers()
         model.to_empty(device=device)
-        if model.device.type != "meta":  # where PyTorch takes seconds to draw nothing
+        if model.device.type != "meta":  # there is nothing to draw, which takes PyTorch seconds
             model.reset_parameters()
         return model
 
@@ -326,15 +335,15 @@ class CausalLM(Decoder):
         shard: Callable[["Self"], object] | None = None,
         keep_float8: bool = False,
     ) -> "Self":
-        """Load a Hugging Face checkpoint from a local folder, or as `from_hub` if its name is no folder.
+        """Load a Hugging Face checkpoint from a local folder, or from the hub if there is no such folder.
 
         Args:
-            folder: folder with config.json and safetensors; or a text ``owner/name`` that is no folder here, for a
-                repository of the hub.
+            folder: folder with config.json and safetensors; or the name of a repository of the hub, ``owner/name``, if
+                there is no folder of this name.
             dtype, device, kernels, strict, progress, shard, keep_float8: see
-                `liger_models.convert.load.load_pretrained`, which also says what is raised.
-            revision, cache_dir, token, local_files_only, force_download: as for `from_hub`; a folder has no use for
-                them.
+                `liger_models.convert.load.load_pretrained`, also for errors.
+            revision, cache_dir, token, local_files_only, force_download: as for `from_hub`. They are unused for a
+                folder.
         """
         if is_hub_name(folder):
             return cls.from_hub(
@@ -342,6 +351,8 @@ class CausalLM(Decoder):
                 progress=progress, cache_dir=cache_dir, token=token, local_files_only=local_files_only,
                 force_download=force_download, shard=shard, keep_float8=keep_float8,
             )  # fmt: skip
+
+        # A class with subclasses, such as `AutoLigerModel`, passes the call on to the class of the checkpoint.
         chosen = cls._class_at(folder)
         load = partial(load_pretrained, cls) if chosen is cls else chosen.from_pretrained
         return load(
@@ -373,17 +384,18 @@ class CausalLM(Decoder):
         Args:
             repo_id: name of the repository, such as "meta-llama/Llama-3.2-1B".
             revision: branch, tag or commit.
-            dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for that of the checkpoint.
-            device: device of the weights, to which they are loaded tensor by tensor.
-            kernels: which parts run on fused kernels.
-            strict: raise an error, not a warning, for unknown keys of config.json.
-            progress: show progress bars, on rank 0.
+            dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for the dtype of the checkpoint.
+            device: device of the weights, which are loaded onto it tensor by tensor.
+            kernels: the parts that run on fused kernels. Default: all parts.
+            strict: whether unknown keys of config.json are an error instead of a warning.
+            progress: whether rank 0 shows progress bars.
             cache_dir, token, local_files_only, force_download: as in huggingface_hub.
-            shard: function that distributes the parameters of the model before they are loaded, such as
+            shard: function that distributes the model's parameters before they are loaded, such as
                 `parallel.apply_fsdp`.
-            keep_float8: keep weights in float8 with scales of blocks as they are, frozen; see
+            keep_float8: whether to keep float8 weights with block scales as they are, frozen; see
                 `liger_models.convert.load.load_pretrained`.
         """
+        # The class of the checkpoint is known only from its config.json.
         folder = download(
             repo_id,
             cls._class_for,
@@ -402,12 +414,12 @@ class CausalLM(Decoder):
 
     @classmethod
     def _class_for(cls, hf_config: Mapping[str, Any]) -> type["Self"]:
-        """The class of the model that the content of a config.json describes."""
+        """The model class for the content of a config.json."""
         return cls
 
     @classmethod
     def _class_at(cls, folder: str | PathLike[str]) -> type["Self"]:
-        """The class of the model in a folder."""
+        """The model class for the checkpoint in a folder."""
         return cls
 
     @foreign_arguments("save_pretrained")
@@ -422,10 +434,10 @@ class CausalLM(Decoder):
     ) -> None:
         """Write a Hugging Face checkpoint; see `liger_models.convert.save.save_pretrained`.
 
-        A sharded model is written once all ranks have called. A warning names ranks that do not call for 30 seconds.
+        A sharded model is written once all ranks have called. After 30 seconds a warning names the missing ranks.
 
         Raises:
-            TimeoutError: the model is sharded and a rank did not call within the process group's timeout.
+            TimeoutError: the model is sharded, and a rank did not call within the process group's timeout.
         """
         if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
             wait_for_ranks("save_pretrained")
@@ -442,7 +454,7 @@ class CausalLM(Decoder):
         dtype: torch.dtype | str | None = None,
         max_shard_size: int | str = "5GB",
     ) -> str:
-        """Upload the model to a repository of the hub, created if necessary; see `liger_models.convert.hub.push`.
+        """Upload the model to a repository of the hub, creating it if necessary; see `liger_models.convert.hub.push`.
 
         Returns:
             URL of the commit.

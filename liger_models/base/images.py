@@ -27,37 +27,42 @@ if TYPE_CHECKING:
 
 
 def locate_image(source: "Source") -> "Image | Path | bytes":
-    """What an image's spelling names: a PIL image, the path of a file, or the content of a file. Nothing is opened.
+    """Resolve the spelling of an image to a PIL image, a path, or the content of a file. No file is opened.
 
     Args:
         source: a PIL image; a path; a ``file://`` URL; a data URI such as ``data:image/png;base64,...``; the bytes of a
-            file; or a mapping with one of these, where "bytes" comes before "path", as in an undecoded image column of
-            ``datasets``, or under "url", as in OpenAI's ``image_url`` parts.
+            file; or a mapping with one of these. Of the keys of a mapping, "bytes" comes before "path" (an undecoded
+            image column of ``datasets``) and "url" (OpenAI's ``image_url`` parts).
 
     Raises:
         TypeError: ``source`` is none of these.
-        ValueError: ``source`` is a URL of another kind, a data URI that cannot be decoded, or a mapping without an
+        ValueError: ``source`` is a URL of another scheme, a data URI that cannot be decoded, or a mapping without an
             image.
     """
+    # Mappings, bytes, paths and PIL images.
     if isinstance(source, Mapping):
-        places = [source[key] for key in ("bytes", "path", "url") if source.get(key) is not None]
-        if not places:
+        values = [source[key] for key in ("bytes", "path", "url") if source.get(key) is not None]
+        if not values:
             raise ValueError(
                 f"open_image: a mapping must have the key bytes, path or url, got {sorted(map(str, source))}."
             )
-        return locate_image(places[0])
+        return locate_image(values[0])
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
     if isinstance(source, os.PathLike):
         return Path(source)
     if not isinstance(source, str):
-        # Whatever has pixels was made by Pillow, which then needs no import here.
+        # An object with `getbands` is a PIL image. To ask for its class, Pillow would have to be imported.
         if hasattr(source, "getbands"):
             return source
         raise TypeError(f"open_image: an image must be {_SPELLINGS}, got {type(source).__name__}.")
+
+    # A path, unless the text has the scheme of a data URI or of a URL.
     scheme = re.match(r"(?i)(data):|([a-z][a-z0-9+.-]*)://", source)
     if scheme is None:
         return Path(source)
+
+    # The content of a data URI, percent-encoded or in base64.
     if scheme[1]:
         header, comma, content = source[len("data:") :].partition(",")
         try:
@@ -70,6 +75,8 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
                 f"open_image: a data URI must be data:image/png;base64, and the encoded file, got {source[:60]} "
                 f"({error}). Encode it again."
             ) from error
+
+    # A file:// URL. Other schemes would need the network.
     url = urlsplit(source)
     if scheme[2].lower() != "file" or url.netloc not in ("", "localhost"):
         raise ValueError(
@@ -82,20 +89,21 @@ _SPELLINGS = "a PIL image, a path, a file:// URL, a data URI or a file's bytes"
 
 
 def open_image(source: "Source") -> "Image":
-    """Read an image from any of the spellings that `locate_image` takes, with its pixels decoded.
+    """Read an image in any spelling that `locate_image` takes, and decode its pixels.
 
-    Files are rotated by their EXIF orientation. PIL images are not, as in transformers.
+    Images in files are rotated by their EXIF orientation. As in transformers, PIL images are not.
 
     Raises:
         ImportError: Pillow is not installed.
         OSError: there is no such file, or it cannot be read.
         TypeError: ``source`` is not an image.
-        ValueError: Pillow cannot read the file, ``source`` is a URL that is neither ``file://`` nor a data URI, the
-            image has no pixels, or more than ``PIL.Image.MAX_IMAGE_PIXELS``.
+        ValueError: Pillow cannot read the file, ``source`` is a URL that is neither ``file://`` nor a data URI, or the
+            image has no pixels or more than ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
     _check_pillow()
     from PIL import Image, ImageOps
 
+    # A file is read at once and decoded here, so that errors name it.
     located = locate_image(source)
     if isinstance(located, Path | bytes):
         content = located if isinstance(located, bytes) else located.read_bytes()
@@ -113,10 +121,10 @@ def open_image(source: "Source") -> "Image":
 
 
 def image_size(source: "Source") -> tuple[int, int]:
-    """Width and height of what `open_image` returns, from the header alone: no pixels are decoded.
+    """Width and height of the image that `open_image` returns. Only the header is read.
 
     Raises:
-        ImportError, OSError, TypeError, ValueError: as for `open_image`, if the header is at fault.
+        ImportError, OSError, TypeError, ValueError: as for `open_image`, for errors in the header.
     """
     _check_pillow()
     from PIL import ExifTags, Image
@@ -130,9 +138,9 @@ def image_size(source: "Source") -> tuple[int, int]:
     with _naming(located) as name, Image.open(file) as image:
         _check_size(image, name)
         size = image.size
-        # A PNG's own method decodes all pixels if no orientation comes before them.
+        # PNG's own `getexif` decodes all pixels if no orientation comes before them, so the base class's is called.
         turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-        # Pillow turns a TIFF itself, and then has turned its size.
+        # Pillow turns a TIFF itself, and its `size` is the turned one.
         return size[::-1] if turned and image.format != "TIFF" else size
 
 
@@ -147,7 +155,7 @@ def _check_pillow() -> None:
 
 @contextlib.contextmanager
 def _naming(located: "Path | bytes") -> "Iterator[str]":
-    """The name of an image for errors; errors inside become those of `open_image`."""
+    """The name of an image for errors. Errors in the context become the errors of `open_image`."""
     from PIL import Image
 
     name = f"{len(located)} bytes" if isinstance(located, bytes) else str(located)
@@ -162,7 +170,7 @@ def _naming(located: "Path | bytes") -> "Iterator[str]":
 
 
 def read_image(source: "Source") -> "Image":
-    """Read an image as RGB, with transparent pixels made white; see `open_image`.
+    """Read an image as RGB, on white where it is transparent; see `open_image`.
 
     Images of 16 bits per pixel are scaled to 8 bits.
 
@@ -173,6 +181,7 @@ def read_image(source: "Source") -> "Image":
     image = open_image(source)
     from PIL import Image
 
+    # 65535 / 257 = 255.
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # "I" before Pillow 11
         return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L").convert("RGB")
     if image.mode in ("I", "F"):
@@ -194,20 +203,21 @@ class ImageSizeError(ValueError):
 
 
 def _check_size(image: "Image", name: str) -> None:
-    """Check the number of pixels, which a few bytes can set, before they are decoded."""
+    """Check the number of pixels before decoding: a header of a few bytes can claim any number."""
     from PIL import Image
 
-    most = Image.MAX_IMAGE_PIXELS
-    if most is not None and image.width * image.height > most:
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and image.width * image.height > limit:
         size = f"{image.width} x {image.height}"
-        raise ImageSizeError(f"open_image: {name} must have at most {most} pixels, got {size}. {_LARGER}")
+        raise ImageSizeError(f"open_image: {name} must have at most {limit} pixels, got {size}. {_LARGER}")
 
 
 def to_tensor(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
-    """Resize an RGB image to ``size`` (height, width) by one of Pillow's filters -> [3, height, width] uint8."""
+    """Resize an RGB image to ``size`` (height, width) by a filter of Pillow; returns [3, height, width] uint8."""
     height, width = size
     if image.size != (width, height):
         image = image.resize((width, height), resample)
+    # [height, width, 3], copied because Pillow's bytes are read-only.
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(height, width, 3).permute(2, 0, 1)
 
@@ -217,7 +227,7 @@ class Normalize:
 
     Args:
         settings: the content of a preprocessor_config.json.
-        mean, std: one value per channel, used if the settings have none.
+        mean, std: default values, one per channel, for settings without them.
 
     Raises:
         ValueError: a value is not finite, or a factor or a standard deviation is not positive.
@@ -227,6 +237,8 @@ class Normalize:
         self.factor = _numbers("rescale_factor", _setting(settings, "rescale_factor", 1 / 255), positive=True)[0]
         if _setting(settings, "do_rescale", True) is False:
             self.factor = 1.0
+
+        # Without normalization the mean is 0 and the standard deviation 1.
         normalizes = _setting(settings, "do_normalize", True)
         means = _setting(settings, "image_mean", mean) if normalizes else [0.0] * 3
         stds = _setting(settings, "image_std", std) if normalizes else [1.0] * 3
@@ -234,7 +246,8 @@ class Normalize:
         self.mean, self.std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in numbers)
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """pixels [..., 3, height, width] uint8 -> the same shape in fp32."""
+        """Normalize pixels [..., 3, height, width] uint8; returns the same shape in fp32."""
+        # transformers multiplies in fp64 and rounds to fp32 before it subtracts.
         return ((pixels.double() * self.factor).float() - self.mean) / self.std
 
 
@@ -253,9 +266,9 @@ def _numbers(key: str, value: Any, *, positive: bool = False) -> list[float]:
 
 
 def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
-    """The settings of "image_processor" or "video_processor" in the files of a checkpoint; empty if it has none.
+    """The settings of "image_processor" or "video_processor" in a checkpoint's files; empty if there are none.
 
-    transformers 5 writes both to processor_config.json and looks there first; earlier versions have one file for each.
+    transformers 5 writes both to processor_config.json and looks there first. Earlier versions write a file for each.
     """
     settings = parse_json(assets.get(_COMMON_FILE, b"{}"), _COMMON_FILE).get(part)
     if isinstance(settings, dict):
@@ -265,9 +278,9 @@ def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
 
 
 def settings_file(assets: Mapping[str, bytes], part: str, changes: Mapping[str, Any]) -> dict[str, bytes]:
-    """The file from which `settings_of` reads, with other values: name -> content.
+    """The changed file of settings, as name -> content. It is the file that `settings_of` reads.
 
-    A checkpoint without settings for videos uses those for images, so these are what is changed.
+    If a checkpoint has no settings for videos, the changes apply to a copy of its settings for images.
     """
     common = parse_json(assets.get(_COMMON_FILE, b"{}"), _COMMON_FILE)
     settings = {**(settings_of(assets, part) or settings_of(assets, "image_processor")), **changes}
@@ -281,7 +294,7 @@ _OWN_FILES = {"image_processor": "preprocessor_config.json", "video_processor": 
 
 
 def check_given(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if a checkpoint has no image settings, because guessed means and sizes may be wrong."""
+    """Raise ValueError if a checkpoint has no image settings. Guessed means and sizes could be wrong."""
     if not settings:
         raise ValueError(
             "preprocessor_config.json: must be among the checkpoint's files, got none. Save it next to the model: "
@@ -290,19 +303,21 @@ def check_given(settings: Mapping[str, Any]) -> None:
 
 
 def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list[Source]":
-    """The images of all texts in one list, in order.
+    """Collect the images of all texts in one list, in order.
 
     Args:
         owner: name of the calling class, for errors.
         token: the placeholder.
         texts: texts with placeholders.
-        images: a list; a list for each text, as in transformers' processors; a single image; or None.
+        images: a list of images; a list for each text, as in transformers' processors; a single image; or None.
 
     Raises:
         ValueError: the number of placeholders does not match the number of images, in total or in each text.
     """
     if not isinstance(images, list | tuple):
         images = [] if images is None else [images]
+
+    # A list for each text must match the placeholders of the text, a flat list their total.
     counts = [text.count(token) for text in texts]
     if any(isinstance(row, list | tuple) for row in images):
         lengths = [len(row) if isinstance(row, list | tuple) else None for row in images]
@@ -319,7 +334,7 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
 
 
 def each_once(make: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
-    """``make`` of each row of the columns, computed once for rows of the same objects, as the images of answers are."""
+    """Apply ``make`` to each row of the columns, once for rows of the same objects (answers may share their images)."""
     results: dict[tuple[int, ...], Any] = {}
     for row in zip(*columns, strict=True):
         key = tuple(map(id, row))
@@ -334,7 +349,7 @@ def _setting(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 
 
 def check_settings(settings: Mapping[str, Any], **fixed: Any) -> None:
-    """Raise ValueError if preprocessor_config.json has another value than the given one, which alone is implemented."""
+    """Raise ValueError if preprocessor_config.json has a value other than ``fixed``, the only one implemented."""
     for key, value in fixed.items():
         if settings.get(key, value) not in (value, None):
             raise ValueError(f"preprocessor_config.json: {key} must be {value!r}, got {settings.get(key)!r}.")

@@ -1,4 +1,4 @@
-"""The base class of processors, which turn texts, images and videos into the inputs of vision-language models."""
+"""The base class of processors, which turn texts, images and videos into inputs of vision-language models."""
 
 import itertools
 import os
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 RESIZING = frozenset({"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes"})
-"""Keys that qwen_vl_utils reads in a part of a message, next to the image or the video."""
+"""Keys for sizes that qwen_vl_utils reads in a part of a message, beside the image or the video."""
 
 BOUNDS = ("min_pixels", "max_pixels")
-"""Those of them that an image may have where a processor takes bounds."""
+"""Keys of `RESIZING` that an image may have if the processor takes bounds."""
 
 NOT_OF_PROCESSORS = ("generation_config.json", "README.md")
-"""Files of a checkpoint that `Processor.save_pretrained` does not write, besides weights and code."""
+"""Files of a checkpoint that `Processor.save_pretrained` leaves out, besides weights and code."""
 
 
 class TextOptions(TypedDict, total=False):
-    """Keyword arguments that every processor takes besides texts and images; their meaning is that in transformers.
+    """Keyword arguments of every processor besides texts and images, with the same meaning as in transformers.
 
     Attributes:
-        padding: True or "longest" pads to the longest row, "max_length" to ``max_length``, False not at all. (True)
+        padding: True or "longest" pads to the longest row, "max_length" to ``max_length``. False does not pad. (True)
         padding_side: "left" (generation) or "right" (training). (``processor.tokenizer.padding_side``)
-        truncation: cut rows at their end, to ``max_length`` tokens. A row whose image tokens do not all fit is an
-            error, as in transformers: an image is neither cut nor left out. (False)
+        truncation: whether to cut the end of rows longer than ``max_length`` tokens. As in transformers, a row whose
+            image tokens do not all fit is an error. (False)
         max_length: number of tokens; needs ``truncation=True`` or ``padding="max_length"``.
         return_tensors: "pt", or None for ``input_ids``, ``attention_mask`` and ``assistant_masks`` as lists of rows.
-            What is made of images is tensors in both cases. ("pt")
-        answers: first and last + 1 character of each answer in each text, from `Tokenizer.render_answers`. The result
-            then has ``assistant_masks``, which are 1 on tokens of answers.
-        text: the texts, under their name in transformers.
+            The inputs made of images are always tensors. ("pt")
+        answers: for each text, the first and the last + 1 character of each answer, as `Tokenizer.render_answers`
+            returns them. The result then has ``assistant_masks``, which are 1 on tokens of answers.
+        text: the name of ``texts`` in transformers.
     """
 
     padding: bool | str
@@ -58,7 +58,7 @@ class TextOptions(TypedDict, total=False):
 
 
 class Edit(NamedTuple):
-    """A part of a text, from its first to its last + 1 character, and what replaces it."""
+    """A part of a text, from its first to its last + 1 character, and the text that replaces it."""
 
     start: int
     end: int
@@ -66,17 +66,20 @@ class Edit(NamedTuple):
 
 
 def edited(text: str, edits: Sequence[Edit], spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
-    """A text with its parts replaced, and where spans of the text are in the new one.
+    """Replace parts of a text, and return the new text and the spans moved to their new positions.
 
     Args:
         text: the text.
-        edits: what is replaced, in order and without overlaps.
-        spans: first and last + 1 character of parts that no edit crosses.
+        edits: the replacements, in order and without overlaps.
+        spans: first and last + 1 character of parts whose ends lie in no edit.
     """
+    # Text between edits alternates with their replacements.
     pieces, last = [], 0
     for edit in edits:
         pieces += [text[last : edit.start], edit.text]
         last = edit.end
+
+    # A position moves by the characters that all edits before it have added.
     ends = [edit.end for edit in edits]
     gains = [0, *itertools.accumulate(len(edit.text) - (edit.end - edit.start) for edit in edits)]
     moved = [(start + gains[bisect_right(ends, start)], end + gains[bisect_right(ends, end)]) for start, end in spans]
@@ -90,20 +93,21 @@ def _batch(conversations: Sequence[Any]) -> Sequence[Any]:
 def image_parts(
     conversations: Sequence[Any], *, videos: bool = False, bounds: bool = False
 ) -> list[tuple[str, Any, Mapping[str, Any]]]:
-    """The images and videos in the messages of one or several conversations, in order.
+    """Find the images and videos in the messages of one or several conversations, in order.
 
     Args:
         conversations: a list of messages, or a list of such lists.
         videos: whether the model takes videos.
-        bounds: whether an image may have ``min_pixels`` and ``max_pixels`` of its own.
+        bounds: whether an image may have its own ``min_pixels`` and ``max_pixels``.
 
     Returns:
-        For each: "image" or "video", the image or video itself, and the whole part of the message.
+        For each of them: "image" or "video", the image or video itself, and the whole part of the message.
 
     Raises:
-        ValueError: content is neither a text nor a list, or a part has another type, lacks the entry that its type
-            requires, or has a size of its own.
+        ValueError: a message's content is neither a text nor a list, or a part has an unknown type, lacks the key that
+            its type requires, or has its own size.
     """
+    # All parts of all messages.
     contents = [message.get("content") for messages in _batch(conversations) for message in messages]
     for content in contents:
         if content is not None and not isinstance(content, str | list | tuple):
@@ -115,7 +119,8 @@ def image_parts(
     names = {"image": ("image", "path", "url")} | ({"video": ("video",)} if videos else {})
     media: list[tuple[str, Any, Mapping[str, Any]]] = []
     for part in parts:
-        # Datasets with one schema for all parts have None under the keys of other types.
+        # The type of the part, by its entry or by its keys. Data sets with one schema for all parts have None under the
+        # keys of other types.
         keys = {key for key, value in part.items() if value is not None} if isinstance(part, Mapping) else set()
         medium: Any = next((name for name in ("text", *names) if name in keys), None) if keys else part
         medium = part["type"] if "type" in keys else medium
@@ -126,6 +131,8 @@ def image_parts(
                 f"apply_chat_template: a part of a message must be of type text or {' or '.join(names)}, got "
                 f"{medium!r}."
             )
+
+        # A size of its own would be ignored, so it is refused.
         unread = sorted(keys & RESIZING - ({*BOUNDS} if bounds and medium == "image" else set()))
         if unread:
             raise ValueError(
@@ -133,6 +140,8 @@ def image_parts(
                 f"{', '.join(unread)}. Resize it first, or set bounds on the processor: processor.images.max_pixels = "
                 "..."
             )
+
+        # The image or video itself, under one of its names.
         sources = [part[name] for name in names[medium] if name in keys]
         if not sources:
             raise ValueError(
@@ -144,13 +153,13 @@ def image_parts(
 
 
 class MediaSize(NamedTuple):
-    """What decides how many tokens an image or a video has, besides the processor.
+    """The properties of an image or a video that its number of tokens depends on.
 
     Attributes:
-        width, height: in pixels.
-        frames, fps: of a video, number of sampled frames and their rate; None for an image.
-        min_pixels, max_pixels: bounds of the area after resizing, of an image that has bounds of its own.
-        numbers, file_fps: of a video in a file, which of its frames are sampled, and the rate of all its frames.
+        width, height: size in pixels.
+        frames, fps: for a video, the number of sampled frames and their rate; None for an image.
+        min_pixels, max_pixels: for an image with its own bounds, the bounds of its area after resizing.
+        numbers, file_fps: for a video in a file, the numbers of the sampled frames, and the rate of the file.
     """
 
     width: int
@@ -169,15 +178,15 @@ class MediaSize(NamedTuple):
 
 
 def image_tokens(name: str, tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The image tokens of a tokenizer.
+    """Look up the image tokens in a tokenizer.
 
     Args:
-        name: of the processor, for errors.
+        name: name of the processor, for errors.
         tokenizer: tokenizer of the checkpoint.
-        ids: the tokens' ids in the model's configuration.
+        ids: the ids of the tokens in the model's configuration.
 
     Raises:
-        ValueError: the tokenizer lacks one of them.
+        ValueError: the tokenizer lacks one of the tokens.
     """
     tokens = [tokenizer.backend.id_to_token(token) or "" for token in ids]
     if "" in tokens:
@@ -189,14 +198,15 @@ def image_tokens(name: str, tokenizer: Tokenizer, ids: Sequence[int]) -> list[st
 
 
 class Processor(ABC):
-    """Turns texts with placeholders, and images, into the inputs of ``forward`` and ``generate``.
+    """Turns texts with placeholders, and images, into inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
 
     Attributes:
-        files: the checkpoint's files besides its weights, and ``hf_config`` the content of its config.json. A
-            processor that was made by its constructor has none, and cannot be saved.
+        files: the checkpoint's files besides its weights. A processor made by its constructor has no files and cannot
+            be saved.
+        hf_config: the content of the checkpoint's config.json.
     """
 
     takes_videos: ClassVar[bool] = False
@@ -210,46 +220,46 @@ class Processor(ABC):
     @classmethod
     @abstractmethod
     def of(cls, model: CausalLM) -> "Self":
-        """The processor of a model, by the settings in its checkpoint.
+        """Make the processor of a model from the settings in its checkpoint.
 
         Raises:
-            ValueError: the checkpoint has no tokenizer, no settings, a tokenizer without the placeholders, or settings
-                that are not implemented.
+            ValueError: the checkpoint has no tokenizer or no settings, its tokenizer lacks the placeholders, or its
+                settings are not implemented.
         """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._described()}, tokenizer=<{len(self.tokenizer)} tokens>)"
 
     def _described(self) -> str:
-        """What makes the pixels, for `repr`."""
+        """The settings of images, for `repr`."""
         return f"images={vars(self).get('images')}"
 
     __call__: Callable[..., ModelInputs]
-    """Turn a batch of texts, and the images of their placeholders in order, into model inputs."""
+    """Turn a batch of texts, and the images for their placeholders in order, into model inputs."""
 
     @property
     @abstractmethod
     def placeholders(self) -> dict[str, str]:
-        """By kind ("image", "video"), the regular expression of what `written` replaces in a text."""
+        """Medium ("image" or "video") -> regular expression of the placeholder that `written` replaces."""
 
     @property
     def placeholder(self) -> re.Pattern[str]:
-        """What finds all `placeholders`; ``lastgroup`` of a match is the kind."""
-        return re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in self.placeholders.items()))
+        """Matches all `placeholders`. The ``lastgroup`` of a match is the medium."""
+        return re.compile("|".join(f"(?P<{medium}>{pattern})" for medium, pattern in self.placeholders.items()))
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the model takes besides text: "image", or "image" and "video"."""
+        """The media that the model takes besides text: "image", or "image" and "video"."""
         return tuple(self.placeholders)
 
     @property
     @abstractmethod
     def media_tokens(self) -> tuple[str, ...]:
-        """The tokens that stand for parts of an image or a video in the text that a model gets."""
+        """The tokens that stand for parts of an image or a video in the text for the model."""
 
     @abstractmethod
     def written(self, size: MediaSize) -> tuple[str, int]:
-        """What a call writes in place of a placeholder, and how many of `media_tokens` that has, without pixels."""
+        """The text that a call puts in place of a placeholder, and its number of `media_tokens`. Needs no pixels."""
 
     @abstractmethod
     def pixels(
@@ -261,30 +271,30 @@ class Processor(ABC):
     ) -> dict[str, Tensor]:
         """The inputs of ``forward`` besides text, for one row of text.
 
-        ``bounds`` are ``min_pixels`` of all images and ``max_pixels`` of all images, where the processor takes bounds.
+        If the processor takes bounds, ``bounds`` holds two sequences: ``min_pixels`` and ``max_pixels`` of all images.
 
-        Rows are joined along the first dimension, after their second ones are padded to the longest with zeros.
+        To join the inputs of several rows, pad their second dimensions with zeros, and concatenate along the first.
         """
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
-        """Which frames of a video file the model sees, from 0, in ascending order.
+        """The numbers of the frames of a video file that the model sees, from 0, in ascending order.
 
         Args:
-            frames, fps: number of the file's frames, and their rate.
-            wanted: frames per second to sample. Default: those of the processor.
+            frames, fps: number and rate of the frames in the file.
+            wanted: frames per second to sample. Default: the processor's rate.
 
         Raises:
             TypeError: the model takes no videos.
-            ValueError: too few frames, or ``wanted`` is no rate.
+            ValueError: the file has too few frames, or ``wanted`` is no rate.
         """
         raise TypeError(f"{type(self).__name__}: the model takes no videos. Pass frames as images.")
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """The arguments of a call, besides the texts, for the parts that `image_parts` found."""
+        """The arguments of a call besides the texts, for parts from `image_parts`."""
         return {"images": [image for _, image, _ in parts]}
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """Settings that were assigned to since they were read, by "image_processor" or "video_processor"."""
+        """Settings that were assigned after loading, under "image_processor" or "video_processor"."""
         return {}
 
     def apply_chat_template(
@@ -303,29 +313,31 @@ class Processor(ABC):
         return_tensors: str | None = "pt",
         **variables: Any,
     ) -> Any:
-        """Render conversations with images (and videos if the model takes them) by the chat template, as model inputs.
+        """Turn conversations with images, and with videos if the model takes them, into model inputs.
+
+        The chat template renders the texts.
 
         Args:
             conversations: a list of messages, or a list of such lists. The ``content`` of a message is a text, or a
-                list of parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}`` (or ``"path"`` or
-                ``"url"``), ``{"type": "video", "video": [frames], "fps": ...}``. With Qwen-VL an image may have
-                ``"min_pixels"`` and ``"max_pixels"``, the bounds of its area after resizing.
-            add_generation_prompt: end with the beginning of an answer.
-            tokenize: False returns the rendered text, or a list of texts for a list of conversations.
-            return_dict: False returns ``input_ids`` alone.
-            return_assistant_tokens_mask: return ``assistant_masks`` [B, T], which are 1 on the tokens of answers. The
-                template needs no marks for this; `Tokenizer.render_answers` says how answers are found.
-            return_labels: return ``labels`` [B, T] for training: the tokens of answers, and −100 for all others and
-                for tokens of images.
+                list of parts such as ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}`` (or
+                ``"path"`` or ``"url"``), ``{"type": "video", "video": [frames], "fps": ...}``. With Qwen-VL an image
+                may have ``"min_pixels"`` and ``"max_pixels"``, the bounds of its area after resizing.
+            add_generation_prompt: whether to end with the beginning of an answer.
+            tokenize: if False, return the rendered text, or a list of texts for a list of conversations.
+            return_dict: if False, return ``input_ids`` alone.
+            return_assistant_tokens_mask: whether to return ``assistant_masks`` [B, T], which are 1 on tokens of
+                answers. The template needs no marks for this; see `Tokenizer.render_answers`.
+            return_labels: whether to return ``labels`` [B, T] for training: the tokens of answers, and −100 for all
+                other tokens and for tokens of images.
             padding, padding_side, truncation, max_length, return_tensors: see `TextOptions`.
             **variables: further variables of the template.
 
         Returns:
-            What calling the processor returns.
+            The model inputs, as from calling the processor.
 
         Raises:
-            TypeError: the template reads no variable of this name.
-            ValueError: as when calling the processor; a part has an unknown type; there is no chat template; or the
+            TypeError: a variable has a name that the template does not read.
+            ValueError: as for a call of the processor; a part has an unknown type; there is no chat template; or the
                 positions of answers cannot be determined.
         """
         batch = _batch(conversations)
@@ -337,7 +349,7 @@ class Processor(ABC):
                 "return_assistant_tokens_mask."
             )
 
-        # Texts by the template, for training with the positions of the answers.
+        # Render the texts; for training with the positions of the answers.
         answers: list[list[Span]] | None = None
         if learns:
             rendered = [self.tokenizer.render_answers(messages, **variables) for messages in batch]
@@ -350,7 +362,7 @@ class Processor(ABC):
         if not tokenize:
             return texts if batch is conversations else texts[0]
 
-        # Then as in a call.
+        # Continue as in a call of the processor.
         out = self(
             texts, padding=padding, padding_side=padding_side, truncation=truncation, max_length=max_length,
             return_tensors=return_tensors, answers=answers,
@@ -363,6 +375,7 @@ class Processor(ABC):
         return out if return_dict else out["input_ids"]
 
     def _labels(self, ids: Any, masks: Any) -> Any:
+        """Tokens where the mask is 1, and −100 elsewhere and on media tokens: [B, T], or rows as lists."""
         media = sorted(self.media_ids)
         if isinstance(ids, Tensor):
             return ids.masked_fill((masks == 0) | torch.isin(ids, torch.tensor(media)), -100)
@@ -377,22 +390,23 @@ class Processor(ABC):
         return {id for id in map(self.tokenizer.backend.token_to_id, self.media_tokens) if id is not None}
 
     def decode(self, ids: Sequence[int] | Tensor, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; see `Tokenizer.decode`. Image tokens are special tokens."""
+        """Decode token ids; see `Tokenizer.decode`. Image tokens are special tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens)
 
     def batch_decode(
         self, sequences: Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, skip_special_tokens: bool = True
     ) -> list[str]:
-        """The text of each row of token ids.
+        """Decode each row of token ids.
 
         Args:
             sequences: rows of token ids, as a list or as a tensor [B, T].
-            skip_special_tokens: omit special tokens, among them padding and image tokens.
+            skip_special_tokens: whether to omit special tokens, including padding and image tokens.
         """
         return [self.decode(row, skip_special_tokens) for row in sequences]
 
     def texts(self, texts: str | Sequence[str] | None, options: TextOptions) -> list[str]:
-        """The texts of a call, which may be one, and which transformers calls ``text``."""
+        """The texts of a call as a list. A call may pass a single text, and may use transformers' name ``text``."""
+        # transformers has the keyword `text`, so both names are accepted, but not at once.
         passed = [argument for argument in (texts, options.pop("text", None)) if argument is not None]
         if len(passed) != 1:
             raise ValueError(
@@ -414,19 +428,19 @@ class Processor(ABC):
         return_tensors: str | None = "pt",
         answers: Sequence[Sequence[Span]] | None = None,
     ) -> ModelInputs:
-        """Token ids of texts in which placeholders are written out as image tokens.
+        """Replace the placeholders in texts with image tokens, and encode the texts.
 
         Args:
             texts: the texts before the edits.
-            edits: for each text, what is replaced in it.
-            add_special_tokens: add the tokenizer's special tokens.
+            edits: for each text, the replacements of its placeholders.
+            add_special_tokens: whether to add the tokenizer's special tokens.
             padding, padding_side, truncation, max_length, return_tensors, answers: see `TextOptions`.
 
         Raises:
-            ValueError: an option has another value, image tokens do not fit into ``max_length``, or rows of different
-                lengths shall be a tensor.
+            ValueError: an option is invalid, image tokens do not fit into ``max_length``, or a tensor is requested for
+                rows of different lengths.
         """
-        # Options, as in transformers.
+        # Check the options. Names and values are those of transformers.
         name = type(self).__name__
         side = self.tokenizer.padding_side if padding_side is None else padding_side
         if side not in ("left", "right"):
@@ -447,7 +461,7 @@ class Processor(ABC):
         if len(spans) != len(texts):
             raise ValueError(f"{name}: answers must be one list for each text, got {len(spans)} lists.")
 
-        # The texts with image tokens, and where the answers are in them; then rows of tokens of unequal length.
+        # Edit the texts and move the answers with them; then encode them into rows of unequal length.
         written = [edited(*text_edits_spans) for text_edits_spans in zip(texts, edits, spans, strict=True)]
         encodings = self.tokenizer.backend.encode_batch(
             [text for text, _ in written], add_special_tokens=add_special_tokens
@@ -473,6 +487,7 @@ class Processor(ABC):
                     )
             rows = {key: [row[:max_length] for row in column] for key, column in rows.items()}
 
+        # Padding of all rows, on one side.
         lengths = [len(row) for row in rows["input_ids"]]
         if padding:
             length = max([*lengths, *([max_length or 0] if padding == "max_length" else [])], default=0)
@@ -483,7 +498,7 @@ class Processor(ABC):
                     more + row if side == "left" else row + more for row, more in zip(column, fill, strict=True)
                 ]
 
-        # Lists of rows, or tensors, whose rows have one length.
+        # Return lists of rows, or tensors [B, T], which need rows of one length.
         if return_tensors is None:
             return ModelInputs(rows)
         if not padding and len(set(lengths)) >= 2:
@@ -493,17 +508,18 @@ class Processor(ABC):
         return ModelInputs({key: torch.tensor(column, dtype=torch.int64) for key, column in rows.items()})
 
     def changed_files(self) -> dict[str, bytes]:
-        """The new content of the files that changes to the processor's settings affect: name -> content."""
+        """Name -> new content of the files that changes to the processor's settings affect."""
+        # Both parts may be in one file, so each change starts from the changes before it.
         changed: dict[str, bytes] = {}
         for part, settings in self.changed_settings().items():
             changed |= settings_file({**self.files, **changed}, part, settings)
         return changed
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the files of the processor and the tokenizer, with changes to them, for `AutoLigerProcessor`.
+        """Write the files of the processor and the tokenizer, with their changes, for `AutoLigerProcessor`.
 
-        The files are those of the checkpoint, so that transformers' ``AutoProcessor`` reads them as well. config.json
-        is written if the folder has none, since it says which processor the files belong to.
+        The files have the names and the format of the checkpoint, so transformers' ``AutoProcessor`` reads them, too.
+        If the folder has no config.json, it is written, because it says which processor the files belong to.
 
         Raises:
             ValueError: the processor does not come from a checkpoint, or the chat template is not a text.
@@ -513,6 +529,8 @@ class Processor(ABC):
                 f"{type(self).__name__}: must come from a checkpoint to be saved, got one without files. Take "
                 "model.processor, or AutoLigerProcessor.from_pretrained(folder)."
             )
+
+        # The checkpoint's files, with changes, but without weights and code.
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         changed = self.tokenizer.changed_files(self.files) | self.changed_files()

@@ -1,4 +1,4 @@
-"""Reading video files: what the container says about them, and chosen frames."""
+"""Reading video files: the header of the container, and selected frames."""
 
 import contextlib
 import io
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class VideoHeader(NamedTuple):
-    """What a container says about its first video stream.
+    """The header of a container's first video stream.
 
     Attributes:
-        width, height: in pixels.
+        width, height: size of a frame in pixels.
         frames: number of frames.
-        fps: frames per second, on average.
+        fps: mean number of frames per second.
     """
 
     width: int
@@ -26,10 +26,9 @@ class VideoHeader(NamedTuple):
 
 
 def read_header(source: Path | bytes) -> VideoHeader:
-    """The size, number and rate of the frames of a video, without decoding it.
+    """Read the size, number and rate of the frames of a video without decoding it.
 
-    Where the container does not have the number of frames (Matroska, WebM) its packets are counted, which reads the
-    whole file.
+    If the container does not store the number of frames (Matroska, WebM), the whole file is read to count its packets.
 
     Args:
         source: the path or the content of a file.
@@ -37,7 +36,7 @@ def read_header(source: Path | bytes) -> VideoHeader:
     Raises:
         ImportError: PyAV is not installed.
         OSError: there is no such file.
-        ValueError: it is not a video.
+        ValueError: the file is not a video.
     """
     with _opened(source) as (container, stream):
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
@@ -51,31 +50,31 @@ def read_header(source: Path | bytes) -> VideoHeader:
 
 
 def read_frames(source: Path | bytes, numbers: Sequence[int]) -> "list[Image]":
-    """Frames of a video, in RGB, as they are stored: a rotation in the header is not applied.
+    """Read frames of a video as RGB images. A rotation in the header is not applied.
 
     Args:
         source: the path or the content of a file.
-        numbers: of the frames, from 0, in ascending order; a frame may be chosen several times.
+        numbers: numbers of the frames, from 0, in ascending order. A number may repeat.
 
     Raises:
         ImportError, OSError, ValueError: as for `read_header`, or the video has fewer frames.
     """
-    found: dict[int, Image] = {}
+    images: dict[int, Image] = {}
     with _opened(source) as (container, stream):
-        wanted = set(numbers)
+        selected = set(numbers)
         for number, frame in enumerate(container.decode(stream)):
-            if number in wanted:
-                found[number] = frame.to_image()
-            if number >= numbers[-1]:
+            if number in selected:
+                images[number] = frame.to_image()
+            if number >= numbers[-1]:  # later frames need not be decoded
                 break
-        if len(found) != len(wanted):
+        if len(images) != len(selected):
             raise ValueError(f"its frame {numbers[-1]} is missing")
-    return [found[number] for number in numbers]
+    return [images[number] for number in numbers]
 
 
 @contextlib.contextmanager
 def _opened(source: Path | bytes) -> Iterator[tuple[Any, Any]]:
-    """The container and its first video stream; errors inside become those of `read_header`."""
+    """The container and its first video stream. Errors in the context become the errors of `read_header`."""
     try:
         import av
     except ImportError as error:

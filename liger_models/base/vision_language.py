@@ -16,11 +16,11 @@ class VisionLanguageModel(CausalLM):
     """A decoder for text with images."""
 
     tower_class: ClassVar[Any]
-    """The class of the vision tower, which is called with ``(config, kernels)``; see `build_visual`."""
+    """The class of the vision tower. `build_visual` calls it with ``(config, kernels)``."""
     processor_class: ClassVar[type[Processor]]
 
     def build_visual(self, config: Any) -> nn.Module:
-        """The vision tower."""
+        """Build the vision tower."""
         tower: nn.Module = self.tower_class(config, self.kernels)
         return tower
 
@@ -36,25 +36,25 @@ class VisionLanguageModel(CausalLM):
         """Choose which activations are saved for the backward, and where; see `CausalLM.set_checkpointing`.
 
         Args:
-            policy, offload_layers, budget, tokens: for the blocks of the language model.
-            vision_policy: policy for the blocks of the tower. Default: ``policy`` if it is one for all blocks, that of
-                the first block with "auto", else "none".
+            policy, offload_layers, budget, tokens: settings for the blocks of the language model.
+            vision_policy: policy for the blocks of the tower. Default: ``policy`` if it is one policy for all blocks,
+                the policy of the first block if it is "auto", and "none" otherwise.
         """
         super().set_checkpointing(policy, offload_layers=offload_layers, budget=budget, tokens=tokens)
         if vision_policy is None:
-            if policy == "auto":
+            if policy == "auto":  # the plan has set the policy of the tower
                 return
             vision_policy = policy if isinstance(policy, str) else "none"
         check_policy("vision_policy", vision_policy)
         set_policy(self.visual, vision_policy)
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """The inputs of prompts [B, T] whose rows are each repeated ``times``, as for beams.
+        """The inputs of prompts [B, T] after each row is repeated ``times`` times, as for beams.
 
         Args:
             input_ids: [B, T] int64, the prompts before they are repeated.
-            inputs: `prompt_inputs`; None is kept.
-            times: how often each row is repeated, one after the other.
+            inputs: values of `prompt_inputs`. None stays None.
+            times: number of consecutive rows for each prompt.
         """
         return {name: x.repeat_interleave(times, 0) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
@@ -62,18 +62,19 @@ class VisionLanguageModel(CausalLM):
     def tower_is_sharded(self) -> bool:
         """Whether FSDP holds parameters of the tower, so that all ranks must use them together.
 
-        They may be in groups of blocks, of the tower, or of the whole model.
+        FSDP may have sharded the blocks, the tower, or the whole model.
         """
         return any(hasattr(module, "reshard") for module in (self, *self.visual.modules()))
 
     @property
     def processor(self) -> Any:
-        """The processor, which turns texts and images into model inputs by the settings in the checkpoint.
+        """The processor, which turns texts and images into model inputs with the settings of the checkpoint.
 
         Raises:
-            ValueError: the checkpoint has no tokenizer or no settings, or they do not fit the model.
+            ValueError: the checkpoint has no tokenizer or no settings, or these do not fit the model.
         """
         if "_processor" not in self.__dict__:
+            # Made once, so that changes to its settings are saved with the model.
             processor = self.processor_class.of(self)
             processor.files = self.assets
             processor.hf_config = write_config(self.config, self.hf_config, self.dtype)
@@ -81,7 +82,7 @@ class VisionLanguageModel(CausalLM):
         return self.__dict__["_processor"]
 
     def current_assets(self) -> dict[str, bytes]:
-        """The files that are saved with the checkpoint, including changes to the tokenizer and the processor."""
+        """The files to save with the checkpoint, including changes to the tokenizer and the processor."""
         processor: Processor | None = self.__dict__.get("_processor")
         return super().current_assets() | (processor.changed_files() if processor else {})
 
@@ -93,25 +94,25 @@ def check_input_ids(input_ids: Tensor) -> None:
         raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
 
 
-def check_placeholders(found: int, expected: int, torn: int, images: int | None, number: str = "") -> None:
-    """Raise ValueError unless the placeholders of images in a batch are those of its images.
+def check_placeholders(count: int, expected: int, torn: int, images: int | None, number: str = "") -> None:
+    """Raise ValueError unless the image placeholders of a batch match its images.
 
     Args:
-        found: number of placeholders.
+        count: number of placeholders.
         expected: number of image tokens.
-        torn: number of placeholders that are apart from the one before; see `count_torn`.
+        torn: number of placeholders that are not adjacent to the previous placeholder; see `count_torn`.
         images: number of images; None without pixels.
-        number: the number of placeholders of each image, for the error, if it is the same for all.
+        number: number of placeholders of each image as a text for the error, if all images have the same number.
     """
-    if found != 0 and images is None:
+    if count != 0 and images is None:
         raise ValueError(
-            f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
+            f"forward: {count} image placeholders in input_ids must have pixel_values, got none. Pass what the "
             "processor returns."
         )
-    if found != expected:
+    if count != expected:
         raise ValueError(
             f"forward: input_ids must have one image placeholder for each of the {expected} image tokens "
-            f"({images or 0} images), got {found}. Expand them as the processor does; was the text truncated?"
+            f"({images or 0} images), got {count}. Expand them as the processor does; was the text truncated?"
         )
     if torn != 0:
         raise ValueError(
@@ -121,6 +122,6 @@ def check_placeholders(found: int, expected: int, torn: int, images: int | None,
 
 
 def repeated_items(counts: list[int], times: int) -> list[int]:
-    """The items of each row, ``times`` one after the other; ``counts`` says how many items each row has."""
+    """Indices of the items of each row, repeated ``times`` times row by row. A row has ``counts[row]`` items."""
     starts = [sum(counts[:row]) for row in range(len(counts))]
     return [i for start, n in zip(starts, counts, strict=True) for _ in range(times) for i in range(start, start + n)]

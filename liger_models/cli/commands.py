@@ -1,4 +1,4 @@
-"""The commands of ``liger-models``, one function each; their docstrings are the manual."""
+"""The commands of ``liger-models``. Each is a function, and the docstrings are the manual."""
 
 import dataclasses
 import io
@@ -17,7 +17,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from liger_models.base.causal_lm import CausalLM
 
-# The commands import torch and the package themselves, so that --help and completion answer at once.
+# Each command imports torch and the package itself, so that --help and completion answer at once.
 
 FAILED, DIFFERS = 1, 3
 """Exit codes. 0 is success, 2 a wrong command line."""
@@ -27,7 +27,7 @@ screen, messages = Console(), Console(stderr=True)
 
 class _Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Print an error of the user in one line; other errors keep their traceback."""
+        """Print an expected error in one line. Other errors keep their traceback."""
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, BrokenPipeError):
@@ -84,9 +84,10 @@ def options(
 
 @app.command("list")
 def list_command(as_json: AsJson = False) -> None:
-    """List the architectures that can be loaded, with the checkpoints that each reads."""
+    """List the supported architectures, with the checkpoints that each reads."""
     from liger_models.arch.auto import get_arch, list_archs
 
+    # The docstring of a module begins with its checkpoints.
     families = []
     for name in list_archs():
         model_class = get_arch(name)
@@ -108,23 +109,28 @@ def info(
     dtype: Annotated[str, typer.Option(help="Dtype of weights, gradients, moments and activations.")] = "bfloat16",
     moments_8bit: Annotated[bool, typer.Option("--moments-8bit", help="AdamW's moments in 8 bits.")] = False,
     muon: Annotated[bool, typer.Option("--muon", help="Muon for the weights of linear layers.")] = False,
-    budget: Annotated[str | None, typer.Option("--memory", help="Plan a step within so much, such as 60GB.")] = None,
+    budget: Annotated[
+        str | None, typer.Option("--memory", help="Plan a step within this memory, such as 60GB.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a model's architecture, sizes and parameters, and estimate the memory that training needs.
 
-    Reads config.json only. The estimate is for training all parameters with AdamW, or with Muon, on one GPU, for each
-    checkpointing policy. With --memory it also plans the fastest step that fits: what is recomputed, and what lives in
-    host memory.
+    Reads config.json only. The estimate is for training all parameters on one GPU with AdamW, or with Muon, for each
+    checkpointing policy. With --memory the command also plans the fastest step that fits: it chooses what to recompute
+    and what to keep in host memory.
     """
     from liger_models.memory.estimate import training_memory
     from liger_models.memory.plan import plan_memory
 
+    # The model on the meta device, the estimate and, with a budget, the plan.
     empty = _empty_model(model, revision)
     memory = training_memory(empty, tokens, _dtype(dtype), moments_8bit=moments_8bit, muon=muon)
     plan = None
     if budget is not None:  # Muon's momentum stays on the device, and Muon needs whole gradients
         plan = plan_memory(empty, tokens, budget, memory=memory, host_moments=not muon, in_backward=not muon)
+
+    # The result for scripts.
     sizes = {name: value for name, value in dataclasses.asdict(empty.config).items() if value is not None}
     result: dict[str, Any] = {
         "class": type(empty).__name__,
@@ -141,6 +147,8 @@ def info(
     }
     if as_json:
         return _print_json(result)
+
+    # Tables for people: the architecture, and the estimate by policy.
     table = Table(show_header=False)
     table.add_row("class", result["class"])
     table.add_row("parameters", f"{result['parameters']:,}")
@@ -164,9 +172,9 @@ def download(
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Download the files of a checkpoint that loading needs into the hub client's cache, and print the folder.
+    """Download the files that loading needs into the hub client's cache, and print the folder.
 
-    A model that is not supported is not downloaded. The hub client reads HF_TOKEN, HF_HOME and HF_ENDPOINT.
+    Unsupported models are not downloaded. The hub client reads HF_TOKEN, HF_HOME and HF_ENDPOINT.
     """
     from liger_models.arch.auto import get_arch
     from liger_models.convert import hub
@@ -185,14 +193,15 @@ def verify(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a checkpoint: its tensors against its config.json, and its logits against those of transformers.
+    """Check the tensors of a checkpoint against its config.json, and its logits against transformers.
 
-    The logits are those of random tokens, in float32. If transformers is not installed or does not know the model, only
-    the tensors are checked. The exit code is 3 if anything differs.
+    The logits are computed for random tokens in float32. If transformers is not installed or does not know the model,
+    only the tensors are checked. The exit code is 3 if anything differs.
     """
     from liger_models.cli.compare import LIMIT, verify_checkpoint
 
     verification = verify_checkpoint(folder, length=length, device=_device(device), progress=not as_json)
+    # The differences, the error of the logits, and the verdict.
     if as_json:
         _print_json(verification.as_json())
     else:
@@ -224,7 +233,8 @@ def convert(
     mxfp4: Mxfp4 = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rewrite a Hugging Face checkpoint: with another dtype, merged adapters, or files of another size."""
+    """Rewrite a Hugging Face checkpoint with another dtype, merged adapters, or files of another size."""
+    # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
     target = None if dtype == "auto" else _dtype(dtype)
     loaded = _load(model, revision, "auto" if adapter is None else dtype, "cpu", adapter, progress=not as_json)
     with messages.status(f"Writing {output}"):
@@ -245,7 +255,7 @@ def merge(
     mxfp4: Mxfp4 = None,
     as_json: AsJson = False,
 ) -> None:
-    """Merge LoRA adapters into their model, and write a plain checkpoint: **convert** with an adapter."""
+    """Merge LoRA adapters into their model and write a plain checkpoint, as **convert** does with an adapter."""
     convert(model, output, revision, dtype, adapter, mxfp4=mxfp4, as_json=as_json)
 
 
@@ -253,7 +263,7 @@ def merge(
 def train(ctx: typer.Context) -> None:
     """Train with a YAML or JSON file of options: **train config.yaml --lr 1e-5**; **train --help** lists them.
 
-    This runs on one device. On several: torchrun --nproc-per-node 8 -m liger_models.train config.yaml
+    This runs on one device. For several: torchrun --nproc-per-node 8 -m liger_models.train config.yaml
     """
     from liger_models.train.loop import main
 
@@ -263,7 +273,9 @@ def train(ctx: typer.Context) -> None:
 @app.command()
 def recipe(
     model: Model,
-    memory: Annotated[str | None, typer.Option(help="Of the GPU, such as 24GB. Default: this machine's.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of the GPU, such as 24GB. Default: that of this machine's GPU.")
+    ] = None,
     method: Annotated[str, typer.Option(help="full, lora, 4bit, or auto: the first of these that fits.")] = "auto",
     length: Annotated[
         int | None, typer.Option(min=2, help="Tokens in a row. Default: 4096, or fewer if nothing fits with more.")
@@ -272,22 +284,25 @@ def recipe(
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a file of options for **train** that fits a model into the memory of one GPU, by estimate.
+    """Write a file of options for **train** with which a model should fit into the memory of one GPU.
 
-    Reads config.json only. The estimate does not count the activations of images; of models that take them, a fifth of
-    the memory is left for these.
+    Reads config.json only. The memory is an estimate without the activations of images. For models with images, a fifth
+    of the memory is left for these.
     """
     import torch
 
     from liger_models.memory.plan import parse_memory
     from liger_models.train.recipe import Planner
 
+    # The memory of the given GPU, or of the GPU of this machine.
     if memory is None:
         if not torch.accelerator.is_available():
             raise typer.BadParameter("give --memory, such as 24GB: this machine has no GPU")
         size = int(torch.get_device_module().get_device_properties().total_memory)
     else:
         size = parse_memory("recipe: memory", memory, torch.accelerator.current_accelerator(check_available=True))
+
+    # The options, in a file named after the model and the method.
     chosen = Planner(_empty_model(model, revision).config).plan(size, method, length)
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
     text = chosen.yaml(model, f"{name.lower()}-{chosen.method}")
@@ -316,7 +331,7 @@ def generate(
         ),
     ] = None,
     video: Annotated[
-        list[str] | None, typer.Option(help="Video file for a model with videos, in the same way. Repeatable.")
+        list[str] | None, typer.Option(help="Video file for a model with videos, before the prompt. Repeatable.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 256,
     sample: Annotated[
@@ -336,10 +351,10 @@ def generate(
     adapter: Adapter = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, or chat. The text is printed as it is generated. End of input (Ctrl-D) ends a chat.
+    """Continue a prompt, or chat. The text is printed while it is generated. End of input (Ctrl-D) ends a chat.
 
-    With --image or --video the prompt is a question about these, which the chat template renders. In a conversation,
-    **/image PATH** and **/video PATH** add one to the next message.
+    With --image or --video the chat template renders the prompt as a question about these. In a conversation,
+    **/image PATH** and **/video PATH** add an image or a video to the next message.
     """
     if prompt is None and (not (chat or image or video) or as_json):
         raise typer.BadParameter("give a prompt, or --chat without --json to converse")
@@ -349,11 +364,13 @@ def generate(
 
     from liger_models.cli.conversation import Conversation, open_medium
 
-    # Media are opened before a large model is loaded.
+    # Media are opened first, so that errors come before a large model is loaded.
     sources = [("image", source) for source in image or ()] + [("video", source) for source in video or ()]
     media = [open_medium(medium, source) for medium, source in sources]
     if seed is not None:
         torch.manual_seed(seed)
+
+    # The model, the options, and a draft.
     loaded = _load(model, revision, dtype, _device(device), adapter, progress=not as_json)
     settings: dict[str, Any] = {"do_sample": sample, "temperature": temperature, "top_p": top_p, "min_p": min_p}
     settings |= {"max_new_tokens": max_new_tokens, "stop_strings": stop or None}
@@ -362,12 +379,13 @@ def generate(
         settings["seed"] = torch.initial_seed() % 2**62
     conversation = Conversation(loaded, settings, media, chat or bool(media), system)
 
+    # A single answer, or a conversation that ends with the input.
     if as_json:
         return _print_json({"prompt": prompt, "text": "".join(conversation.answer(prompt or ""))})
     if prompt is not None:
         return _print_pieces(conversation.answer(prompt))
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 that is typed must not end the chat
+        sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 in the input must not end the chat
     while True:
         try:
             line = input("> ")
@@ -401,7 +419,7 @@ def bench(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time training steps with LigerAdamW on random tokens and random weights. Reads config.json only."""
+    """Time training steps with LigerAdamW on random tokens and weights. Reads config.json only."""
     import torch
 
     from liger_models.cli.compare import random_text
@@ -431,6 +449,7 @@ def bench(
         step()
     seconds = (time.perf_counter() - start) / steps
 
+    # Speed, and its share of the device's peak.
     bounds = torch.arange(0, rows * length + 1, length)
     operations = flops(loaded, [{"input_ids": ids.cpu(), "cu_seqlens": bounds}])
     name = torch.get_device_module(target).get_device_name() if accelerated else "cpu"
@@ -454,7 +473,7 @@ def bench(
 
 @app.command("new-arch")
 def new_arch_command(
-    name: Annotated[str, typer.Argument(help="Its model_type, which also names the files.")],
+    name: Annotated[str, typer.Argument(help="model_type of the architecture, which also names the files.")],
     config: Annotated[
         Path, typer.Option("--from", exists=True, dir_okay=False, help="The config.json of a released checkpoint.")
     ],
@@ -463,29 +482,31 @@ def new_arch_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the files of a new architecture, from a config.json: a copy of the nearest module, and its test data.
+    """Write the files of a new architecture from a config.json: a copy of the nearest module, and test data.
 
     Run it in the root of a checkout, with transformers installed. It compares a tiny model of transformers with every
-    architecture, copies the one that has least to change, and prints what: tensors, settings, and parts of a block.
+    architecture and copies the nearest one. Then it prints what still differs: tensors, settings, and parts of a block.
     Nothing is overwritten.
     """
     from liger_models.cli.new_arch import PUBLIC, new_arch
 
-    made = new_arch(name, config, model)
+    written = new_arch(name, config, model)
     if as_json:
-        return _print_json(made._asdict())
-    for file in made.files:
+        return _print_json(written._asdict())
+    for file in written.files:
         print(file)
-    for note in made.notes:
+    for note in written.notes:
         messages.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
-    module = made.files[0]
+
+    # The next steps go to stderr, so that stdout has only the files.
+    module = written.files[0]
     steps = [
-        f"{module} is a copy of {made.nearest}, the nearest architecture. Change it until nothing differs:",
-        *(f"    {line}" for line in made.differences or ["its tensors and its parts equal transformers'"]),
+        f"{module} is a copy of {written.nearest}, the nearest architecture. Change it until nothing differs:",
+        *(f"    {line}" for line in written.differences or ["its tensors and its parts equal transformers'"]),
         f"Give tests/fixtures/{name}/tiny.json a variant for each setting of config.json.",
         f"Compare with transformers: make test ARGS=\"-k '{name} or {model or name}'\". Then run make check.",
         f"For a public name, add to {PUBLIC}:",
-        *(f"    {line}" for line in made.public),
+        *(f"    {line}" for line in written.public),
         "docs/adding-an-architecture.md explains each step.",
     ]
     messages.print("Next:", *steps, sep="\n", markup=False, highlight=False, soft_wrap=True)
@@ -507,6 +528,7 @@ def _dtype(name: str) -> Any:
 def _device(name: str | None) -> str:
     import torch
 
+    # An allocation shows whether the device exists.
     device = name or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
         torch.empty(0, device=device)

@@ -1,6 +1,6 @@
 """Comparison with transformers' model of the same checkpoint: tensors, logits, and the first part that differs.
 
-`liger-models verify`, `liger-models new-arch` and the tests of the architectures share it.
+`liger-models verify`, `liger-models new-arch` and the tests of the architectures use it.
 """
 
 import importlib
@@ -24,14 +24,14 @@ from liger_models.convert.load import pick_map
 from liger_models.layers.norm import add_norm
 
 LIMIT = 1e-4
-"""Largest accepted relative difference of logits in fp32; equal models differ by rounding, about 1e-6."""
+"""Largest accepted relative difference of logits in fp32. Equal models differ by rounding, about 1e-6."""
 
 PART_LIMIT = 1e-5
 """Largest accepted relative difference of the output of a single part, such as a norm, in fp32."""
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """The norm of the difference over the norm of ``theirs``."""
+    """The norm of the difference, divided by the norm of ``theirs``."""
     theirs = theirs.detach().double().cpu()
     difference = ours.detach().double().cpu() - theirs
     return float(difference.norm() / theirs.norm().clamp_min(1e-30))
@@ -41,13 +41,13 @@ KINDS = ("missing", "extra", "shapes")
 
 
 class TensorDifference(NamedTuple):
-    """A tensor that a model and a checkpoint do not have alike.
+    """A difference between the tensors of a model and of a checkpoint.
 
     Attributes:
-        kind: "missing" and "extra" from the checkpoint, or "shapes".
+        kind: "missing" if the checkpoint lacks the tensor, "extra" if the model does, "shapes" if the shapes differ.
         name: name of the tensor in the checkpoint.
-        shape: its shape in the checkpoint, or that of the missing tensor.
-        expected: its shape in the model, for kind "shapes".
+        shape: shape in the checkpoint, or for a missing tensor in the model.
+        expected: shape in the model, if the shapes differ.
     """
 
     kind: str
@@ -62,10 +62,10 @@ class TensorDifference(NamedTuple):
 
 
 def tensor_differences(expected: Mapping[str, Any], stored: Mapping[str, Any]) -> list[TensorDifference]:
-    """What differs between the tensors that a model expects and those that a checkpoint has.
+    """List the differences between the tensors that a model expects and the tensors of a checkpoint.
 
     Args:
-        expected, stored: name -> tensor, anything else with a shape, or the shape itself.
+        expected, stored: name -> tensor, other object with a ``shape``, or the shape itself.
     """
     ours, theirs = ({name: _shape(tensor) for name, tensor in tensors.items()} for tensors in (expected, stored))
     missing = [TensorDifference("missing", name, shape) for name, shape in ours.items() if name not in theirs]
@@ -84,10 +84,10 @@ def _shape(tensor: Any) -> list[int]:
 
 @dataclass
 class Trace:
-    """What a model of transformers computes for a batch.
+    """The results of a model of transformers for a batch.
 
     Attributes:
-        blocks: for each block its input and output, and those of its children by name, [B, T, C] each.
+        blocks: for each block: name of a child, or `BLOCK` -> its input and output, [B, T, C] each.
         head_input: the normed output of the last block, [B, T, C].
         logits: [B, T, V].
     """
@@ -105,14 +105,14 @@ def trace(theirs: Any, **inputs: Any) -> Trace:
     """Run a model of transformers and record the inputs and outputs of its blocks and of their children.
 
     Args:
-        theirs: a causal language model, or one with images.
-        inputs: what it is called with.
+        theirs: a causal language model, or a vision-language model.
+        inputs: arguments of its forward.
     """
     blocks = getattr(theirs.get_decoder(), "layers", [])
     recorded = Trace([{} for _ in blocks], torch.empty(0), torch.empty(0))
 
     def record(parts: dict[str, tuple[Tensor, Tensor]], name: str, _: Any, args: Any, options: Any, out: Any) -> None:
-        # Attention is called with hidden_states by name, and returns its weights, too; mixtures return router logits.
+        # Attention is called with hidden_states by name. It also returns its weights, and mixtures router logits.
         x = args[0] if args else options.get("hidden_states", options.get("x"))
         y = out[0] if isinstance(out, tuple) else out
         if isinstance(x, Tensor) and isinstance(y, Tensor) and name not in parts:
@@ -121,6 +121,7 @@ def trace(theirs: Any, **inputs: Any) -> Trace:
     def record_head(_: Any, args: tuple[Any, ...]) -> None:
         recorded.head_input = args[0]
 
+    # Hooks on all blocks and their children, and on the head, for one forward.
     with ExitStack() as hooks, torch.no_grad():
         for parts, block in zip(recorded.blocks, blocks, strict=True):
             for name, module in [(BLOCK, block), *block.named_children()]:
@@ -137,26 +138,27 @@ class _Parts:
 
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def add(self, place: str, part: str, ours: Tensor, theirs: Tensor) -> None:
-        """Note the error of a part; what runs twice counts once."""
+    def add(self, path: str, part: str, ours: Tensor, theirs: Tensor) -> None:
+        """Note the error of a part. If a part runs twice, only the first run counts."""
         if ours.numel() == theirs.numel():
-            self.errors.setdefault(place, {}).setdefault(part, relative_error(ours, theirs.view_as(ours)))
+            self.errors.setdefault(path, {}).setdefault(part, relative_error(ours, theirs.view_as(ours)))
 
 
 def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dict[str, float]]:
-    """The relative error of each part of a model, when every part takes what transformers' part takes.
+    """The relative error of each part of a model, when every part gets the input of transformers' part.
 
-    Each block, norm, attention and MLP gets transformers' input, so that an error of one part is no error of the next.
+    So an error of one block, norm, attention or MLP causes no error in the next.
 
     Args:
         ours: the model.
-        recorded: what transformers' model of the same weights computes for the same batch.
+        recorded: the results of transformers' model with the same weights for the same batch.
         inputs: the batch.
 
     Returns:
-        Place, such as ``"layers.0"``, -> name of the part -> its error, in the order in which they run. The part
-        ``"output"`` is what a block adds up from its branches.
+        Path, such as ``"layers.0"`` -> name of a part -> its error, in the order in which they run. The part
+        ``"output"`` is the sum of a block's branches.
     """
+    # Without the same blocks there is nothing to compare.
     parts = _Parts()
     if len(recorded.blocks) != len(ours.layers):
         return {}
@@ -167,7 +169,7 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
 
     with ExitStack() as changes, torch.no_grad():
         for index, (block, theirs) in enumerate(zip(ours.layers, recorded.blocks, strict=True)):
-            if theirs:  # a block that attends to images does not run in a text without
+            if theirs:  # a block that attends to images does not run without images
                 changes.enter_context(_corrected_block(block, index, theirs, parts))
         changes.callback(ours.lm_head.register_forward_pre_hook(replace_head_input).remove)
         logits = ours(**inputs).logits
@@ -180,26 +182,29 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
 def _corrected_block(
     block: nn.Module, index: int, theirs: Mapping[str, tuple[Tensor, Tensor]], parts: _Parts
 ) -> Iterator[None]:
-    """Let a block and its children take and return what transformers' do, and note their own errors before."""
-    place = f"layers.{index}"
+    """Context in which a block and its children get transformers' inputs and return transformers' outputs.
+
+    Before an output is replaced, its error is noted.
+    """
+    path = f"layers.{index}"
     stream, end = theirs[BLOCK]
 
     def replace_input(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        _, residual, *others = args
+        _, residual, *rest = args
         if index == 0:
             parts.add("embed_tokens", "output", residual, stream)
-        return (None, stream.view_as(residual), *others)
+        return (None, stream.view_as(residual), *rest)
 
     def replace_output(_: Any, args: Any, out: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, residual, *others = out  # [B, T, C] twice, and a mixture's router logits
+        x, residual, *rest = out  # [B, T, C] twice, and a mixture's router logits
         total = residual if x is None else residual + x
-        parts.add(place, "output", total, end)
-        return (None, end.view_as(total), *others)
+        parts.add(path, "output", total, end)
+        return (None, end.view_as(total), *rest)
 
     def replace_norm(name: str, _: Any, args: Any, y: Any) -> Any:
         if not isinstance(y, Tensor):
             return y
-        parts.add(place, name, y, theirs[name][1])
+        parts.add(path, name, y, theirs[name][1])
         return theirs[name][1].view_as(y)
 
     with ExitStack() as changes:
@@ -210,9 +215,9 @@ def _corrected_block(
             if name not in theirs:
                 continue
             if hasattr(child, "add_norm"):
-                # The branches run by this method; as an attribute of the instance it hides that of the class.
+                # Blocks run a branch by this method. An attribute of the instance hides the method of the class.
                 branch: Any = child
-                branch.add_norm = _corrected_branch(branch.add_norm, place, name, names, theirs[name], parts)
+                branch.add_norm = _corrected_branch(branch.add_norm, path, name, names, theirs[name], parts)
                 changes.callback(delattr, branch, "add_norm")
             else:
                 changes.callback(child.register_forward_hook(partial(replace_norm, name)).remove)
@@ -221,32 +226,33 @@ def _corrected_block(
 
 def _corrected_branch(
     branch: Callable[..., Any],
-    place: str,
+    path: str,
     name: str,
     names: Mapping[int, str],
     theirs: tuple[Tensor, Tensor],
     parts: _Parts,
 ) -> Callable[..., Any]:
-    """``add_norm`` of attention or an MLP that notes the errors of the norm and of the branch, and returns theirs."""
-    taken, result = theirs
+    """``add_norm`` of attention or an MLP that notes the errors of both, and returns transformers' output."""
+    branch_input, branch_output = theirs
 
     def add_norm_and_run(norm: nn.Module | None, x: Tensor | None, residual: Tensor, *options: Any) -> Any:
-        # The norm sees our stream, a sum of transformers' outputs; the branch sees what transformers' branch does.
+        # The norm gets our stream, a sum of transformers' outputs. The branch gets the input of transformers' branch.
         normed, residual = add_norm(norm, x, residual)
-        parts.add(place, names.get(id(norm), f"input of {name}"), normed, taken)
-        y, _, *others = branch(None, None, taken.view_as(normed), *options)
-        parts.add(place, name, y, result)
-        return (result.view_as(y), residual, *others)
+        parts.add(path, names.get(id(norm), f"input of {name}"), normed, branch_input)
+        y, _, *rest = branch(None, None, branch_input.view_as(normed), *options)
+        parts.add(path, name, y, branch_output)
+        return (branch_output.view_as(y), residual, *rest)
 
     return add_norm_and_run
 
 
 def first_difference(errors: Mapping[str, Mapping[str, float]], limit: float = PART_LIMIT) -> str:
-    """The first place with an error beyond the limit, and the errors of its parts; "" if there is none.
+    """The first path with an error beyond the limit, and the errors of its parts; "" without such an error.
 
     For instance ``layers.0: input_layernorm 2.1e-08, self_attn 3.4e-01, ... (2 of 4 places differ)``.
     """
-    wrong = [place for place, parts in errors.items() if not all(error <= limit for error in parts.values())]
+    # Not `error > limit`: NaN must count as wrong, too.
+    wrong = [path for path, parts in errors.items() if not all(error <= limit for error in parts.values())]
     if not wrong:
         return ""
     parts = ", ".join(f"{part} {error:.1e}" for part, error in errors[wrong[0]].items())
@@ -254,7 +260,7 @@ def first_difference(errors: Mapping[str, Mapping[str, float]], limit: float = P
 
 
 def where_it_differs(ours: CausalLM, theirs: Any, only_theirs: Mapping[str, Any] | None = None, **inputs: Any) -> str:
-    """`first_difference` of a model from transformers' model of the same weights on the same batch.
+    """`first_difference` between a model and transformers' model with the same weights, on the same batch.
 
     Args:
         ours, theirs: the models.
@@ -268,14 +274,14 @@ def where_it_differs(ours: CausalLM, theirs: Any, only_theirs: Mapping[str, Any]
 
 @dataclass
 class Verification:
-    """What `verify_checkpoint` has found.
+    """The result of `verify_checkpoint`.
 
     Attributes:
         tensors: number of tensors in the files.
-        differences: as `tensor_differences` returns them.
-        logits_error: relative difference of the logits from transformers'; None if they were not compared.
-        not_compared: why they were not; "" if they were.
-        place: `first_difference` where the logits differ.
+        differences: the result of `tensor_differences`.
+        logits_error: relative difference of the logits from transformers' logits; None if they were not compared.
+        not_compared: the reason why logits were not compared; "" if they were.
+        place: the result of `first_difference` if the logits differ.
     """
 
     tensors: int
@@ -290,7 +296,7 @@ class Verification:
         return not self.differences and (self.logits_error is None or self.logits_error <= LIMIT)
 
     def as_json(self) -> dict[str, Any]:
-        """The findings for scripts: names by what is wrong with them. JSON has no NaN, so that is a string."""
+        """The result for scripts: kind of difference -> names of tensors. JSON has no NaN, so NaN is a string."""
         error = self.logits_error
         return {
             "tensors": self.tensors,
@@ -302,18 +308,18 @@ class Verification:
 
 
 def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool) -> Verification:
-    """Compare the tensors of a checkpoint with its config.json, and its logits with those of transformers.
+    """Compare the tensors of a checkpoint with its config.json, and its logits with the logits of transformers.
 
     Args:
         folder: the checkpoint.
         length: tokens in each of the two random rows.
-        device: where the models run, one after the other.
+        device: device on which the models run, one after the other.
         progress: whether loading shows a progress bar.
     """
     name = read_model_type(read_json_config(folder))
     empty, stored = empty_model(folder), read_headers(folder)
 
-    # The tensors, without reading any of them.
+    # Compare the tensors by their headers.
     parameters = dict(empty.named_parameters())
     weights = pick_map(format_of(type(empty)).file_maps(empty.config), stored, parameters)
     expected = weights.shapes(parameters)
@@ -322,7 +328,7 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
     }
     result = Verification(len(stored), tensor_differences(expected, read))
 
-    # The oracle may not be there, or be older than the model.
+    # transformers may be missing, or older than the model.
     try:
         transformers: Any = importlib.import_module("transformers")
         result.not_compared = "" if name in transformers.CONFIG_MAPPING else f"transformers does not know {name}"
@@ -331,7 +337,7 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
     if result.differences or result.not_compared:
         return result
 
-    # One model after the other, so that the device needs room for one; ours is read again only to find the place.
+    # One model after the other, so that the device holds only one. Ours is loaded again only to find the difference.
     ids = random_text(empty.config, 2, length).to(device)
     options: dict[str, Any] = {"dtype": torch.float32, "device": device}
     with torch.no_grad():
@@ -358,7 +364,7 @@ def empty_model(folder: Path) -> CausalLM:
 
 
 def random_text(config: Any, rows: int, length: int) -> Tensor:
-    """Random token ids [rows, length], the same in every run, without placeholders of images, videos and audio."""
+    """Random token ids [rows, length], equal in every run, without placeholders of images, videos and audio."""
     names = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
     media = {getattr(config, name, None) for name in names}
     words = torch.tensor([token for token in range(config.vocab_size) if token not in media])

@@ -1,4 +1,4 @@
-"""The text that ``liger-models generate`` prints: continuations of a prompt, or the turns of a chat."""
+"""The text that ``liger-models generate`` prints: the continuation of a prompt, or the answers of a chat."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,13 +14,13 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Conversation:
-    """Prompts to a model and its answers.
+    """A sequence of prompts to a model and its answers.
 
     Args:
         model: the model.
         settings: arguments of `generate`.
         media: images and videos for the first prompt, from `open_medium`.
-        chat: whether prompts are turns of a chat; else each is a text to continue.
+        chat: whether prompts are turns of a chat. Otherwise each is a text to continue.
         system: system message of the chat.
 
     Raises:
@@ -50,8 +50,9 @@ class Conversation:
         self.media.append(open_medium(medium, source))
 
     def answer(self, prompt: str) -> Iterator[str]:
-        """The text generated for a prompt, in pieces of whole characters. A chat remembers both."""
+        """Yield the text for a prompt in pieces of whole characters. A chat remembers the prompt and the text."""
         inputs: dict[str, Any] = {}
+        # A chat sends the whole conversation with its media, otherwise the prompt alone is continued.
         if self.chat:
             content: Any = [*self.media, {"type": "text", "text": prompt}] if self.media else prompt
             self.history.append({"role": "user", "content": content})
@@ -73,16 +74,18 @@ class Conversation:
         for token in self.model.stream(ids, **inputs, **self.settings):
             tokens.append(int(token))
             text = decode(tokens)
+            # An incomplete character waits for its next token.
             if not text.endswith(REPLACEMENT):
                 yield text[len(printed) :]
                 printed = text
         text = decode(tokens)
-        # A character that is not complete can make a decoder replace complete ones that are printed already.
+
+        # At an incomplete character, a decoder may also replace whole characters that have been printed.
         yield text[len(printed) :] if text.startswith(printed) else REPLACEMENT
 
 
 def open_medium(medium: str, source: str) -> dict[str, Any]:
-    """The part of a message for an image, decoded, or for a video, whose header is read so that errors come early."""
+    """Make the part of a message for an image, which is decoded, or for a video, whose header is checked."""
     if medium == "image":
         return {"type": medium, medium: open_image(source)}
     file: Any = locate_image(source)

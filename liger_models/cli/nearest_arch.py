@@ -1,4 +1,4 @@
-"""The architecture of this package that is nearest to one of transformers, and a copy of its module by another name."""
+"""The architecture that is nearest to an architecture of transformers, and a renamed copy of its module."""
 
 import ast
 import dataclasses
@@ -34,15 +34,15 @@ LATER_LAYER = re.compile(r"\.layers\.[1-9]")
 
 
 class Nearest(NamedTuple):
-    """An architecture, and what its module must change to equal transformers' model of the new one.
+    """An architecture, and its differences from transformers' model of a new architecture.
 
     Attributes:
-        model_class: its class.
-        unknown: keys of the new architecture that its config does not have.
-        tensors: the tensors outside of the blocks and in the first one that differ.
-        parts: the parts outside of the blocks and in the first one that compute something else, each with its error;
-            only compared where no tensor differs.
-        act: the new architecture's ``hidden_act`` where this one does not compute it, else "".
+        model_class: class of the architecture.
+        unknown: keys of the new architecture that the config class does not have.
+        tensors: different tensors in the first block and outside of blocks.
+        parts: part in the first block or outside of blocks that computes something else -> its error. Parts are
+            compared only if no tensor differs.
+        act: the new architecture's ``hidden_act`` if this architecture does not compute it, else "".
     """
 
     model_class: type[CausalLM]
@@ -53,13 +53,13 @@ class Nearest(NamedTuple):
 
     @property
     def changes(self) -> list[str]:
-        """What differs, one line each, besides the unknown keys."""
+        """A line for each difference besides the unknown keys."""
         wrong = [f"{part} differs by {error:.1e}" for part, error in self.parts.items()]
         return [*map(str, self.tensors), *wrong, *([f"unknown hidden_act {self.act!r}"] if self.act else [])]
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Number of things to change, and lines of the module."""
+        """Number of differences, and number of lines of the module."""
         lines = inspect.getsource(module_of(self.model_class)).count("\n")
         return len(self.unknown) + len(self.changes), lines
 
@@ -70,13 +70,13 @@ def module_of(model_class: type) -> Any:
 
 
 def arguments(config_class: Any) -> dict[str, Any]:
-    """Name -> default of the arguments of transformers' config class that have a default."""
+    """Argument of a config class of transformers -> its default, for arguments with a default."""
     parameters = inspect.signature(config_class).parameters
     return {name: arg.default for name, arg in parameters.items() if arg.default is not inspect.Parameter.empty}
 
 
 def own_keys(hf: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """The keys of config.json that describe the architecture and are no fields of ``config_class``."""
+    """The keys of config.json that describe the architecture but are no fields of ``config_class``."""
     rope = hf.get("rope_parameters") or {}
     keys = {**hf, **{key: value for key, value in rope.items() if key == "partial_rotary_factor"}}
     known = {field.name for field in dataclasses.fields(config_class)} | {*ROPE_KEYS} | IGNORED_KEYS
@@ -84,24 +84,27 @@ def own_keys(hf: Mapping[str, Any], config_class: type) -> dict[str, Any]:
 
 
 def nearest(theirs: Any, folder: Path) -> Nearest:
-    """The architecture in a module of its own that has to change least to equal a tiny model of transformers.
+    """Find the architecture with the fewest differences from a tiny model of transformers.
+
+    Only architectures in a single module are compared.
 
     Args:
         theirs: transformers' model, in fp32.
-        folder: where it is saved; its config.json is rewritten.
+        folder: folder with the saved model. Its config.json is rewritten.
     """
+    # Every architecture is compared with the same trace.
     hf = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     recorded = trace(theirs, input_ids=random_text(theirs.config, 2, 20))
     candidates: list[Nearest] = []
     for name in built_in():
         model_class = get_arch(name)
-        if Path(module_of(model_class).__file__).stem != name:  # it is spread over a folder
+        if Path(module_of(model_class).__file__).stem != name:  # a family in a folder
             continue
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 candidates += _compared(name, model_class, hf, folder, recorded)
-        except ValueError:  # it cannot have these settings
+        except ValueError:  # its config refuses these settings
             continue
     return min(candidates, key=lambda candidate: candidate.rank)
 
@@ -109,7 +112,8 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
 def _compared(
     name: str, model_class: type[CausalLM], hf: Mapping[str, Any], folder: Path, recorded: Trace
 ) -> list[Nearest]:
-    """How an architecture differs from the model in a folder; empty for one with images."""
+    """The differences of an architecture from the model in a folder, as a list of one; [] for a model with images."""
+    # The model with the same settings, as far as the architecture has them.
     config_class: Any = model_class.config_class
     act = hf.get("hidden_act", "silu")
     known = act in config_class.activations
@@ -120,7 +124,7 @@ def _compared(
     if model.visual is not None:
         return []
 
-    # Parts are compared only between models of the same tensors.
+    # Parts can be compared only between models with equal tensors.
     shapes = format_of(model_class).weight_map(config).shapes(dict(model.named_parameters()))
     differences = tensor_differences(shapes, read_headers(folder))
     parts: dict[str, float] = {}
@@ -129,10 +133,10 @@ def _compared(
         ours = model_class.from_pretrained(folder, progress=False).eval()
         errors = part_errors(ours, recorded, input_ids=random_text(config, 2, 20))
         parts = {
-            f"{place} {part}": error
-            for place, of_parts in errors.items()
+            f"{path} {part}": error
+            for path, of_parts in errors.items()
             for part, error in of_parts.items()
-            if not error <= PART_LIMIT and not LATER_LAYER.search(f".{place}")
+            if not error <= PART_LIMIT and not LATER_LAYER.search(f".{path}")
         }
     tensors = [difference for difference in differences if not LATER_LAYER.search(difference.name)]
     return [Nearest(model_class, sorted(own_keys(hf, config_class)), tensors, parts, "" if known else act)]
@@ -141,20 +145,21 @@ def _compared(
 def copied_source(
     model_class: type[CausalLM], name: str, prefix: str, hf_class: str, config_class: Any, ignored: list[str]
 ) -> str:
-    """The source of an architecture's module for a new one: its names and the defaults of its config are exchanged.
+    """Copy the source of an architecture's module for a new architecture, with new names and defaults.
 
     Args:
-        model_class: the class of the architecture that is copied.
-        name: ``model_type`` of the new one.
-        prefix: what the names of its classes begin with.
-        hf_class: its class in transformers.
-        config_class: transformers' config class, whose defaults the fields take.
+        model_class: class of the architecture to copy.
+        name: ``model_type`` of the new architecture.
+        prefix: prefix of the names of its classes.
+        hf_class: name of its class in transformers.
+        config_class: its config class in transformers. The copy gets the defaults of this class.
         ignored: keys that the copied config class does not have.
     """
+    # Only text is exchanged, so that comments and layout of the module stay.
     source = inspect.getsource(module_of(model_class))
     old, old_prefix = format_of(model_class).model_type, model_class.__name__.removeprefix("Liger")
 
-    # The docstring is the author's; the new one says where to look.
+    # A docstring to be completed replaces the old one.
     docstring = ast.get_docstring(ast.parse(source), clean=False)
     begun = f"""{prefix}: model_type ``{name}``.
 
@@ -163,6 +168,7 @@ Differs from {old_prefix} (``arch/{old}.py``): TODO. Name the released models in
 Source: TODO the paper, transformers ``models/{name}``.
 """
     source = source.replace(f'"""{docstring}"""', f'"""{begun}"""', 1)
+
     # Names of classes, the model type, and the keys that the copied config does not have.
     head, body = source.split("\n\n\n", 1)
     body = re.sub(rf"\b(Liger|_)?{old_prefix}(?=[A-Z]\w|\b(?!\.\d))", rf"\g<1>{prefix}", body)
@@ -180,7 +186,7 @@ Source: TODO the paper, transformers ``models/{name}``.
 
 
 def _with_defaults(source: str, class_name: str, ours: Any, theirs: Any) -> str:
-    """The source with transformers' defaults in the fields of the config class."""
+    """Put transformers' defaults into the fields of the config class in a source."""
     defaults = arguments(theirs)
     if hasattr(theirs, "default_theta"):
         defaults["rope_theta"] = theirs.default_theta
@@ -190,7 +196,7 @@ def _with_defaults(source: str, class_name: str, ours: Any, theirs: Any) -> str:
     lines = source.splitlines()
     added: list[str] = []
 
-    # From the last field to the first, so that the line numbers stay right.
+    # Replace lines from the last field to the first, so that line numbers stay valid.
     fields = {field.name: field for field in dataclasses.fields(ours) if field.name in defaults}
     for name, field in sorted(fields.items(), key=lambda pair: getattr(stated.get(pair[0]), "lineno", 0), reverse=True):
         default = defaults[name]
@@ -203,7 +209,8 @@ def _with_defaults(source: str, class_name: str, ours: Any, theirs: Any) -> str:
             lines[stated[name].lineno - 1 : stated[name].end_lineno] = [line]
         else:
             added.append(line)
-    # After the docstring, and after the blank line in front of the fields.
+
+    # Fields that the class inherits are added after the docstring. A blank line in front of its own fields is dropped.
     end = body[0].end_lineno or 0
     if added:
         lines[end:end] = ["", *added]

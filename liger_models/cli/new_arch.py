@@ -1,7 +1,7 @@
-"""The files of a new architecture, from a config.json: a copy of the nearest module, and its test data.
+"""The files of a new architecture, made from a config.json: a copy of the nearest module, and test data.
 
-The nearest architecture is measured: each is compared with a tiny model of transformers. Where the copy differs from
-it, the tests fail, and the author changes the module until they pass.
+The nearest architecture is found by comparing every architecture with a tiny model of transformers. Tests fail where
+the copy differs from transformers, and the author changes the copy until they pass.
 """
 
 import copy
@@ -29,21 +29,21 @@ TINY = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "sliding_window": 7, "sliding_window_pattern": 2,
 }  # fmt: skip
-"""Sizes of the tiny configuration. Windows are shorter than the tests' sequences."""
+"""Sizes of the tiny configuration. Windows are shorter than the sequences of the tests."""
 
 LARGEST = 8
-"""Largest size of the tiny configuration for keys that `TINY` does not have."""
+"""Largest size in the tiny configuration for keys outside of `TINY`."""
 
 
 class NewArch(NamedTuple):
-    """What `new_arch` has written.
+    """The result of `new_arch`.
 
     Attributes:
         files: the new files, relative to the root of the checkout.
         nearest: ``model_type`` of the architecture that was copied.
-        differences: what the copy has to change to equal transformers' tiny model, one line each.
-        notes: what is a guess.
-        public: the lines for the public name in ``liger_models/__init__.pyi``.
+        differences: a line for each difference between the copy and transformers' tiny model.
+        notes: a line for each guess that the author should check.
+        public: the lines for public names in ``liger_models/__init__.pyi``.
     """
 
     files: list[str]
@@ -57,17 +57,18 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
     """Write the module of a new architecture and its test data into the checkout in the working directory.
 
     Args:
-        name: ``model_type``; the name of the module and of the data folder.
-        config_file: config.json of a released checkpoint. Where its safetensors are in the same folder, the shapes are
-            theirs.
-        model: name of the released model, for its files; None for ``name``.
+        name: ``model_type``, which is also the name of the module and of the data folder.
+        config_file: config.json of a released checkpoint. If its safetensors are in the same folder, the shapes come
+            from them.
+        model: name of the released model, for the names of its files; None for ``name``.
 
     Raises:
         FileExistsError: one of the files exists.
         FileNotFoundError: the working directory is not the root of a checkout.
         ImportError: transformers is not installed, or does not know the architecture.
-        ValueError: a name that no module can have or that is taken, or a config.json that is not a text decoder's.
+        ValueError: ``name`` is no valid module name or exists, or the config.json does not describe a text decoder.
     """
+    # transformers' model of the released size, on the meta device.
     hf = parse_json(config_file.read_bytes(), config_file)
     _check(name, hf)
     transformers = _transformers(name)
@@ -77,14 +78,14 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
     config_class, hf_class = type(config), type(oracle).__name__
     prefix = hf_class.partition("For")[0]
 
-    # The nearest architecture, by a tiny model of transformers with random weights.
+    # Find the nearest architecture for a tiny model of transformers with random weights.
     tiny = _tiny({**hf, **_added(config, hf)}, config_class)
     first = next(iter(tiny["variants"].values()))
     with tempfile.TemporaryDirectory() as scratch:
         torch.manual_seed(0)
         small = transformers.AutoConfig.for_model(name, **copy.deepcopy({**tiny["base"], **first}))
         theirs = transformers.AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
-        with torch.no_grad():
+        with torch.no_grad():  # norms must differ from 1, and biases from 0
             for parameter in theirs.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         theirs.save_pretrained(scratch)
@@ -92,7 +93,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
     unknown = sorted(own_keys({**small.to_dict(), **hf}, copied.model_class.config_class))
     source = copied_source(copied.model_class, name, prefix, hf_class, config_class, unknown)
 
-    # The test data: config.json, shapes and frequencies at the released size.
+    # The test data: config.json, and shapes and frequencies at the released size.
     shapes, ropes = _oracle(oracle)
     weights = [file for pattern in (WEIGHTS, SHARDS) for file in config_file.parent.glob(pattern)]
     notes = [f"IGNORED_KEYS has {', '.join(unknown)}: make fields of those that change the model."] if unknown else []
@@ -114,6 +115,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
         files[folder / "rope_oracle.json"] = json.dumps({model: ropes}) + "\n"
     _write(files)
 
+    # The author adds the public names.
     public = sorted([f"Liger{prefix}", f"{prefix}Config"])
     imports = [f"from liger_models.arch.{name} import {public_name} as {public_name}" for public_name in public]
     return NewArch(
@@ -126,13 +128,14 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
 
 
 def _check(name: str, hf: Mapping[str, Any]) -> None:
+    # The name, the config.json, and the working directory.
     if not name.isidentifier() or name != name.lower() or name.startswith("_"):
         raise ValueError(f"new-arch: NAME must be model_type, a Python name in lower case, got {name!r}. Rename it.")
     if name in built_in():
         raise ValueError(f"new-arch: NAME must be new, got {name!r}, an architecture of liger_models.")
-    given = hf.get("model_type", name)
-    if given != name:
-        raise ValueError(f"new-arch: NAME must be config.json's model_type, {given!r}, got {name!r}.")
+    model_type = hf.get("model_type", name)
+    if model_type != name:
+        raise ValueError(f"new-arch: NAME must be config.json's model_type, {model_type!r}, got {name!r}.")
     missing = [key for key in NEEDED if key not in hf]
     if missing:
         raise ValueError(
@@ -146,7 +149,7 @@ def _check(name: str, hf: Mapping[str, Any]) -> None:
 
 
 def _transformers(name: str) -> Any:
-    """The package, which is the oracle of the tests."""
+    """Import transformers, with which the tests compare."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -162,19 +165,19 @@ def _transformers(name: str) -> Any:
 
 
 def _added(config: Any, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of an architecture that transformers' config has and a config.json leaves out."""
+    """The keys of an architecture that are in transformers' config but not in config.json."""
     every = importlib.import_module("transformers").PretrainedConfig().to_dict()
     return {key: value for key, value in config.to_dict().items() if key not in hf and key not in every}
 
 
 def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Parameter name -> shape, and name of a rotary embedding -> its frequencies, of transformers' model."""
+    """Two mappings of transformers' model: parameter -> shape, and rotary embedding -> frequencies."""
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     ropes = {}
-    for place, meta in model.named_modules():
+    for path, meta in model.named_modules():
         if hasattr(meta, "inv_freq") and hasattr(meta, "attention_scaling"):
-            rotary = type(meta)(model.config)  # with values
-            ropes[place] = {
+            rotary = type(meta)(model.config)  # not on the meta device
+            ropes[path] = {
                 "class": type(rotary).__name__,
                 "inv_freq": rotary.inv_freq.tolist(),
                 "attention_scaling": rotary.attention_scaling,
@@ -182,17 +185,19 @@ def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
             if rotary.rope_type == "longrope":
                 functions = importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
                 beyond = model.config.rope_parameters["original_max_position_embeddings"] + 1
-                ropes[place]["inv_freq_long"] = functions["longrope"](model.config, "cpu", seq_len=beyond)[0].tolist()
+                ropes[path]["inv_freq_long"] = functions["longrope"](model.config, "cpu", seq_len=beyond)[0].tolist()
     return shapes, ropes
 
 
 def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """The tiny configuration, and a variant for each setting that can be switched."""
-    theirs, own = arguments(config_class), own_keys(hf, RMSNormDecoderConfig)
+    """The tiny configuration, and a variant for each setting with two values."""
+    theirs, specific = arguments(config_class), own_keys(hf, RMSNormDecoderConfig)
+
+    # Small sizes, no dropout, and the architecture's own settings.
     base: dict[str, Any] = {key: size for key, size in TINY.items() if hf.get(key) is not None}
     base["pad_token_id"] = TINY["pad_token_id"]
     base |= {key: 0.0 for key, value in theirs.items() if "drop" in key and isinstance(value, float)}
-    for key, value in own.items():
+    for key, value in specific.items():
         if key in base or key not in theirs:
             continue
         if isinstance(value, bool | str):
@@ -201,7 +206,8 @@ def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
             base[key] = min(value, LARGEST)
         elif isinstance(value, float):
             base[key] = value
-    # One layer of each type; a model whose windows are all the same gets one layer with and one without.
+
+    # One layer of each type. If the model has a single type and may have windows, one layer with and one without.
     types: Any = hf.get("layer_types")
     released = {}
     if types:
@@ -211,6 +217,8 @@ def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
             released = {"sliding_window": hf.get("sliding_window"), "layer_types": 2 * types[:1]}
             base["sliding_window"] = TINY["sliding_window"]
         base["num_hidden_layers"] = len(base["layer_types"])
+
+    # Variants: the other value of each switch, and the settings that matter in every family.
     tied = base["tie_word_embeddings"] = hf.get("tie_word_embeddings", theirs.get("tie_word_embeddings", False))
     switches = {key: value for key, value in base.items() if isinstance(value, bool) and key != "tie_word_embeddings"}
     rotated = {"layer_types": ["sliding_attention"] * base["num_hidden_layers"]} if types else {}
@@ -224,14 +232,16 @@ def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
             for key, value in switches.items()
         },
     }
-    # A rope scaling of the released model, with an original length below that of the tests' sequences.
+
+    # The released model's rope scaling, with an original length that the tests' sequences exceed.
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    kind = rope.pop("type", None)
-    kind = rope.pop("rope_type", kind)
-    if kind not in (None, "default") and not any(isinstance(value, Mapping) for value in rope.values()):
+    rope_type = rope.pop("type", None)
+    rope_type = rope.pop("rope_type", rope_type)
+    if rope_type not in (None, "default") and not any(isinstance(value, Mapping) for value in rope.values()):
         short = {key: value[: TINY["head_dim"] // 2] for key, value in rope.items() if isinstance(value, list)}
-        length = {"original_max_position_embeddings": 8} if kind not in ("linear", "dynamic") else {}
-        variants[kind] = {"rope_parameters": {"rope_theta": 10000.0, **rope, **short, **length, "rope_type": kind}}
+        length = {"original_max_position_embeddings": 8} if rope_type not in ("linear", "dynamic") else {}
+        parameters = {"rope_theta": 10000.0, **rope, **short, **length, "rope_type": rope_type}
+        variants[rope_type] = {"rope_parameters": parameters}
     return {"base": base, "variants": variants}
 
 
@@ -240,7 +250,8 @@ def _json(content: Any) -> str:
 
 
 def _write(files: Mapping[Path, str]) -> None:
-    """Write files that do not exist yet: the data folder by one rename, and then the module by another."""
+    """Write new files. One rename creates the data folder, and another the module."""
+    # Nothing is overwritten, and a failure leaves nothing behind.
     module, *data = files
     folder = data[0].parent
     for path in (module, module.with_suffix(""), folder):

@@ -1,1 +1,1 @@
-"""What every room may use: errors, the registration of ops, names of transformers, imports on first use, JSON files."""
+"""Shared helpers: errors, registration of ops, arguments of transformers, imports on first use, JSON files."""

@@ -1,4 +1,4 @@
-"""Argument checks that every op and module shares; nothing here needs Triton."""
+"""Argument checks that all ops and modules share, without Triton."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ def check_values(condition: Tensor, message: str) -> None:
     Args:
         condition: [] bool. On the CPU, False raises ValueError with ``message``. On CUDA and ROCm, False ends the
             computation with a device-side assertion that prints ``message``. Other accelerators are not checked.
-        message: names the argument, what is wrong with it and what to do.
+        message: text that names the argument, its error and the remedy.
     """
     if torch.compiler.is_compiling() or condition.is_meta or hasattr(condition, "fake_mode"):
         return
@@ -43,7 +43,7 @@ def check_tensors(**given: object) -> None:
 
 
 def check_integers(**given: object) -> None:
-    """As `check_tensors`; also raise TypeError unless each tensor is one of integers."""
+    """`check_tensors`, and raise TypeError unless each tensor has an integer dtype."""
     check_tensors(**given)
     for name, tensor in given.items():
         if isinstance(tensor, Tensor) and tensor.dtype not in (torch.int64, torch.int32):
@@ -51,14 +51,14 @@ def check_integers(**given: object) -> None:
 
 
 def check_floating(op: str, **tensors: Tensor | None) -> None:
-    """Raise TypeError unless every given tensor has a floating-point dtype; None is skipped."""
+    """Raise TypeError unless every tensor has a floating-point dtype; None is skipped."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.dtype.is_floating_point:
             raise TypeError(f"{op}: {name} must be a floating-point tensor, got {tensor.dtype}.")
 
 
 def check_documents(op: str, cu_seqlens: Tensor | None, B: int, T: int) -> int:
-    """Raise unless ``cu_seqlens`` are bounds of documents in [1, T]. Returns their number, or without them B."""
+    """Return the number of documents, or B without ``cu_seqlens``; raise if these are not valid bounds in [1, T]."""
     if cu_seqlens is None:
         return B
     if cu_seqlens.dtype not in (torch.int32, torch.int64):

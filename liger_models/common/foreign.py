@@ -1,4 +1,4 @@
-"""Arguments of transformers under their own names: those that work here, and what to do in place of the others."""
+"""Arguments of transformers under transformers' names: their translations, and advice for unsupported ones."""
 
 import difflib
 import functools
@@ -12,23 +12,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Foreign(NamedTuple):
-    """What an argument of transformers is here. None always means that it was not given.
+    """The translation of one argument of transformers. None always means that the argument was not given.
 
     Attributes:
-        todo: what to do instead.
-        idle: values that ask for what happens anyway.
-        rename: the argument that has its value here.
-        convert: from transformers' value to that of ``rename``; None for a value that is not possible here.
+        todo: advice for the user.
+        defaults: values that request the default behavior of this package.
+        rename: name of the equivalent argument in this package.
+        convert: function from transformers' value to the value of ``rename``; returns None for unsupported values.
     """
 
     todo: str
-    idle: tuple[object, ...] = ()
+    defaults: tuple[object, ...] = ()
     rename: str = ""
     convert: Callable[[Any], Any] = lambda value: value
 
 
 def _device(value: Any) -> Any:
-    """The one device that a ``device_map`` means."""
+    """The single device of a ``device_map``; None if there are several."""
     import torch
 
     if isinstance(value, Mapping):
@@ -116,44 +116,46 @@ FOREIGN = {
 
 
 def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Keyword arguments under the names of this package, without those that ask for what happens anyway.
+    """Rename keyword arguments to the names of this package, and drop arguments that request its default behavior.
 
     Args:
-        function: its name, for errors.
-        given: name -> value.
+        function: name of the function, for errors.
+        given: maps names to values.
         known: the names of the function's own arguments.
 
     Raises:
-        TypeError: there is no such argument here, or it cannot have this value.
+        TypeError: an argument or its value is not supported.
     """
-    taken = {name: value for name, value in given.items() if name in known}
+    accepted = {name: value for name, value in given.items() if name in known}
     for name, value in given.items():
         if name in known:
             continue
+        # An argument of transformers: dropped if it asks for the default, renamed if it has an equivalent.
         foreign = FOREIGN.get(name)
         if foreign is not None:
-            if value is None or (isinstance(value, str | int | float) and value in foreign.idle):
+            if value is None or (isinstance(value, str | int | float) and value in foreign.defaults):
                 continue
             converted = foreign.convert(value) if foreign.rename in known else None
             if converted is not None:
-                if foreign.rename in taken:
+                if foreign.rename in accepted:
                     raise TypeError(f"{function}: {name} and {foreign.rename} are the same, got both. Pass one.")
-                taken[foreign.rename] = converted
+                accepted[foreign.rename] = converted
                 continue
+        # Anything else is an error, with advice for arguments of transformers and a guess for misspelled ones.
         near = difflib.get_close_matches(name, known, n=1)
         todo = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
         got = f" = {value!r}" if isinstance(value, str | int | float) else ""
         raise TypeError(
             f"{function}: got an unexpected keyword argument {name!r}{got}. {todo if foreign is None else foreign.todo}"
         )
-    return taken
+    return accepted
 
 
 def foreign_arguments(name: str) -> Callable[[Function], Function]:
-    """Decorator of a method that takes the arguments of `FOREIGN`, too. The signature stays that of the method.
+    """Decorator that makes a method also accept the arguments of `FOREIGN`, without a change of its signature.
 
     Args:
-        name: of the method in errors.
+        name: name of the method in errors.
     """
 
     def decorate(function: Function) -> Function:
@@ -173,5 +175,5 @@ def foreign_arguments(name: str) -> Callable[[Function], Function]:
 
 
 def is_hub_name(folder: str | os.PathLike[str]) -> bool:
-    """Whether ``folder`` is no folder and can be ``owner/name`` on the hub."""
+    """Whether ``folder`` does not exist and has the form ``owner/name`` of a name on the hub."""
     return isinstance(folder, str) and not os.path.exists(folder) and bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", folder))

@@ -5,11 +5,11 @@ from typing import Any
 
 
 def parse_json(text: bytes, name: object) -> dict[str, Any]:
-    """The JSON object in a file's content.
+    """Parse the JSON object in a file's content.
 
     Args:
         text: the content.
-        name: of the file, for the error.
+        name: name of the file, for the error message.
 
     Raises:
         ValueError: the content is not a JSON object.

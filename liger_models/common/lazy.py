@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use."""
+"""Packages whose names are imported on first use."""
 
 import ast
 import difflib
@@ -14,9 +14,9 @@ _EXPORTS: dict[str, list[str]] = {}
 
 
 class _Nearest(MetaPathFinder):
-    """Names what is nearest to an unknown name in ``from package import name``.
+    """Suggests the nearest name for an unknown name in ``from package import name``.
 
-    Python looks for a module of that name when the package has no such attribute, and drops what ``__getattr__`` said.
+    If a package lacks the attribute, Python looks for a module of that name, and drops the message of ``__getattr__``.
     """
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
@@ -32,14 +32,14 @@ def _nearest(package: str, name: str) -> str:
 
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names are imported on first use.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a package whose names are imported on first use.
 
-    The stub beside the package, ``__init__.pyi``, lists the names: type checkers and this function read the same lines,
-    such as ``from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm``.
+    The stub ``__init__.pyi`` beside the package's ``__init__.py`` lists the names. Type checkers and this function read
+    the same lines, such as ``from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm``.
 
     Args:
         package: ``__name__`` of the package.
-        file: its ``__file__``.
+        file: ``__file__`` of the package.
 
     Source: https://scientific-python.org/specs/spec-0001.
     """

@@ -1,13 +1,13 @@
-"""Registration of the ops: one library for all of them, ops with named arguments, and their autograd.
+"""Registration of ops: one library for all ops, ops with named arguments, and autograd.
 
-PyTorch's dispatcher takes the arguments of an op by position. An op with more than a dozen of them is written with
-`Op` instead: a NamedTuple names its inputs, another one its outputs, and every function of the op takes and returns
+PyTorch's dispatcher takes the arguments of an op by position. An op with more than a dozen arguments is written with
+`Op` instead: one NamedTuple names its inputs, another names its outputs, and all functions of the op take and return
 these. The schema follows from their annotations::
 
     class Inputs(NamedTuple):
         x: Tensor
         norm: FusedNorm                   a NamedTuple: its fields become norm_weight, norm_eps, ...
-        weight: Annotated[Weight, WEIGHT]     a type with an `Argument` that says how ops take it
+        weight: Annotated[Weight, WEIGHT]     a type whose `Argument` converts it for ops
 
     class Outputs(NamedTuple):
         y: Tensor
@@ -19,8 +19,8 @@ these. The schema follows from their annotations::
     op = Op("norm_linear", _forward, _fake)
     outputs = op(Inputs(x=x, norm=norm, weight=weight))
 
-`Op.differentiable` adds the backward, with a NamedTuple of what is saved, one of the inputs that need a gradient, and
-one of the gradients.
+`Op.differentiable` adds the backward, with three more NamedTuples: the saved values, which inputs need a gradient, and
+the gradients.
 """
 
 import types
@@ -55,14 +55,15 @@ Gradients = TypeVar("Gradients", bound=tuple[Any, ...])
 
 
 class Argument(NamedTuple):
-    """How ops take a value of a type that schemas lack. It annotates the type: ``Annotated[T, Argument(...)]``.
+    """Conversion of a type that schemas lack, which annotates the type: ``Annotated[T, Argument(...)]``.
 
     Attributes:
-        schema: the arguments that the value becomes, with ``{0}`` for the name of the field. At most the first one has
-            no default value. If the first of the others has its default value, the value is what the one without has,
-            or None.
-        to_op: from the value, which is not None, to all of its arguments; None if it is taken as it is.
-        from_op: from all of its arguments to the value.
+        schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first argument
+            may lack a default value. If the first argument with a default has its default value, the value of the field
+            is the argument without a default, or None if there is none.
+        to_op: maps the value, which is not None, to all of its arguments; returns None if the value itself is the first
+            argument.
+        from_op: maps all arguments of the value back to the value.
     """
 
     schema: str
@@ -74,12 +75,13 @@ class Arguments:
     """The fields of a NamedTuple as the flat arguments of an op.
 
     Attributes:
-        schema: the arguments as a schema has them: first all without a default value.
+        schema: the arguments in a schema, where arguments without a default value come first.
         names: the names of the arguments.
-        defaults: their default values; None for arguments without.
-        is_tensor: for each of them whether it is a tensor or None.
-        flatten: from the NamedTuple to the arguments. It leaves out the last ones where all have their default values.
-        unflatten: the inverse.
+        defaults: the arguments' default values; None for arguments without a default.
+        is_tensor: for each argument, whether it is a tensor or an optional tensor.
+        flatten: maps the NamedTuple to the arguments, leaving out trailing arguments that all have their default
+            values.
+        unflatten: the inverse of ``flatten``.
     """
 
     def __init__(self, fields: type[Any]) -> None:
@@ -94,6 +96,7 @@ class Arguments:
             for field, hint in get_type_hints(fields, include_extras=True).items():
                 name = prefix + field
                 pattern = expression = name
+                # Three sorts of fields: one with an `Argument`, a NamedTuple of further fields, and a type of a schema.
                 argument = _argument(hint)
                 if argument is not None:
                     expression = add_argument(name, argument)
@@ -107,7 +110,8 @@ class Arguments:
             return f"({', '.join(patterns)},)", f"_new(_type_{prefix}, ({', '.join(expressions)},))"
 
         def add_argument(name: str, argument: Argument) -> str:
-            """Add a field with an `Argument`; return the expression that restores it."""
+            """Add a field with an `Argument`; return the expression that restores the field."""
+            # At most the first parameter has no default: the head, which comes first in the whole schema, too.
             schema = argument.schema.format(name)
             parameters = _parse(schema)
             names = ", ".join(parameter.name for parameter in parameters)
@@ -117,9 +121,11 @@ class Arguments:
             required.extend(texts[:has_head])
             optional.append((name, texts[has_head:], tuple(parameter.default_value for parameter in tail)))
             namespace[f"_to_op_{name}"], namespace[f"_from_op_{name}"] = argument.to_op, argument.from_op
+            # Code of `flatten`: convert the value, and move the head to the field's own place.
             conversions.append(f"_all_{name} = None if {name} is None else _to_op_{name}({name})")
             if has_head:
                 conversions.append(f"if _all_{name} is not None: {name}, *_all_{name} = _all_{name}")
+            # Code of `unflatten`: default values mean that the value was not converted.
             default = tail[0].default_value
             test = f"{tail[0].name} is None" if default is None else f"{tail[0].name} == {default!r}"
             return f"{name if has_head else None} if {test} else _from_op_{name}({names})"
@@ -152,7 +158,7 @@ class Arguments:
         self.unflatten: Callable[..., Any] = namespace["unflatten"]
 
     def flatten_all(self, value: Any) -> tuple[Any, ...]:
-        """`flatten` that leaves nothing out."""
+        """`flatten` with all arguments."""
         arguments = self.flatten(value)
         return arguments + self.defaults[len(arguments) :]
 
@@ -163,23 +169,23 @@ def _parse(schema: str) -> list[Any]:
 
 
 def _argument(hint: Any) -> Argument | None:
-    """The `Argument` that annotates a type."""
+    """The `Argument` that annotates a type, or None."""
     extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return next((extra for extra in extras if isinstance(extra, Argument)), None)
 
 
 def _type_name(hint: Any) -> str:
-    """The type of a schema for an annotation."""
+    """The schema type for an annotation."""
     if get_origin(hint) not in (types.UnionType, Union):
         return TYPES[hint]
-    (kind,) = (option for option in get_args(hint) if option is not type(None))
-    return f"{TYPES[kind]}?"
+    (option_type,) = (option for option in get_args(hint) if option is not type(None))
+    return f"{TYPES[option_type]}?"
 
 
 def _join(
     head: tuple[Any, ...], tails: tuple[Sequence[Any] | None, ...], groups: list[tuple[Any, ...]]
 ) -> tuple[Any, ...]:
-    """The arguments without default values and the others, up to the last group that is not left out."""
+    """Join the arguments without defaults and the groups with defaults, up to the last group with a value."""
     joined: tuple[Any, ...] = ()
     for tail, defaults in zip(tails[::-1], groups[::-1], strict=True):
         if tail is not None or joined:
@@ -187,21 +193,21 @@ def _join(
     return head + joined
 
 
-def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """The function that takes the values at some places out of a sequence."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple(values[place] for place in places)
+def _picker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that picks the values at the given places of a sequence."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: tuple(values[index] for index in indices)
 
 
 class Op(Generic[Inputs, Outputs]):
-    """An op whose functions take its inputs and return its outputs by name.
+    """An op whose inputs and outputs have names.
 
     Args:
         name: the op is ``torch.ops.liger_models.<name>``.
-        forward: its implementation. The annotations of its parameter and result are a NamedTuple each; the result may
-            also be one tensor. A result that is ``Tensor | None`` may be None.
-        fake: its implementation for tensors without values.
+        forward: the implementation. Its parameter and its result are each annotated with a NamedTuple; the result may
+            also be one tensor. Fields of the result may be ``Tensor | None``.
+        fake: the implementation for tensors without values.
     """
 
     def __init__(self, name: str, forward: Callable[[Inputs], Outputs], fake: Callable[[Inputs], Outputs]) -> None:
@@ -211,6 +217,7 @@ class Op(Generic[Inputs, Outputs]):
         self.name, self.inputs = name, Arguments(parameter)
         self.outputs = None if result is Tensor else Arguments(result)
 
+        # One op with a flat schema. CompositeExplicitAutograd: the same code runs on every device.
         count = 1 if self.outputs is None else len(self.outputs.names)
         returned = ", ".join(["Tensor"] * count)
         LIBRARY.define(f"{name}({self.inputs.schema}) -> {returned if count == 1 else f'({returned})'}")
@@ -219,7 +226,7 @@ class Op(Generic[Inputs, Outputs]):
         self._op = getattr(getattr(torch.ops, LIBRARY.ns), name).default
 
     def _flat(self, function: Callable[[Inputs], Outputs]) -> Callable[..., Any]:
-        """The function with flat arguments and results, as the dispatcher calls it."""
+        """Wrap a function to take and return flat arguments, as the dispatcher calls it."""
         unflatten = self.inputs.unflatten
         if self.outputs is None:
             return lambda *arguments: function(unflatten(*arguments))
@@ -239,13 +246,13 @@ class Op(Generic[Inputs, Outputs]):
         """Register the backward.
 
         Args:
-            save: from the autograd context, the inputs, the outputs, and which inputs need a gradient to what is saved
-                for the backward. It may mark outputs as non-differentiable.
-            backward: from what is saved, which inputs need a gradient, and the gradients of the outputs, None for those
-                without, to the gradients of the inputs.
+            save: maps the autograd context, the inputs, the outputs, and which inputs need a gradient to the saved
+                values. It may mark outputs as non-differentiable.
+            backward: maps the saved values, which inputs need a gradient, and the gradients of the outputs (None for
+                outputs without a gradient) to the gradients of the inputs.
 
-        The second parameter of ``backward`` is annotated with a NamedTuple of bools and its result with a NamedTuple of
-        ``Tensor | None``. Their fields have the names of inputs.
+        The second parameter of ``backward`` is annotated with a NamedTuple of bools, and its result with a NamedTuple
+        of ``Tensor | None``. Fields of both are named as the inputs.
         """
         hints = get_type_hints(backward, include_extras=True)
         saved_type, needs_type, _ = (hint for name, hint in hints.items() if name != "return")
@@ -285,14 +292,14 @@ def register_autograd(
     setup_context: Callable[..., None],
     library: torch.library.Library = LIBRARY,
 ) -> None:
-    """``torch.library.register_autograd`` for ops without keyword-only arguments and lists of tensors.
+    """``torch.library.register_autograd``, for ops without keyword-only arguments and without lists of tensors.
 
-    To fill in the default values, PyTorch's own reads the whole schema once for each argument, in every call. That
-    takes the host about as long as all else in a forward. Here they are read once.
+    To fill in default values, PyTorch's function reads the whole schema once per argument in every call, which takes
+    the host about as long as the rest of a forward. This function reads the default values once.
 
     Args:
-        name: of an op of ``library``.
-        backward, setup_context: as PyTorch's own takes them.
+        name: name of an op of ``library``.
+        backward, setup_context: as in ``torch.library.register_autograd``.
     """
     op = getattr(getattr(torch.ops, library.ns), name).default
     defaults = [argument.default_value for argument in op._schema.arguments]
@@ -312,7 +319,7 @@ def register_autograd(
     function: Any = type(f"_{name}", (torch.autograd.Function,), members)
 
     def differentiable(*inputs: Any) -> Any:
-        needed = torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
+        needed = torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
         return function.apply(*inputs) if needed else run(*inputs)
 
     library.impl(name, differentiable, "Autograd")

@@ -1,8 +1,8 @@
 """Conversion between config.json and config dataclasses.
 
-Reads the formats of transformers 4 (``rope_theta`` and ``rope_scaling``, ``torch_dtype``) and transformers 5
-(``rope_parameters``, ``dtype``), and writes what both read. An unsupported value is an error; unknown keys are listed
-in a warning.
+It reads the formats of transformers 4 (``rope_theta`` and ``rope_scaling``, ``torch_dtype``) and of transformers 5
+(``rope_parameters``, ``dtype``), and writes a format that both read. An unsupported value is an error. A warning lists
+unknown keys.
 """
 
 import contextlib
@@ -43,16 +43,16 @@ _GENERATION = """
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
 IGNORED_KEYS = frozenset(f"{_ORIGIN} {_IN_EVERY_CONFIG} {_GENERATION}".split())
-"""Keys that do not describe the architecture: where the file comes from and how to run it (including two keys of SmolLM
-that transformers does not read either), keys that transformers writes into every config, and generation settings in old
+"""Keys that do not describe the architecture: the origin of the file and ways to run it (with two keys of SmolLM that
+transformers does not read either), keys that transformers writes into every config, and generation settings in old
 files."""
 
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "depth", "num_global_layers"), 1000),
     **dict.fromkeys(("num_experts", "num_local_experts"), 4096),
 }
-"""Largest numbers of layers and of experts in a config.json, unless the checkpoint has more tensors. Without a limit a
-file of a few bytes would decide how many modules are built."""
+"""Largest numbers of layers and of experts in a config.json, unless the checkpoint has more tensors. Without a limit, a
+file of a few bytes could make the reader build any number of modules."""
 
 MOST_EXPERTS = 100_000
 """Largest number of layers times experts, unless the checkpoint has more tensors."""
@@ -65,11 +65,12 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
 
     Args:
         hf: the content of config.json.
-        tensors: number of tensors in the checkpoint, if it is known. There may be as many layers or experts.
+        tensors: number of tensors in the checkpoint, if it is known. It raises the limits to at least this number.
 
     Raises:
         ValueError: a number is above `MOST` or `MOST_EXPERTS`, and above the number of tensors.
     """
+    # The largest value of each key, in the file and in its nested objects.
     counts = dict.fromkeys(MOST, 0)
     nested = [hf]
     while nested:
@@ -77,14 +78,15 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
             if isinstance(value, Mapping):
                 nested.append(value)
             elif key in MOST and isinstance(value, int):
-                most = max(MOST[key], tensors)
-                if not value <= most:
+                limit = max(MOST[key], tensors)
+                if not value <= limit:
                     raise ValueError(
-                        f"config.json: {key} must be at most {most}, got {value}. A checkpoint with more tensors may "
+                        f"config.json: {key} must be at most {limit}, got {value}. A checkpoint with more tensors may "
                         "have more: load it from a folder."
                     )
                 counts[key] = max(value, counts[key])
 
+    # Modules of experts: in the worst case every layer has all of them.
     experts = max(counts["num_experts"], counts["num_local_experts"]) * counts["num_hidden_layers"]
     if not experts <= max(MOST_EXPERTS, tensors):
         raise ValueError(
@@ -95,10 +97,10 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
 
 @contextlib.contextmanager
 def blaming(where: object) -> Iterator[None]:
-    """Context that turns the errors of odd values (a division by zero, a missing key) into a ValueError.
+    """Context that turns errors of bad values, such as a division by zero or a missing key, into a ValueError.
 
     Args:
-        where: the file, for the error.
+        where: name of the file, for the error.
     """
     try:
         yield
@@ -113,12 +115,12 @@ def blaming(where: object) -> Iterator[None]:
 def read_config(
     config_class: "type[Config]", hf: Mapping[str, Any], *, strict: bool = False, tensors: int = 0
 ) -> "Config":
-    """Build the config that a config.json describes.
+    """Build a config from the content of a config.json.
 
     Args:
         config_class: dataclass whose fields are named as in config.json.
         hf: the content of config.json.
-        strict: raise an error, not a warning, for unknown keys.
+        strict: whether unknown keys are an error instead of a warning.
         tensors: number of tensors in the checkpoint, if it is known; see `check_counts`.
 
     Raises:
@@ -131,7 +133,7 @@ def read_config(
 
 
 def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bool) -> "Config":
-    # Of quantized checkpoints only those that are read dequantized.
+    # A quantized checkpoint is refused unless its weights can be read dequantized.
     checkpoint = format_of(config_class)
     quantization = hf.get("quantization_config") or hf.get("compression_config")
     if quantization:
@@ -145,7 +147,7 @@ def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bo
             block_size(quantization)
         hf = {key: value for key, value in hf.items() if key != "quantization_config"}
 
-    # The fields of the class, by the names that the class has for them.
+    # Rename the keys to the fields of the class, and read the fields. Rope settings need rules of their own.
     hf = checkpoint.from_json(hf)
     ignored = IGNORED_KEYS | frozenset(checkpoint.ignored_keys)
     rope_keys = _ROPE_KEYS if "rope_scaling" in typing.get_type_hints(config_class) else ()
@@ -172,7 +174,7 @@ def _read_fields(
     where: str,
     unknown: list[str],
 ) -> dict[str, Any]:
-    """The values of the fields in a config.json or a nested object ``where`` in it; appends to the unknown keys."""
+    """Read the fields in a config.json, or in its nested object ``where``, and append unknown keys to ``unknown``."""
     hints = typing.get_type_hints(config_class)
     values: dict[str, Any] = {}
     for key, value in hf.items():
@@ -180,7 +182,7 @@ def _read_fields(
             hint = hints[key]
             if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
                 values[key] = _build(hint, _read_fields(hint, value, ignored, f"{where}{key}.", unknown))
-            elif value is not None or type(None) in _options(hint):  # otherwise null means that the key is not set
+            elif value is not None or type(None) in _options(hint):  # null otherwise means a missing key
                 values[key] = _typed(f"{where}{key}", value, hint)
         elif key not in ignored and value is not None:
             unknown.append(f"{where}{key}")
@@ -188,7 +190,7 @@ def _read_fields(
 
 
 def _build(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
-    """A config with these values; raises ValueError if one is missing or out of range."""
+    """Build a config from values. Raises ValueError if a value is missing or out of range."""
     fields = dataclasses.fields(config_class)
     required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
     missing = [name for name in required if name not in values]
@@ -199,7 +201,7 @@ def _build(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
 
 
 def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor`` of a config, and unknown keys."""
+    """Read the fields ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``; returns them and unknown keys."""
     where = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     stored = hf.get(where) or {}
     if not isinstance(stored, Mapping):
@@ -210,7 +212,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
             f"config.json: {where} must be the same for all layers, got one object for each of {', '.join(rope)}."
         )
 
-    # Values that are fields of the config itself.
+    # Values that are fields of the config, not of the scaling.
     fields: dict[str, Any] = {}
     theta = rope.pop("rope_theta", hf.get("rope_theta"))
     if theta is not None:
@@ -220,6 +222,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
         if partial is not None:
             fields["partial_rotary_factor"] = _typed("partial_rotary_factor", partial, float)
 
+    # The type under its old or new key, and the original length at the top level.
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
     rope_type = getattr(config_class, "rope_aliases", {}).get(rope_type, rope_type)
@@ -233,7 +236,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
     # The values of the scaling.
     scaling = ROPE_TYPES.get(rope_type)
     hints = {} if scaling is None else typing.get_type_hints(scaling)
-    if "truncate" in hints and stored.get("truncate", True) is None:  # transformers takes null as false
+    if "truncate" in hints and stored.get("truncate", True) is None:  # as in transformers, null means false
         rope["truncate"] = False
     if "original_max_position_embeddings" in hints:
         rope["original_max_position_embeddings"] = (
@@ -254,6 +257,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
             )
         fields["rope_scaling"] = scaling(**values)
 
+    # Keys that nothing reads.
     unknown = [f"{where}.{key}" for key in rope if key not in hints]
     if top_level is not None and original_length is None and "original_max_position_embeddings" not in hints:
         unknown.append("original_max_position_embeddings")
@@ -261,13 +265,13 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
 
 
 def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a config.json whose ``rope_parameters`` have one object per layer type to the older format.
+    """Convert a config.json with ``rope_parameters`` for each layer type to the older format.
 
-    The values for full attention become ``rope_theta`` and ``rope_scaling``, the base for sliding attention becomes
-    ``rope_local_base_freq``. The original length counts only beside the values.
+    The values for full attention become ``rope_theta`` and ``rope_scaling``, and the base for sliding attention becomes
+    ``rope_local_base_freq``. An original length at the top level is dropped.
 
     Raises:
-        ValueError: there are other layer types, or sliding attention has more than a base.
+        ValueError: there are other layer types, or sliding attention has values besides a base.
     """
     flat = {
         key: value for key, value in hf.items() if key not in ("rope_parameters", "original_max_position_embeddings")
@@ -278,6 +282,7 @@ def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: rope_parameters must hold one object for each of {', '.join(LAYER_TYPES)}, "
             f"got {', '.join(nested)}."
         )
+
     # The scaling of full attention, and the base of sliding attention.
     full, sliding = (dict(nested.get(layer_type) or {}) for layer_type in LAYER_TYPES)
     if full:
@@ -296,19 +301,19 @@ def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
 def of_text(
     config_class: "type[DataclassInstance]", hf: Mapping[str, Any], text: Mapping[str, Any], top: Collection[str]
 ) -> dict[str, Any]:
-    """The keys of a config.json with a ``text_config`` in one object, as transformers reads them.
+    """Flatten a config.json with a ``text_config`` into one object, as transformers reads it.
 
     Args:
-        config_class: the config class. Its fields count in ``text`` only, whatever the top level says.
+        config_class: the config class. Its fields are read from ``text``, not from the top level.
         hf: the content of config.json.
-        text: the keys of its ``text_config``.
-        top: fields that count at the top level only.
+        text: the content of its ``text_config``.
+        top: fields that are read from the top level, not from ``text``.
     """
-    anywhere = ("bos_token_id", "eos_token_id", "initializer_range")  # these count wherever they are
+    anywhere = ("bos_token_id", "eos_token_id", "initializer_range")  # read from both
     fields = {field.name for field in dataclasses.fields(config_class)}.difference(anywhere)
-    others = {key: value for key, value in hf.items() if key not in ("text_config", *_ROPE_KEYS, *fields)}
+    outer = {key: value for key, value in hf.items() if key not in ("text_config", *_ROPE_KEYS, *fields)}
     nested = {key: value for key, value in text.items() if key not in top or key in anywhere}
-    return others | nested | {key: hf[key] for key in top if key in hf}
+    return outer | nested | {key: hf[key] for key in top if key in hf}
 
 
 def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -316,26 +321,27 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
 
     Args:
         config: the config to write.
-        hf: the config.json that it was read from, whose other keys are preserved; empty if there is none.
+        hf: the config.json that the config was read from, whose other keys are kept; empty if there is none.
         dtype: the dtype of the weights in the checkpoint.
 
     Returns:
-        The content of config.json, from which ``read_config`` restores ``config``.
+        The content of config.json. `read_config` restores ``config`` from it.
     """
     checkpoint = format_of(type(config))
-    # The other keys of the file stay, except for spellings of what is written below.
+
+    # Keep the other keys of the file, but not other spellings of keys that are written below.
     out = dict(hf) | {
         "architectures": [checkpoint.hf_class],
         "model_type": checkpoint.model_type,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    for key in ("dtype", "rope_parameters", "text_config", "quantization_config"):  # the last was read dequantized
+    for key in ("dtype", "rope_parameters", "text_config", "quantization_config"):  # weights were read dequantized
         out.pop(key, None)
     original_length = getattr(config, "original_length", None)
     if original_length is None:
         out.pop("original_max_position_embeddings", None)
 
-    # The fields. None is written only where the file had the key, or where another default would be read.
+    # The fields. None is written only if the file had the key, or if reading would give another default.
     keys: dict[str, Any] = {}
     present = out.keys() | (hf.get("text_config") or {}).keys()
     for field in dataclasses.fields(config):
@@ -347,12 +353,12 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
         elif value is not None or field.default is not None or field.name in present:
             keys[field.name] = value
 
-    # Nested objects preserve unknown keys, too.
+    # Nested objects keep their unknown keys, too.
     written = checkpoint.to_json(keys)
     stale = ("dtype", "torch_dtype", "rope_parameters")
     for key in [key for key in written if key.endswith("_config")]:
-        others = {name: value for name, value in (hf.get(key) or {}).items() if name not in stale}
-        written[key] = others | written[key]
+        kept = {name: value for name, value in (hf.get(key) or {}).items() if name not in stale}
+        written[key] = kept | written[key]
     return out | written
 
 
@@ -363,7 +369,8 @@ def _write_scaling(scaling: RopeScaling | None, original_length: int | None) -> 
     values = {key: value for key, value in dataclasses.asdict(scaling).items() if value is not None}
     if not isinstance(scaling, LongRopeScaling):
         return {"rope_scaling": {"rope_type": rope_type, **values}}
-    # transformers 4 reads the length at the top level, and its Phi-3 rejects other keys and spellings in the dict.
+
+    # transformers 4 reads the length at the top level. Its Phi-3 rejects it, and "rope_type", in the dict.
     length = scaling.original_max_position_embeddings
     if original_length is None:
         return {"rope_scaling": {"rope_type": rope_type, **values}, "original_max_position_embeddings": length}
@@ -376,7 +383,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
-    """``value`` with the type that its field declares; integers are accepted for floats."""
+    """Convert ``value`` to the declared type of its field. Integers are accepted for floats."""
     options = _options(hint)
     if type(value) in options:
         return value

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint: their names, config.json, and the headers of safetensors files."""
+"""The files of a Hugging Face checkpoint: names, config.json, and the headers of safetensors files."""
 
 import contextlib
 import json
@@ -40,27 +40,27 @@ ASSETS = (
     "NOTICE",
     "USE_POLICY.md",
 )
-"""Other files of a checkpoint, which are loaded and saved unchanged."""
+"""Other files of a checkpoint. They are loaded and saved unchanged."""
 CODE = "*.py"
-"""Code of a checkpoint, which is kept as a file, and never run, if ``auto_map`` in config.json names code."""
+"""Code of a checkpoint. It is kept as a file if config.json has an ``auto_map``, and never run."""
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtype of weights in the header of a safetensors file -> PyTorch's."""
+"""Dtype of weights in the header of a safetensors file -> dtype of PyTorch."""
 FLOAT8 = "F8_E4M3"
-"""Dtype of weights in float8, likewise; see `convert.fp8`."""
+"""Dtype of float8 weights in the header of a safetensors file; see `convert.fp8`."""
 SCALES = "_scale_inv"
-"""The scales of a weight in float8 have its name with this at the end."""
+"""Suffix that the name of a float8 weight gets for the tensor of its scales."""
 DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 DTYPE_NAMES |= {"double": "float64", "float": "float32", "half": "float16"}
-"""Short names of dtypes."""
+"""Short name of a dtype -> its name in PyTorch."""
 
 
-class Stored(NamedTuple):
-    """A tensor in a safetensors file, as described by the header of the file.
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file, from the header of the file.
 
     Attributes:
-        file: the file.
-        shape, dtype: of the tensor.
-        scales: the scales of a tensor in float8; see `convert.fp8`.
+        file: path of the file.
+        shape, dtype: shape and dtype of the tensor.
+        scales: the scales of a float8 tensor; see `convert.fp8`.
     """
 
     file: Path
@@ -70,10 +70,10 @@ class Stored(NamedTuple):
 
 
 class BlockScales(NamedTuple):
-    """The scales of a tensor in float8, one for each block of its last two dimensions.
+    """The scales of a float8 tensor, one for each block of its last two dimensions.
 
     Attributes:
-        file, name, dtype: file, name and dtype of the tensor that holds them.
+        file, name, dtype: file, name and dtype of the tensor of scales.
         block: rows and columns of a block.
     """
 
@@ -86,16 +86,17 @@ class BlockScales(NamedTuple):
 def as_dtype(
     argument: str, dtype: torch.dtype | str, allowed: Iterable[torch.dtype] = tuple(FLOATS.values())
 ) -> torch.dtype:
-    """The dtype of weights that a name means: "bf16", "bfloat16" and "torch.bfloat16" are torch.bfloat16.
+    """Convert a name to a dtype of weights: "bf16", "bfloat16" and "torch.bfloat16" are torch.bfloat16.
 
     Args:
-        argument: name of the argument in the error, such as "load_pretrained: dtype".
+        argument: name of the argument for errors, such as "load_pretrained: dtype".
         dtype: a dtype or its name.
         allowed: the dtypes that the argument may have.
 
     Raises:
-        ValueError: ``dtype`` is none of these.
+        ValueError: ``dtype`` is not allowed.
     """
+    # All spellings are reduced to the name in PyTorch.
     by_name = {str(option).removeprefix("torch."): option for option in allowed}
     name = str(dtype).lower().removeprefix("torch.")
     name = DTYPE_NAMES.get(name, name)
@@ -105,7 +106,7 @@ def as_dtype(
 
 
 def read_json_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json.
+    """Read the config.json of a folder.
 
     Raises:
         FileNotFoundError: the folder does not exist, or has no config.json.
@@ -125,7 +126,7 @@ def read_json_config(folder: Path) -> dict[str, Any]:
 
 
 def asset_patterns(hf_config: Mapping[str, Any]) -> list[str]:
-    """The names of files that are saved with a checkpoint unchanged, and patterns of them."""
+    """Names, and patterns of names, of the files that are saved unchanged with a checkpoint."""
     return [*ASSETS, *([CODE] if hf_config.get("auto_map") else [])]
 
 
@@ -133,7 +134,7 @@ def read_model_type(hf_config: Mapping[str, Any]) -> str:
     """The ``model_type`` in a config.json.
 
     Raises:
-        ValueError: there is none.
+        ValueError: config.json has no ``model_type``.
     """
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str):
@@ -144,17 +145,17 @@ def read_model_type(hf_config: Mapping[str, Any]) -> str:
     return model_type
 
 
-def read_headers(folder: Path) -> dict[str, Stored]:
-    """The tensors in the safetensors files of a folder, by name. Reads only the headers of the files.
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Read the headers of the safetensors files in a folder: name -> tensor.
 
-    Scales of tensors in float8 are not among them; they are part of the tensor that they belong to.
+    Scales of float8 tensors have no names here. They are part of the tensor that they belong to.
 
     Raises:
-        FileNotFoundError: there are no safetensors files, or not all that the index names.
+        FileNotFoundError: there are no safetensors files, or a file that the index names is missing.
         ValueError: a file is truncated or not a safetensors file, the index lacks a tensor or names a file outside the
             folder, or a tensor differs between shards.
     """
-    # The files: one, or several with an index.
+    # The files: a single one, or several with an index.
     index: dict[str, str] = {}  # name of a tensor -> its file
     if (folder / WEIGHTS).is_file():
         files = [WEIGHTS]
@@ -180,8 +181,8 @@ def read_headers(folder: Path) -> dict[str, Stored]:
             f"{', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}. Download them again."
         )
 
-    # Their headers. A tensor in several files must be the same; the file that the index names counts.
-    stored: dict[str, Stored] = {}
+    # Their headers. A tensor in several files must be equal in all. It is read from the file that the index names.
+    stored: dict[str, StoredTensor] = {}
     for file_name in files:
         path = folder / file_name
         with open_safetensors(path) as file:
@@ -192,7 +193,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
                         f"{file_name} holds. Download the index and the files of one commit."
                     )
                 header = file.get_slice(name)
-                tensor = Stored(path, tuple(header.get_shape()), header.get_dtype())
+                tensor = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
                 if name in stored and not _same(stored[name], tensor, name):
                     raise ValueError(
                         f"{folder}: {name} must be one tensor, got different ones in {stored[name].file.name} and "
@@ -201,6 +202,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
                 if name not in stored or index.get(name, file_name) == file_name:
                     stored[name] = tensor
 
+    # The index must be right.
     for name, file_name in index.items():
         if name not in stored or stored[name].file != folder / file_name:
             raise ValueError(
@@ -210,23 +212,23 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     return with_scales(stored, folder)
 
 
-def with_scales(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
-    """The tensors of a checkpoint, where those in float8 have their scales.
+def with_scales(stored: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
+    """Attach the scales in a checkpoint to its float8 tensors, and return the tensors without the scales.
 
     Raises:
-        ValueError: there are scales, but config.json does not describe them, or a tensor or its shape does not fit.
+        ValueError: config.json does not describe the scales, or a tensor of scales does not fit its weight.
     """
     names = [name for name in stored if name.endswith(SCALES)]
     if not names:
         return stored
 
-    # Each tensor of scales must have a number for each block of the tensor that it belongs to.
+    # Each tensor of scales must have a number for each block of its weight.
     quantization = read_json_config(folder).get("quantization_config")
     block = block_size(quantization if isinstance(quantization, Mapping) else {})
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(SCALES)}
     for name in names:
         owner, scales = name.removesuffix(SCALES), stored[name]
-        weight = tensors.get(owner, scales)
+        weight = tensors.get(owner, scales)  # a missing weight fails the check below
         *before, rows, columns = weight.shape if len(weight.shape) > 1 else (0, 0)
         shape = (*before, -(-rows // block[0]), -(-columns // block[1]))
         if weight.dtype != FLOAT8 or scales.dtype not in FLOATS or scales.shape != shape:
@@ -240,8 +242,8 @@ def with_scales(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
 
 
 @contextlib.contextmanager
-def open_all(stored: Iterable[Stored]) -> Iterator[dict[Path, Any]]:
-    """Open the files that hold these tensors and their scales: path -> file."""
+def open_all(stored: Iterable[StoredTensor]) -> Iterator[dict[Path, Any]]:
+    """Open the files of these tensors and of their scales: path -> open file."""
     tensors = [*stored]
     paths = {tensor.file for tensor in tensors}
     paths |= {tensor.scales.file for tensor in tensors if tensor.scales is not None}
@@ -249,36 +251,38 @@ def open_all(stored: Iterable[Stored]) -> Iterator[dict[Path, Any]]:
         yield {path: stack.enter_context(open_safetensors(path)) for path in paths}
 
 
-def read_rows(files: Mapping[Path, Any], name: str, tensor: Stored, first: int, last: int) -> torch.Tensor:
-    """Rows of a tensor; of one in float8 the numbers that it stands for, in bfloat16.
+def read_rows(files: Mapping[Path, Any], name: str, tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
+    """Read rows of a tensor. A float8 tensor is dequantized to bfloat16.
 
     Args:
-        files: the open files.
-        name: its name.
-        tensor: its file, and its scales.
+        files: path -> open file.
+        name: name of the tensor.
+        tensor: its file and its scales.
         first, last: first row, and last row + 1.
     """
     rows: torch.Tensor = files[tensor.file].get_slice(name)[first:last]
     if tensor.scales is None:
         return rows
+
+    # The scales of the rows: one for each matrix of a stack, or one for each row of blocks.
     file, scales_name, _, block = tensor.scales
     scales = files[file].get_slice(scales_name)
-    if len(tensor.shape) > 2:  # whole matrices
+    if len(tensor.shape) > 2:  # rows are whole matrices
         return dequantize(rows, scales[first:last], block)
     begin = first // block[0]  # first row of blocks
     return dequantize(rows, scales[begin : -(-last // block[0])], block, first - begin * block[0])
 
 
-def read_codes(files: Mapping[Path, Any], name: str, tensor: Stored, first: int, last: int) -> torch.Tensor:
-    """Rows of a tensor [..., C] in float8 as its codes: bytes [n, ..., C]."""
+def read_codes(files: Mapping[Path, Any], name: str, tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
+    """Read rows of a float8 tensor [..., C] as codes: bytes [n, ..., C]."""
     codes: torch.Tensor = files[tensor.file].get_slice(name)[first:last]
     return codes.view(torch.uint8)
 
 
-def read_scales(files: Mapping[Path, Any], tensor: Stored, first: int, last: int) -> torch.Tensor:
-    """For each row of a tensor [O, C] in float8, the scales of its blocks: [n, C / width], rounded up.
+def read_scales(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
+    """Read the scales of the blocks in each row of a float8 tensor [O, C]: [n, C / width], rounded up.
 
-    Of a tensor [X, O, C], for each row of its matrices: [n, O, C / width].
+    For a tensor [X, O, C] the rows are whole matrices, and the result is [n, O, C / width].
     """
     assert tensor.scales is not None
     file, name, _, (height, _) = tensor.scales
@@ -290,25 +294,26 @@ def read_scales(files: Mapping[Path, Any], tensor: Stored, first: int, last: int
     return scales.repeat_interleave(height, 0)[first - begin * height :][: last - first]
 
 
-def read_whole(files: Mapping[Path, Any], name: str, tensor: Stored) -> torch.Tensor:
-    """A tensor, as `read_rows` reads rows of it."""
+def read_whole(files: Mapping[Path, Any], name: str, tensor: StoredTensor) -> torch.Tensor:
+    """Read a whole tensor, as `read_rows` reads rows of it."""
     if tensor.scales is not None:
         return read_rows(files, name, tensor, 0, tensor.shape[0])
     whole: torch.Tensor = files[tensor.file].get_tensor(name)
     return whole
 
 
-def _same(one: Stored, other: Stored, name: str) -> bool:
+def _same(first: StoredTensor, second: StoredTensor, name: str) -> bool:
     """Whether the tensors of one name in two files are equal, bit for bit."""
-    if one[1:] != other[1:]:
+    if first[1:] != second[1:]:
         return False
-    with open_safetensors(one.file) as first, open_safetensors(other.file) as second:
-        tensors = [file.get_tensor(name).contiguous().flatten().view(torch.uint8) for file in (first, second)]
+    with open_safetensors(first.file) as first_file, open_safetensors(second.file) as second_file:
+        files = (first_file, second_file)
+        tensors = [file.get_tensor(name).contiguous().flatten().view(torch.uint8) for file in files]
     return torch.equal(*tensors)
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The content of a model.safetensors.index.json: tensor name -> file name.
+    """Read a model.safetensors.index.json: tensor name -> file name.
 
     Raises:
         ValueError: the file has no valid ``weight_map``, or names a file outside of its folder.
@@ -330,7 +335,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; raises ValueError with its name if it is truncated or of another format."""
+    """Open a safetensors file. Raises ValueError with the name of the file if it is truncated or no such file."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -343,19 +348,19 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(file: Path, name: str) -> torch.Tensor:
-    """A tensor of a file, copied to host memory: it does not keep the file mapped."""
+    """Read a tensor of a file as a copy in host memory, which does not keep the file mapped."""
     with open_safetensors(file) as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
         return tensor.clone()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises ValueError with the name of the file if there is none."""
+    """Read the object in a JSON file. Raises ValueError with the name of the file if it holds no object."""
     return parse_json(path.read_bytes(), path)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file, formatted as Hugging Face does."""
+    """Write a JSON file in Hugging Face's formatting."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -365,7 +370,7 @@ def list_files(folder: Path) -> str:
 
 
 def some(names: Iterable[str], count: int | None = None) -> str:
-    """The first five names and the number of others, for an error message."""
+    """The first five names and the number of further names, for an error message."""
     names = list(names)
     count = len(names) if count is None else count
     return ", ".join(names[:5]) + (f" and {count - 5} more" if count > 5 else "")

@@ -1,4 +1,4 @@
-"""Writing a folder in one step: a reader finds the old files or the new ones, whenever the writer is killed."""
+"""Atomic writing of a folder: a reader finds all old files or all new ones, even if the writer is killed."""
 
 import contextlib
 import ctypes
@@ -19,26 +19,26 @@ except ImportError:  # Windows: files are replaced one by one, and writers do no
     fcntl = None
 
 NEW = ".new"
-"""Subfolder of a folder that cannot be exchanged. It holds all new files while they replace the old ones one by one."""
+"""Subfolder that holds all new files while they replace old files one by one, where folders cannot be exchanged."""
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stale: Iterable[str] = ()) -> None:
     """Write files to a folder, all or none of them. Other files in the folder are kept.
 
     The files are first written to ``.<name>.saving`` beside the folder. A lock makes a second writer wait. The next
-    writer removes the files that a killed writer has left. When all files are written, a new folder appears by one
-    rename, and an existing one is exchanged in one step.
+    writer removes the files that a killed writer has left. When all files are written, a new folder is renamed into
+    place, and an existing folder is exchanged in one step.
 
-    Some folders cannot be exchanged: the working directory, a mount point, one with subfolders or of another owner, and
-    any on a file system without this operation. Their files are replaced one by one. ``last`` is removed first and
-    written last, so that no reader takes a mixture for a whole folder. If the writer is killed in between, the new
-    files are whole in the subfolder `NEW`.
+    Some folders cannot be exchanged: the working directory, mount points, folders with subfolders or of another owner,
+    and all folders on a file system without this operation. Their files are replaced one by one. ``last`` is removed
+    first and written last, so no reader takes a mixture of files for a complete folder. If the writer is killed in
+    between, all new files are in the subfolder `NEW`.
 
     Args:
-        folder: the folder; created if it does not exist.
-        write: writes the files to the folder that it is given.
-        last: name of the file without which nobody reads the folder, such as config.json.
-        stale: patterns of the names of files that belong to the old content and are removed.
+        folder: the folder, which is created if it does not exist.
+        write: function that writes the files to the folder that it gets.
+        last: name of a file that every reader needs, such as config.json.
+        stale: patterns of file names. Old files with these names are removed.
 
     Raises:
         OSError: the folder cannot be written. Nothing was changed.
@@ -51,7 +51,8 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
     try:
         with _reporting(folder):
             workplace.mkdir(parents=True, exist_ok=True)
-        # Write to a folder that no other writer has, on the same file system.
+
+        # Write to a folder of this writer alone, on the same file system.
         with _reserved(workplace / f".{folder.name}.saving", folder) as new:
             with _reporting(folder):
                 write(new)
@@ -62,7 +63,8 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
                         f"{folder / name}: must be a file, got a folder. Choose another path or remove it."
                     )
             old = {path.name for pattern in stale for path in folder.glob(pattern)} - names
-            # In one step, where that is possible.
+
+            # Publish the files: in one step where that is possible.
             if not folder.exists():
                 new.rename(folder)
             elif workplace == folder or not _exchange(new, folder, names | old):
@@ -85,7 +87,7 @@ def check_complete(folder: Path, last: str) -> None:
 
 @contextlib.contextmanager
 def _reporting(folder: Path) -> Iterator[None]:
-    """Context that adds the name of the folder to errors of writing."""
+    """Context that adds the name of the folder to errors in writing."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -95,7 +97,7 @@ def _reporting(folder: Path) -> Iterator[None]:
 
 
 def _must_stay(folder: Path) -> bool:
-    """Whether the folder cannot be renamed, or another folder of its name would not do for those who use it."""
+    """Whether the folder cannot be renamed, or its users would notice a new folder of the same name."""
     if not folder.exists():
         return False
     status, parent = folder.stat(), folder.parent
@@ -110,9 +112,10 @@ def _must_stay(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _reserved(staging: Path, folder: Path) -> Iterator[Path]:
-    """Create a folder to write to, in ``staging``, which a lock keeps for this process; waits for other processes."""
+    """Lock ``staging`` for this process, after waiting for others, and create a folder in it to write to."""
     while True:
-        # The lock is a file in the folder, which its last owner removes: look whether it is still the one.
+        # The lock is a file in the folder, and its owner removes it in the end. While this process waited, the file may
+        # have been removed and created again, so the lock counts only if it is still the file of that name.
         with _reporting(folder):
             with contextlib.suppress(FileExistsError):
                 staging.mkdir()
@@ -124,7 +127,9 @@ def _reserved(staging: Path, folder: Path) -> Iterator[Path]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(staging / "lock")):
                 break
-        os.close(lock)  # of a file that the previous owner has removed
+        os.close(lock)  # the previous owner has removed this file
+
+    # Remove the folders of killed writers, and create one.
     new = staging / uuid.uuid4().hex
     try:
         for leftover in staging.glob("*/"):
@@ -151,7 +156,8 @@ def _wait_for(lock: int, folder: Path) -> None:
 
 
 def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
-    """Exchange two folders in one step, keeping files of other names; False, with nothing changed, if impossible."""
+    """Exchange two folders in one step, and keep other files. Returns False, without changes, if impossible."""
+    # Link the other files into the new folder.
     try:
         rename = ctypes.CDLL(None).renameat2
         for path in folder.iterdir():
@@ -160,6 +166,8 @@ def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
         shutil.copystat(folder, new)
     except (AttributeError, OSError):  # no such function; a subfolder, or a file system without links
         return False
+
+    # `new` is the name of the old folder after the exchange.
     working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if rename(working_directory, os.fsencode(new), working_directory, os.fsencode(folder), exchange) != 0:
         return False
@@ -170,11 +178,12 @@ def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
 
 
 def _replace(new: Path, folder: Path, names: set[str], old: set[str], last: str) -> None:
-    """Replace the files of a folder one by one, while they are whole in the subfolder `NEW`."""
+    """Replace the files of a folder one by one, while the subfolder `NEW` holds all new files."""
     whole = folder / NEW
     shutil.rmtree(whole, ignore_errors=True)
     new.rename(whole)
-    # Without the file `last` nobody takes the folder for a whole one.
+
+    # Without the file `last`, readers refuse the folder.
     for name in (last, *old):
         (folder / name).unlink(missing_ok=True)
     for name in sorted(names, key=lambda name: name == last):

@@ -1,4 +1,4 @@
-"""The checkpoint format of a family: how its config.json and its tensors are laid out."""
+"""The checkpoint format of a family: the layout of its config.json and of its tensors."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -14,15 +14,15 @@ class CheckpointFormat:
     Attributes:
         model_type: ``model_type`` in config.json.
         hf_class: name of the class in transformers, for ``architectures`` in config.json.
-        weight_map: maps a config to the `WeightMap` of the layout that is written, and read first.
-        other_maps: maps a config to the `WeightMap` of each further layout. These are read and never written.
-        quantized_maps: maps the ``quant_method`` in config.json of a quantized checkpoint to what maps a config to the
-            `WeightMap` of its layout. The weights are read dequantized.
+        weight_map: config -> `WeightMap` of the layout that is written, and preferred in reading.
+        other_maps: config -> `WeightMap` of each further layout. These layouts are read but never written.
+        quantized_maps: ``quant_method`` of a quantized checkpoint in config.json -> function from a config to the
+            `WeightMap` of the layout. The weights are read dequantized.
         from_json: renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.
-        module: a module in transformers, by its name in memory. The first layout that has its weight has the names of
-            all modules.
+        module: name of a module of the transformers model in memory. The first layout that contains its weight is the
+            one with transformers' names in memory.
     """
 
     model_type: str
@@ -36,22 +36,22 @@ class CheckpointFormat:
     module: str = "model.language_model.norm"
 
     def weight_maps(self, config: Any) -> list[WeightMap]:
-        """The `WeightMap` of each layout that checkpoints may have, the written one first."""
+        """The `WeightMap` of each layout that checkpoints may have, beginning with the written layout."""
         return [self.weight_map(config), *self.other_maps(config)]
 
     def file_maps(self, config: Any) -> list[WeightMap]:
-        """As `weight_maps`, and the layouts of quantized checkpoints, which exist only in files."""
+        """The layouts of `weight_maps`, and the layouts of quantized checkpoints, which exist only in files."""
         return [*self.weight_maps(config), *(quantized(config) for quantized in self.quantized_maps.values())]
 
     def module_map(self, config: Any) -> WeightMap:
-        """The `WeightMap` under the names of transformers' modules in memory, which adapters are saved by.
+        """The `WeightMap` with the names of transformers' modules in memory. Saved adapters use these names.
 
-        These names differ from those in the older checkpoints of vision-language models.
+        Older checkpoints of vision-language models have other names.
         """
         return self._module_maps(config)[0]
 
     def expert_map(self, config: Any) -> WeightMap:
-        """As `module_map`, with the experts of a layer in as few tensors as possible, as transformers 5 holds them."""
+        """As `module_map`, but with the experts of a layer in the fewest tensors, as in transformers 5."""
         return min(self._module_maps(config), key=lambda weights: len(_names(weights)))
 
     def _module_maps(self, config: Any) -> list[WeightMap]:
@@ -65,11 +65,11 @@ def _names(weights: WeightMap) -> list[str]:
 
 
 FORMATS: dict[type, CheckpointFormat] = {}
-"""Model and config classes -> the format of their checkpoints."""
+"""Model class or config class -> format of its checkpoints."""
 
 
 def format_of(cls: type) -> CheckpointFormat:
-    """The checkpoint format of a model class or a config class, or of its nearest base class that has one.
+    """The checkpoint format of a model class or config class, or of its nearest registered base class.
 
     Raises:
         ValueError: neither the class nor one of its bases is registered.

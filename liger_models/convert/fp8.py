@@ -1,7 +1,7 @@
-"""Weights in float8 with a scale for each block, as DeepSeek-V3 and Qwen3-FP8 have them.
+"""Float8 weights with a scale for each block, as in DeepSeek-V3 and Qwen3-FP8.
 
-A weight [..., O, C] is stored as ``NAME`` in e4m3 and ``NAME_scale_inv`` [..., O / 128, C / 128], rounded up; a number
-is its code times the scale of its block. The size of blocks is in ``quantization_config`` of config.json.
+A weight [..., O, C] is stored as ``NAME`` in e4m3 and ``NAME_scale_inv`` [..., O / 128, C / 128], rounded up. A number
+is its code times the scale of its block. ``quantization_config`` of config.json gives the size of blocks.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3; transformers ``integrations/finegrained_fp8.py``.
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale, by the ``quantization_config`` of a checkpoint in float8.
+    """Read the rows and columns of a block from the ``quantization_config`` of a float8 checkpoint.
 
     Raises:
-        ValueError: it describes something else.
+        ValueError: the checkpoint has another format.
     """
     block, fmt = quantization.get("weight_block_size"), quantization.get("fmt", "e4m3")
     is_block = isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)
@@ -32,13 +32,13 @@ def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int], before: int = 0) -> Tensor:
-    """The numbers that codes with scales stand for.
+    """Dequantize codes with their scales.
 
     Args:
         codes: [..., R, C] in float8.
         scales: [..., rows of blocks, columns of blocks].
         block: rows and columns of a block.
-        before: rows of the first block that are not among the codes.
+        before: number of rows of the first block that are missing in the codes.
 
     Returns:
         [..., R, C] in bfloat16.

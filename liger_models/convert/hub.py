@@ -38,26 +38,27 @@ _TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
 
 @contextlib.contextmanager
 def naming(repo_id: str) -> Iterator[None]:
-    """Context that adds the name of the model to errors of the client, and mentions that it may be a folder.
+    """Context that adds the name of the model to errors of the client, and a hint if it is a local folder.
 
     Raises:
-        FileNotFoundError: ``repo_id`` is not a valid name, or a folder of this machine that is not on the hub.
+        FileNotFoundError: ``repo_id`` is not a valid name, or it is a local folder and not on the hub.
         ConnectionError: the connection broke, or the server did not answer in time.
     """
     todo = "Check the name and the connection to the hub."
-    here = f"{repo_id}: must be a name on the hub, got a folder. Load it with from_pretrained."
+    is_folder = f"{repo_id}: must be a name on the hub, got a folder. Load it with from_pretrained."
+    # A local folder of this name explains some of these errors.
     try:
         yield
     except HFValidationError as error:
         if os.path.isdir(repo_id):
-            raise FileNotFoundError(here) from error
+            raise FileNotFoundError(is_folder) from error
         raise FileNotFoundError(f"{repo_id}: must be a folder, or owner/name on the hub, got nothing there.") from error
     except LocalEntryNotFoundError as error:
         message = f"{repo_id}: must be a folder, on the hub or in the client's cache, got: {error} {todo}"
-        raise LocalEntryNotFoundError(here if os.path.isdir(repo_id) else message) from error
+        raise LocalEntryNotFoundError(is_folder if os.path.isdir(repo_id) else message) from error
     except RepositoryNotFoundError as error:
         if os.path.isdir(repo_id):
-            raise FileNotFoundError(here) from error
+            raise FileNotFoundError(is_folder) from error
         error.append_to_message(f"\n{repo_id} is no folder of this machine, either.")
         raise
     except HfHubHTTPError:
@@ -81,7 +82,7 @@ def download(
     strict: bool = False,
     progress: bool = True,
 ) -> Path:
-    """Download the files of a model repository that loading needs, to the client's cache.
+    """Download the files that loading needs from a model repository to the client's cache.
 
     config.json is checked before the weights are downloaded, so an unsupported model fails early.
 
@@ -91,10 +92,10 @@ def download(
         revision: branch, tag or commit.
         cache_dir: cache folder. Default: the client's.
         token: access token. Default: the client's.
-        local_files_only: do not use the network; all files must be in the cache.
-        force_download: download files even if they are in the cache.
-        strict: raise an error for unknown keys of config.json.
-        progress: show progress bars, on rank 0.
+        local_files_only: whether to stay off the network; all files must then be in the cache.
+        force_download: whether to download files that are in the cache.
+        strict: whether unknown keys of config.json are an error instead of a warning.
+        progress: whether rank 0 shows progress bars.
 
     Returns:
         The folder to load from.
@@ -102,7 +103,7 @@ def download(
     Raises:
         FileNotFoundError: ``repo_id`` is not a valid name, the repository has no config.json, or (from the client) a
             file can neither be downloaded nor found in the cache.
-        ValueError: the model is not supported, or a file of it is invalid.
+        ValueError: the model is not supported, or one of its files is invalid.
         ConnectionError: the connection broke, or the server did not answer in time.
         huggingface_hub.errors.HfHubHTTPError: (from the client) the repository or revision does not exist, or access is
             denied.
@@ -135,7 +136,7 @@ def download(
             warnings.simplefilter("ignore")  # loading reads the config again and then warns
             read_config(chosen.config_class, hf_config, strict=strict)
 
-        # The folder is named after the commit. Download the rest from the same commit, whatever happens to the branch.
+        # The folder is named after the commit. Download the rest from this commit, even if the branch moves meanwhile.
         commit = folder.name
         folder = fetch([INDEX, *asset_patterns(hf_config)], commit)
         shards = set(read_index(folder / INDEX).values()) if (folder / INDEX).is_file() else {WEIGHTS}
@@ -154,7 +155,7 @@ def push(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> str:
-    """Upload a model as a Hugging Face checkpoint. Stale weight files are removed from the repository.
+    """Upload a model as a Hugging Face checkpoint, and remove stale weight files from the repository.
 
     In a process group rank 0 uploads, and the other calling ranks wait for it.
 
@@ -178,6 +179,7 @@ def push(
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo, branch=revision, exist_ok=True)
+        # One commit removes the old weights and adds the new ones.
         with tempfile.TemporaryDirectory() as folder:
             save_pretrained(model, folder, dtype=dtype, max_shard_size=max_shard_size)
             commit = api.upload_folder(

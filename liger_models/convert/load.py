@@ -17,7 +17,7 @@ from liger_models.convert.files import (
     CONFIG,
     FLOATS,
     BlockScales,
-    Stored,
+    StoredTensor,
     as_dtype,
     asset_patterns,
     open_all,
@@ -61,23 +61,23 @@ def load_pretrained(
     """Load a model from a folder.
 
     The model is built on the meta device. Its parameters are then read one by one, directly to ``device`` in ``dtype``.
-    With ``shard`` all ranks of the process group must call this function. Each rank reads only the rows that its shards
-    of the parameters are made of, and an error on one rank is raised on all ranks.
+    With ``shard`` all ranks of the process group must call this function. Each rank reads only the rows of its own
+    shards, and an error on one rank is raised on all ranks.
 
     Args:
-        model_class: class from ``liger_models.arch``, or one of your own.
+        model_class: a class of ``liger_models.arch``, or your own class.
         folder: folder with config.json and model.safetensors or its shards.
         dtype: dtype of the parameters, or its name, such as "bf16"; None or "auto" for the dtype of each tensor in the
             checkpoint.
         device: device of the parameters. Sharded parameters are on the device of the mesh, or on the CPU if FSDP
             offloads them.
-        strict: raise an error, not a warning, for unknown keys of config.json.
-        progress: show a progress bar, on rank 0.
-        kernels: which parts run on fused kernels.
-        shard: called with the model on the meta device, to distribute its parameters in place:
+        strict: whether unknown keys of config.json are an error instead of a warning.
+        progress: whether rank 0 shows a progress bar.
+        kernels: the parts that run on fused kernels. Default: all parts.
+        shard: function that distributes the parameters of the model, on the meta device, in place:
             ``parallel.apply_fsdp``, or a function that calls it.
-        keep_float8: keep the weights of linear layers and of routed experts that the checkpoint has in float8 with
-            scales of blocks as they are, frozen: 8 bits each in memory, dequantized in their products.
+        keep_float8: whether to keep float8 weights with block scales, of linear layers and of routed experts, as they
+            are in the checkpoint. They are frozen, take 8 bits each, and are dequantized in their products.
         hf_config: replaces the content of config.json.
 
     Returns:
@@ -93,13 +93,13 @@ def load_pretrained(
 
     folder = Path(folder)
     with contextlib.nullcontext() if shard is None else raise_on_all_ranks():
-        # What the folder holds.
+        # Read config.json and the headers of the files.
         hf_config = read_json_config(folder) if hf_config is None else dict(hf_config)
         time_written = (folder / CONFIG).stat().st_mtime_ns
         check_model_type(model_class, hf_config)
         stored = read_headers(folder)
 
-        # A model without memory, and the layout of the tensors that its parameters are made of.
+        # Build the model without memory, and choose the layout that matches the tensors.
         config = read_config(model_class.config_class, hf_config, strict=strict, tensors=len(stored))
         with blaming(folder / CONFIG), torch.device("meta"):
             model = model_class(config, kernels=kernels)
@@ -116,29 +116,32 @@ def load_pretrained(
         _load_parts(model, shard, weights, stored, target, device, progress)
     else:
         _load_whole(model, weights, stored, target, device, progress)
-    if rank() == 0:  # which saves
+
+    # The rest of the checkpoint. Rank 0 alone saves, so it alone needs the tensors that belong to no parameter.
+    if rank() == 0:
         for name in (name for name in stored if name.startswith(weights.kept)):
             with open_all([stored[name]]) as files:
                 model.kept_tensors[name] = read_whole(files, name, stored[name]).clone()
     model.hf_config = hf_config
     model.assets = read_assets(folder, hf_config)
 
+    # A new config.json means that tensors of two checkpoints may have been mixed.
     if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != time_written:
         raise OSError(f"{folder}: must not be written to while it is loaded, got a new {CONFIG}. Load it again.")
     return model
 
 
 def read_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files of a folder that are saved with the model unchanged, name -> content."""
+    """Read the files of a folder that are saved unchanged with the model: name -> content."""
     paths = {path for pattern in asset_patterns(hf_config) for path in folder.glob(pattern) if path.is_file()}
     return {path.name: _read_asset(path) for path in sorted(paths)}
 
 
 def _read_asset(path: Path) -> bytes:
-    """The content of a file that is saved with the model; raises ValueError if it is a link to a file of another kind.
+    """Read a file that is saved with the model. Raises ValueError if it links to an unrelated file.
 
-    Otherwise a stranger's link could put any file of this machine into the next checkpoint, perhaps on the hub. The
-    hub client's cache consists of links to ``blobs/<hash>``.
+    Otherwise a link in a stranger's checkpoint could put any local file into the next checkpoint, perhaps on the hub.
+    Links to ``blobs/<hash>`` are allowed, because the hub client's cache consists of them.
     """
     target = path.resolve()
     if target.name != path.name and target.parent.name != "blobs" and not target.is_relative_to(path.parent.resolve()):
@@ -152,11 +155,13 @@ def _read_asset(path: Path) -> bytes:
 def _load_whole(
     model: Decoder,
     weights: WeightMap,
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, StoredTensor],
     dtype: torch.dtype | None,
     device: torch.device | str,
     progress: bool,
 ) -> None:
+    """Load whole parameters, each directly to the device."""
+    # A shared parameter has several names.
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -167,6 +172,8 @@ def _load_whole(
     for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not (progress and rank() == 0)):
         if name not in weights.entries:
             continue
+
+        # A new parameter, since one on the meta device cannot be filled.
         if name in kept:
             packed: Tensor = torch.empty_like(parameter, device=device)
             _fill_codes(packed, kept[name], weights.entries[name], stored)
@@ -183,93 +190,104 @@ def _load_parts(
     model: Model,
     shard: Callable[[Model], object],
     weights: WeightMap,
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, StoredTensor],
     dtype: torch.dtype | None,
     device: torch.device | str,
     progress: bool,
 ) -> None:
-    """Shard the model, and load this rank's shard of each parameter (all of it if the parameter is not sharded)."""
+    """Shard the model, and load this rank's shard of each parameter. Parameters without shards are loaded whole."""
+    # Shards are allocated in the dtype that the parameters have when `shard` is called.
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
-            own = stored[weights.entries[name].names()[0]].dtype
-            parameter.data = parameter.data.to(dtype or FLOATS.get(own, torch.bfloat16))
+            stored_dtype = stored[weights.entries[name].names()[0]].dtype
+            parameter.data = parameter.data.to(dtype or FLOATS.get(stored_dtype, torch.bfloat16))
     shard(model)
     model.to_empty(device=device)
     bar: Any = tqdm
-    parameters, frozen_ones = dict(model.named_parameters()), frozen_weights(model)
+    parameters, frozen_parameters = dict(model.named_parameters()), frozen_weights(model)
     with torch.no_grad(), raise_on_all_ranks():
         for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not (progress and rank() == 0)):
             if name not in weights.entries:  # added by `shard`
                 continue
-            expression, frozen = weights.entries[name], frozen_ones.get(name)
+            expression, frozen = weights.entries[name], frozen_parameters.get(name)
             if frozen is not None and frozen.format.is_kept:
                 _fill_codes(parameter, frozen, expression, stored)
                 continue
-            if not hasattr(parameter, "to_local") and frozen is None:
+            if not hasattr(parameter, "to_local") and frozen is None:  # not sharded
                 parameter.copy_(_read(expression, stored, dtype, device))
                 continue
-            with open_all(stored[each] for each in expression.names()) as files:
+
+            # A DTensor, or codes that are quantized from the rows of this rank.
+            with open_all(stored[tensor_name] for tensor_name in expression.names()) as files:
 
                 def read(name: str, first: int, last: int, files: Mapping[Path, Any] = files) -> Tensor:
                     return _to(read_rows(files, name, stored[name], first, last), device, dtype)
 
-                shapes = {each: stored[each].shape for each in expression.names()}
+                shapes = {tensor_name: stored[tensor_name].shape for tensor_name in expression.names()}
                 whole = functools.partial(_read, expression, stored, dtype, device)
                 fill_part(parameter, frozen, expression, shapes, read, whole)
-    for frozen in frozen_ones.values():
+
+    # Quantized shards are complete, and adapters that `shard` has added get their first values.
+    for frozen in frozen_parameters.values():
         frozen.finish()
     for layer in layers_of(model):
         layer.reset_adapters()
 
 
-def _keep_float8(model: Decoder, weights: WeightMap, stored: Mapping[str, Stored], dtype: torch.dtype | None) -> None:
-    """Freeze the weights of linear layers and of routed experts that a checkpoint has in float8 with scales of blocks.
+def _keep_float8(
+    model: Decoder, weights: WeightMap, stored: Mapping[str, StoredTensor], dtype: torch.dtype | None
+) -> None:
+    """Freeze the linear layers and routed experts whose weights are in float8 with block scales in the checkpoint.
 
     The model is on the meta device.
     """
-    found = False
+    is_any_kept = False
     for path, layer in [*model.named_modules()]:
         names = MATRICES if isinstance(layer, LigerMoE) else ("weight",) if type(layer) is nn.Linear else ()
         for name in names:
+            # A weight is kept if all of its rows come from matrices with such scales.
             weight, expression = getattr(layer, name), weights.entries.get(f"{path}.{name}")
             scales = None if expression is None else _common_scales(expression, stored)
             if expression is None or scales is None or not moves_rows(expression, weight):
                 continue
+
+            # Codes as in the checkpoint, and a scale for each row and each block of columns.
             (*rows, columns), width = weight.shape, scales.block[1]
             codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
             numbers = weight.new_empty(*rows, -(-columns // width), dtype=FLOATS[scales.dtype])
-            tensors, found = (codes, numbers), True
+            tensors, is_any_kept = (codes, numbers), True
             frozen = FrozenWeight(FORMATS["blocks"], tensors, weight.shape, [width], dtype or torch.bfloat16)
             if isinstance(layer, nn.Linear):
                 model.set_submodule(path, FrozenLinear(layer, frozen))
             else:
                 freeze(layer, name, frozen)
-    if not found:
+    if not is_any_kept:
         raise ValueError(
             "load_pretrained: keep_float8 needs linear layers or experts in float8 with scales of blocks, got a "
             "checkpoint without any. Leave it out."
         )
-    model.float8_tensors = frozenset(name for name, one in stored.items() if one.scales is not None)
+    model.float8_tensors = frozenset(name for name, tensor in stored.items() if tensor.scales is not None)
 
 
-def _common_scales(expression: Expression, stored: Mapping[str, Stored]) -> BlockScales | None:
-    """The scales of the first of the tensors of a parameter, if they can be kept and all have such scales."""
+def _common_scales(expression: Expression, stored: Mapping[str, StoredTensor]) -> BlockScales | None:
+    """The scales of a parameter's first tensor, if they can be kept and all its tensors have similar scales."""
     scales = [stored[name].scales for name in expression.names()]
     first = scales[0]
     if first is None or first.dtype not in ("BF16", "F32"):
         return None
-    return first if all(each is not None and each[2:] == first[2:] for each in scales) else None
+    return first if all(scale is not None and scale[2:] == first[2:] for scale in scales) else None
 
 
 def _fill_codes(
-    parameter: Tensor, frozen: FrozenParameters, expression: Expression, stored: Mapping[str, Stored]
+    parameter: Tensor, frozen: FrozenParameters, expression: Expression, stored: Mapping[str, StoredTensor]
 ) -> None:
-    """Read this rank's part of the codes and the scales of a weight that is kept in float8.
+    """Read this rank's part of the codes and scales of a weight that stays in float8.
 
     Args:
         parameter: the codes.
         frozen: the other tensors of the weight.
-        expression, stored: of the parameter.
+        expression: the expression of the parameter.
+        stored: the tensors of the checkpoint.
     """
     with torch.no_grad(), open_all(stored[name] for name in expression.names()) as files:
 
@@ -279,15 +297,16 @@ def _fill_codes(
         def scales(name: str, first: int, last: int) -> Tensor:
             return read_scales(files, stored[name], first, last)
 
+        # Codes have a number for each column, scales one for each block of columns.
         columns, (block,) = frozen.shape[-1], frozen.layout
         sources: list[tuple[Any, int, Callable[[str, int, int], Tensor]]] = [
             (parameter, columns, codes),
             (frozen.scales, -(-columns // block), scales),
         ]
         for tensor, width, read in sources:
-            # The parameter holds bytes, and a part of it is a part of rows of ``width`` numbers.
-            (*rows, column), own, itemsize = offset_of(tensor), local(tensor), tensor.shape[-1] // width
-            part = Part((*rows, column // itemsize), (*own.shape[:-1], own.shape[-1] // itemsize))
+            # `tensor` holds bytes. This rank's part of it, in rows of `width` numbers of `itemsize` bytes.
+            (*rows, column), shard, itemsize = offset_of(tensor), local(tensor), tensor.shape[-1] // width
+            part = Part((*rows, column // itemsize), (*shard.shape[:-1], shard.shape[-1] // itemsize))
             shapes = {name: (*stored[name].shape[:-1], width) for name in expression.names()}
 
             def whole(
@@ -296,11 +315,11 @@ def _fill_codes(
                 return expression.pack({name: read(name, 0, shape[0]) for name, shape in shapes.items()})
 
             numbers = read_part(expression, part, shapes, read, whole)
-            own.copy_(numbers.contiguous().view(torch.uint8))
+            shard.copy_(numbers.contiguous().view(torch.uint8))
 
 
 def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
-    """Raise ValueError if config.json has another ``model_type`` than the class."""
+    """Raise ValueError if the ``model_type`` of config.json differs from the ``model_type`` of the class."""
     model_type = format_of(model_class).model_type
     if hf_config.get("model_type", model_type) != model_type:
         raise ValueError(
@@ -312,13 +331,12 @@ def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
 def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
     """Choose the layout that matches a checkpoint, or comes closest, by the names of its tensors.
 
-    It is the first layout for which the checkpoint has most of the parameters, where each parameter counts by the
-    fraction of its tensors that exist. Of layouts with equal names it is the one for which most tensors have the right
-    shape.
+    The choice is the first layout of which the checkpoint has the most parameters. A parameter counts by the fraction
+    of its tensors that exist. Among layouts with equal names, the choice is the one with the most matching shapes.
 
     Args:
         maps: the weight map of each layout.
-        stored: name -> tensor, or anything that has its ``shape``.
+        stored: name -> tensor, or any object with its ``shape``.
         parameters: the parameters of the model.
     """
     names = {weights: [expression.names() for expression in weights.entries.values()] for weights in maps}
@@ -336,12 +354,12 @@ def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: M
 
 
 def check_tensors(
-    where: str, weights: WeightMap, parameters: Mapping[str, Tensor], stored: Mapping[str, Stored]
+    where: str, weights: WeightMap, parameters: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]
 ) -> None:
-    """Check that a checkpoint holds exactly the tensors that the parameters of a model are made of.
+    """Check that a checkpoint holds exactly the tensors of a model's parameters.
 
     Args:
-        where: name of the checkpoint, for the error.
+        where: name of the checkpoint, for errors.
         weights: the weight map of its layout.
         parameters: the parameters of the model.
         stored: the tensors of the checkpoint.
@@ -349,6 +367,7 @@ def check_tensors(
     Raises:
         ValueError: a name is missing or unexpected, a shape is wrong, or a dtype is not a floating-point type.
     """
+    # Names. A similar name among the unexpected ones is shown beside a missing one.
     expected = weights.shapes(parameters)
     unexpected = sorted(name for name in stored.keys() - expected.keys() if not weights.passes_over(name))
     missing = [name for name in expected if name not in stored]
@@ -367,6 +386,7 @@ def check_tensors(
             todo = f"If the head is the embedding, set tie_word_embeddings to true at the top level of {CONFIG}."
         raise ValueError(f"{message} {todo}")
 
+    # Dtypes and shapes.
     for name, tensor in expected.items():
         file, shape, dtype, scales = stored[name]
         allowed = ["U8"] if tensor.dtype == torch.uint8 else [*FLOATS]
@@ -382,38 +402,41 @@ def check_tensors(
             )
 
 
-def _check_head(weights: WeightMap, stored: Mapping[str, Stored], hf_config: Mapping[str, Any]) -> None:
+def _check_head(weights: WeightMap, stored: Mapping[str, StoredTensor], hf_config: Mapping[str, Any]) -> None:
     """Raise ValueError if the checkpoint of a model with tied weights stores a head that differs from the embedding."""
+    # Compare by blocks of rows, because both tensors may be large.
     (embedding,) = weights.entries["embed_tokens.weight"].names()
-    places = ", at the top level and in text_config," if hf_config.get("text_config") else ""
+    levels = ", at the top level and in text_config," if hf_config.get("text_config") else ""
     for head in (name for name in weights.skip if name in stored and name.endswith("lm_head.weight")):
-        with open_safetensors(stored[embedding].file) as one, open_safetensors(stored[head].file) as other:
-            ours, theirs = one.get_slice(embedding), other.get_slice(head)
-            blocks = [slice(first, first + 4096) for first in range(0, stored[head].shape[0], 4096)]
+        with open_safetensors(stored[embedding].file) as first, open_safetensors(stored[head].file) as second:
+            ours, theirs = first.get_slice(embedding), second.get_slice(head)
+            blocks = [slice(row, row + 4096) for row in range(0, stored[head].shape[0], 4096)]
             same = stored[embedding].shape == stored[head].shape and all(
                 torch.equal(ours[rows].to(theirs[rows].dtype), theirs[rows]) for rows in blocks
             )
         if not same:
             raise ValueError(
                 f"{stored[head].file}: {head} must be equal to {embedding} by tie_word_embeddings in {CONFIG}, got "
-                f"another tensor. Set tie_word_embeddings to false{places} to load both, or remove the head."
+                f"another tensor. Set tie_word_embeddings to false{levels} to load both, or remove the head."
             )
 
 
 def _read(
-    expression: Expression, stored: Mapping[str, Stored], dtype: torch.dtype | None, device: torch.device | str
+    expression: Expression, stored: Mapping[str, StoredTensor], dtype: torch.dtype | None, device: torch.device | str
 ) -> Tensor:
+    """Read a whole parameter."""
+    # Open the files anew for each parameter: the pages of a mapped file count as memory of this process.
     names = expression.names()
-    # Files are opened for each parameter, because the pages of a mapped file count as memory of this process.
     with open_all(stored[name] for name in names) as files:
         tensors = {name: read_whole(files, name, stored[name]) for name in names}
         packed = expression.pack({name: _to(tensor, device, dtype) for name, tensor in tensors.items()})
         packed = packed.to(dtype).contiguous()
-        # Copy what packing has not copied, so that no parameter keeps the file mapped.
+
+        # If packing has copied nothing, copy now, so that no parameter keeps the file mapped.
         mapped = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
         return packed.clone() if packed.untyped_storage().data_ptr() in mapped else packed
 
 
 def _to(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None) -> Tensor:
-    """The tensor on the device, and in ``dtype`` unless it holds encoded bytes."""
+    """Move a tensor to the device, and convert it to ``dtype`` unless it holds encoded bytes."""
     return tensor.to(device, dtype if tensor.is_floating_point() else None)

@@ -1,10 +1,10 @@
 """MXFP4: four-bit floats in blocks of 32 that share a power of two.
 
 A tensor [..., I] is stored as blocks [..., I / 32, 16] and scales [..., I / 32], both uint8. A byte of a block holds
-two values, the first in its low half; a value is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. A scale s stands for the
-factor 2^(s − 127). In bf16 each product is exact, so values that were not changed are encoded again bit by bit, given
-the scales: these cannot be told from the values, because a block of zeros fits every scale, and 1 at one scale is 2 at
-the next.
+two values, the first in its low half. A value is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. A scale s is the factor
+2^(s − 127). In bf16 each product is exact, so unchanged values can be encoded again bit for bit if the scales are
+known. The values alone do not determine the scales: a block of zeros fits every scale, and 1 at one scale is 2 at the
+next.
 
 Source: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
 """
@@ -19,23 +19,24 @@ from torch import Tensor
 from liger_models.convert.weight_map import Expression, WeightMap
 
 BLOCK = 32
-"""Values that share a scale."""
+"""Number of values that share a scale."""
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """2 to the power of each exponent [..., I / 32], in fp32, for the values of a block: [..., I / 32, 1]."""
+    """2 to the power of each exponent [..., I / 32], as fp32 factors of whole blocks [..., I / 32, 1]."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).unsqueeze(-1)
 
 
 def decode(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The values of blocks [X, ..., I / 32, 16] uint8 with scales [X, ..., I / 32] uint8: [X, ..., I] in ``dtype``."""
+    """Decode blocks [X, ..., I / 32, 16] uint8 with scales [X, ..., I / 32] uint8 to [X, ..., I] in ``dtype``."""
     out = torch.empty(*scales.shape[:-1], scales.shape[-1] * BLOCK, dtype=dtype, device=blocks.device)
     if out.is_meta:
         return out
     signed = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)], device=blocks.device)
-    # Both values of a byte at once: byte 16 · b + a holds a, then b.
+
+    # The two values of every possible byte [256, 2]: byte 16 · b + a holds a, then b.
     pairs = torch.stack([signed.repeat(16), signed.repeat_interleave(16)], 1)
     for values, block, scale in zip(out, blocks, scales, strict=True):  # a row at a time, for the memory
         decoded = pairs[block.int()].flatten(-2) * _powers(scale.int() - 127)
@@ -44,14 +45,17 @@ def decode(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) 
 
 
 def encode(values: Tensor, scales: Tensor) -> Tensor | None:
-    """Blocks [X, ..., I / 32, 16] uint8 that decode to values [X, ..., I] bit for bit; None if there are none."""
+    """Encode values [X, ..., I] as blocks [X, ..., I / 32, 16] uint8; returns None if these would decode to others."""
     blocks = torch.empty(*scales.shape, BLOCK // 2, dtype=torch.uint8, device=values.device)
     magnitudes = torch.tensor(MAGNITUDES, device=values.device)
     for block, value, scale in zip(blocks, values, scales, strict=True):
         scaled = value.float().unflatten(-1, (-1, BLOCK)) * _powers(127 - scale.int())
+        # Codes of the magnitudes, with the sign in bit 3, two in a byte.
         codes = torch.searchsorted(magnitudes, scaled.abs().contiguous()).clamp_(max=len(MAGNITUDES) - 1)
         codes = (codes + 8 * scaled.signbit()).to(torch.uint8)
         block.copy_(codes[..., 0::2] | (codes[..., 1::2] << 4))
+
+        # -0 equals 0, so signs are compared, too.
         again = decode(block[None], scale[None], value.dtype)[0]
         if not torch.equal(again, value) or not torch.equal(again.signbit(), value.signbit()):
             return None
@@ -61,7 +65,7 @@ def encode(values: Tensor, scales: Tensor) -> Tensor | None:
 class Mxfp4(Expression):
     """A tensor that a checkpoint stores in MXFP4.
 
-    It is unpacked only with the scales of the checkpoint that its values come from; see `with_scales`.
+    To unpack it, the scales of the original checkpoint are needed; see `with_scales`.
 
     Args:
         blocks, scales: the names of the two tensors.
@@ -88,6 +92,7 @@ class Mxfp4(Expression):
             raise ValueError(
                 f"{self.blocks}: the last dimension must be a multiple of {BLOCK} in MXFP4, got {list(packed.shape)}."
             )
+        # Shapes alone, or the blocks with the scales of the checkpoint.
         if packed.is_meta:
             scales = packed.new_empty(*shape, width // BLOCK, dtype=torch.uint8)
             return {self.blocks: scales.new_empty(*scales.shape, BLOCK // 2), self.scales: scales}
@@ -107,7 +112,7 @@ class Mxfp4(Expression):
 
 
 def with_scales(weights: WeightMap, read: Callable[[str], Tensor]) -> WeightMap:
-    """The map, whose tensors in MXFP4 are written with the scales that ``read`` returns for their names."""
+    """Set ``read``, which returns scales by name, on all MXFP4 tensors of a map, and return the map."""
     for expression in weights.entries.values():
         if isinstance(expression, Mxfp4):
             expression.read = read

@@ -47,32 +47,33 @@ def save_pretrained(
     hf_config: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Save a model as a Hugging Face checkpoint, which transformers and this package load.
+    """Save a model as a Hugging Face checkpoint for transformers and this package.
 
     The folder holds the old checkpoint until the new one is complete; see `liger_models.convert.folder.write_folder`.
     Other files in the folder are kept. A second process that saves to the same folder waits.
 
     In a process group only rank 0 writes, and the other calling ranks wait for it. If the model is sharded, all ranks
-    must call this function: parameters are gathered one by one, as by `hf_tensors`, and rank 0 holds the tensors of one
-    file at a time.
+    must call this function. Parameters are then gathered one by one, as in `hf_tensors`, and rank 0 holds the tensors
+    of one file at a time.
 
     Args:
-        model: the model; its ``hf_config`` and ``assets`` are saved, too.
-        folder: created if it does not exist.
-        dtype: dtype of the saved tensors; None for the dtype of each parameter. Then weights that were kept in float8
-            are saved as they were, bit for bit, if all of the checkpoint were kept and none was merged with adapters.
+        model: the model. Its ``hf_config`` and ``assets`` are saved, too.
+        folder: the folder, which is created if it does not exist.
+        dtype: dtype of the saved tensors; None for the dtype of each parameter. With None, float8 weights that loading
+            has kept are saved unchanged, bit for bit, if loading has kept all float8 weights of the checkpoint and no
+            adapter was merged into any.
         max_shard_size: maximum size of a file, in bytes or as "5GB".
-        auto_map: add a small file of code, and name it in config.json, so that transformers' auto classes with
-            ``trust_remote_code=True`` return this package's model; see `liger_models.hf`.
-        mxfp4: folder of the checkpoint in MXFP4 that the model comes from. Its tensors in MXFP4, which must not have
-            been changed, are written in MXFP4 again, bit for bit. Default: all tensors are written in ``dtype``.
-        hf_config: replaces the content of config.json, except that it names the class. Default: the model's.
-        tensors: name -> whole tensor, instead of the parameters of the model. Then the calling rank writes, and others
-            need not call.
+        auto_map: whether to add a small file of code and name it in config.json, so that transformers' auto classes
+            with ``trust_remote_code=True`` return this package's model; see `liger_models.hf`.
+        mxfp4: folder of the MXFP4 checkpoint that the model comes from. Its MXFP4 tensors, whose values must be
+            unchanged, are written in MXFP4 again, bit for bit. Default: all tensors are written in ``dtype``.
+        hf_config: replaces the content of config.json, except for the name of the class. Default: the model's config.
+        tensors: name -> whole tensor, to save instead of the parameters of the model. The calling rank then writes,
+            and other ranks need not call.
 
     Raises:
-        ValueError: parameters are on the meta device or not in the weight map, there are adapters, the dtype could not
-            be loaded again, or values differ from the checkpoint in MXFP4.
+        ValueError: parameters are on the meta device or not in the weight map, the model has adapters, ``dtype`` is no
+            dtype that can be loaded, or values differ from the MXFP4 checkpoint.
         OSError: the folder cannot be written.
     """
     dtype = None if dtype is None else as_dtype("save_pretrained: dtype", dtype)
@@ -88,7 +89,7 @@ def save_pretrained(
             "adapters with save_adapter, or merge them with merge_lora."
         )
 
-    # The tensors, and how they are quantized: as in a checkpoint in MXFP4, in float8 as they were read, or not at all.
+    # The tensors and their format: MXFP4 with the scales of a checkpoint, float8 as they were read, or dense.
     folder = Path(folder).absolute()
     stored = as_stored("save_pretrained", model, merge=False, parameters=tensors)
     quantization: dict[str, Any] = {}
@@ -100,6 +101,7 @@ def save_pretrained(
         quantization = {"quantization_config": model.hf_config["quantization_config"]}
         stored = stored._replace(height=block_size(quantization["quantization_config"])[0])
 
+    # The division into files, from shapes alone.
     kept_tensors = model.current_kept_tensors()
     plan = split_state_dict_into_shards_factory(
         stored.shapes(dtype) | kept_tensors,
@@ -127,7 +129,7 @@ def save_pretrained(
         if plan.is_sharded:
             write_json(target / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
 
-        # A file is written as soon as its last tensor is there.
+        # Write each file as soon as its last tensor arrives, so that memory holds few files.
         pending: dict[str, dict[str, Tensor]] = {}
         for name, tensor in itertools.chain(stored.unpack(gathered, dtype), kept_tensors.items()):
             file = plan.tensor_to_filename[name]
@@ -140,7 +142,7 @@ def save_pretrained(
     def save() -> None:
         write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX))
 
-    # Whole tensors: the caller writes, or rank 0.
+    # Whole tensors: the caller or rank 0 writes.
     if not stored.is_sharded and tensors is not None:
         save()
         return
@@ -154,17 +156,17 @@ def save_pretrained(
             if rank() == 0:
                 save()
         finally:
-            # All ranks must take part in gathering: those that don't write and, if writing failed, the one that does.
+            # All ranks must take part in gathering to the end, also rank 0 if its writing has failed.
             for _ in gathered:
                 pass
 
 
 def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap, dict[str, Any]]:
-    """The weight map that writes the layout of a checkpoint in MXFP4 with its scales, and its key of config.json.
+    """The weight map of an MXFP4 checkpoint with its scales, and the ``quantization_config`` for config.json.
 
     Raises:
         FileNotFoundError: the folder or a file in it is missing.
-        ValueError: the checkpoint is not in MXFP4, or lacks scales.
+        ValueError: the checkpoint is not in MXFP4, or it lacks scales.
     """
     quantization = read_json_config(folder).get("quantization_config") or {}
     maps = format_of(model_class).quantized_maps
@@ -174,6 +176,7 @@ def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap,
             f"save_pretrained: mxfp4 must be the folder of a {model_class.__name__} checkpoint in MXFP4, got {folder} "
             f"with quant_method {method!r}. Leave it out to write all tensors in one dtype."
         )
+    # Scales are read when a tensor is written.
     stored = read_headers(folder)
 
     def read(name: str) -> Tensor:
@@ -191,7 +194,7 @@ AUTO_CLASSES = {
     "ForCausalLM": ("AutoModelForCausalLM",),
     "ForConditionalGeneration": ("AutoModelForImageTextToText", "AutoModelForMultimodalLM"),
 }
-"""End of the name of a class in transformers -> the auto classes that return it."""
+"""Suffix of a class name in transformers -> the auto classes that return such a class."""
 
 _CODE = '''"""Loads the checkpoint with liger_models (pip install "liger-models[hf]"), or else with transformers."""
 
@@ -208,10 +211,11 @@ except ImportError:
 def with_auto_map(
     hf_config: Mapping[str, Any], assets: Mapping[str, bytes], name: str
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """A config.json and other files of a checkpoint for which transformers' auto classes run code of this package.
+    """Change config.json and the other files so that transformers' auto classes return models of this package.
 
     Args:
-        hf_config, assets: content of config.json, and name -> content of other files.
+        hf_config: the content of config.json.
+        assets: name -> content of the other files.
         name: name of the class in transformers and in `liger_models.hf`.
     """
     module = "modeling_liger"

@@ -1,4 +1,4 @@
-"""Reading one rank's shard of a parameter: which rows of the checkpoint's tensors it is made of."""
+"""Reading one rank's shard of a parameter: only the rows of the checkpoint's tensors that the shard needs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 MAX_RUNS = 64
-"""Maximum number of contiguous runs of rows that are read from a tensor; if there are more, all rows between the first
-and the last are read."""
+"""Maximum number of contiguous runs of rows to read from a tensor. For more runs, all rows from the first to the last
+are read at once."""
 
 
 class Part(NamedTuple):
@@ -38,12 +38,12 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of the checkpoint's tensors, and how a shard of a parameter is made of them.
+    """The rows of the checkpoint's tensors in a shard of a parameter, and their order in the shard.
 
     Attributes:
         runs: name of a tensor -> first row and last row + 1 of each contiguous run of rows, in order.
-        units: number of trailing dimensions that stay together; only slices over these dimensions are moved.
-        order: [n] int64, the index of each slice of the shard among the slices read; None if the order is the same.
+        units: number of trailing dimensions that stay together. Only slices over these dimensions are moved.
+        order: [n] int64, for each slice of the shard its index among the slices read; None for the same order.
     """
 
     runs: Mapping[str, list[tuple[int, int]]]
@@ -59,12 +59,12 @@ def fill_part(
     read: Callable[[str, int, int], Tensor],
     read_whole: Callable[[], Tensor],
 ) -> None:
-    """Read this rank's shard of a parameter into it. If it holds codes, the shard is quantized; `finish` must follow.
+    """Read this rank's shard into a parameter. A shard of codes is quantized, and `finish` must follow.
 
     Args:
         parameter: a DTensor, or the codes of ``frozen``.
         frozen: the other tensors of the weight; None for a dense parameter.
-        expression, shapes, read, read_whole: of the dense parameter, as in `read_part`.
+        expression, shapes, read, read_whole: as in `read_part`, for the dense parameter.
     """
 
     def rows(first: int, last: int) -> Tensor:
@@ -93,8 +93,9 @@ def read_part(
         expression: the expression of the parameter.
         part: the shard to read.
         shapes: name -> shape of each tensor of the expression.
-        read: name, first, last + 1 -> these rows of a tensor, in the right dtype and on the right device.
-        read_whole: returns the whole parameter; used if the expression takes rows apart.
+        read: function of a name, a first row and a last row + 1. It returns these rows, with the final dtype and
+            device.
+        read_whole: function that returns the whole parameter. It is used if the expression takes rows apart.
 
     Returns:
         Tensor of shape ``part.shape``.
@@ -124,8 +125,11 @@ def read_part(
 
 
 def moves_rows(expression: Expression, weight: Tensor) -> bool:
-    """Whether a weight [O, C] or [X, O, C] consists of whole rows of the checkpoint's matrices. A patch embedding,
-    stored as a convolution, does not."""
+    """Whether a weight [O, C] or [X, O, C] consists of whole rows of the checkpoint's matrices.
+
+    A patch embedding, which is stored as a convolution, does not.
+    """
+    # Unpack a weight with one number in each row. Whole rows come out as such numbers again.
     rows = weight.new_empty(len(weight)) if weight.dim() == 2 else weight.new_empty(*weight.shape[:2], 1)
     try:
         parts = expression.unpack(rows).values()
@@ -135,7 +139,7 @@ def moves_rows(expression: Expression, weight: Tensor) -> bool:
 
 
 def keeps_rows(expression: Expression) -> bool:
-    """Whether row i of a parameter is row i of one tensor, possibly rearranged within the row, or made of such rows."""
+    """Whether row i of a parameter consists of row i of each of its tensors, possibly rearranged within the row."""
     if expression.by_rows:
         return True
     if not isinstance(expression, Rearrange) or not isinstance(expression.child, Name):
@@ -154,7 +158,8 @@ def plan_rows(
 ) -> Rows | None:
     """The rows of the checkpoint that make up rows ``first`` to ``last`` (excluded) of a parameter.
 
-    It numbers the rows, packs the numbers in place of the elements, and looks which numbers end up in the shard.
+    All rows are numbered, and the numbers are packed like elements. The packed shard then holds the numbers of its
+    rows.
 
     Args:
         expression: the expression of the parameter.
@@ -177,16 +182,18 @@ def plan_rows(
         end = count + math.prod(lead)
         numbers[name] = torch.arange(count, end).view(*lead, *[1] * units)
         count = end
-    wanted = expression.pack(numbers)[first:last].flatten()
+    required = expression.pack(numbers)[first:last].flatten()
 
-    # The runs of rows of each tensor that hold wanted slices, and the slices that are then read.
+    # For each tensor, the runs of rows that hold required slices, and the numbers of all slices in these runs.
     runs: dict[str, list[tuple[int, int]]] = {}
     available = []
     for name, start in starts.items():
         size = numbers[name].numel()
-        inside = wanted[(wanted >= start) & (wanted < start + size)] - start
+        inside = required[(required >= start) & (required < start + size)] - start
         if not len(inside):
             continue
+
+        # A run ends where the next required row does not follow.
         row_slices = size // shapes[name][0]
         rows = (inside // row_slices).unique()
         gaps = (rows.diff() > 1).nonzero().flatten()
@@ -198,23 +205,26 @@ def plan_rows(
         available += [torch.arange(start + low * row_slices, start + high * row_slices) for low, high in runs[name]]
     if not available:
         return Rows({}, units, None)
+
+    # The place of each required slice among those that are read, whose numbers ascend.
     slices = torch.cat(available)
-    return Rows(runs, units, None if torch.equal(slices, wanted) else torch.searchsorted(slices, wanted))
+    return Rows(runs, units, None if torch.equal(slices, required) else torch.searchsorted(slices, required))
 
 
 def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
-    """The matrices of the checkpoint that a parameter holds, as rows of the parameter.
+    """The rows of a parameter that belong to each matrix of the checkpoint.
 
-    It numbers the rows, unpacks the numbers in place of the elements, and looks which numbers each matrix has.
+    The rows are numbered, and the numbers are unpacked in place of the elements. Each matrix then holds the numbers of
+    its rows.
 
     Args:
         expression: the expression of the parameter.
-        shape: of the parameter: [N, K], or [X, N, K] for a stack of experts.
+        shape: shape of the parameter, [N, K] or, for a stack of experts, [X, N, K].
 
     Returns:
-        [k, n] int64 for each number of rows n that matrices have: the rows of k matrices, in the parameter with its
-        leading dimensions flattened. Each row is in one of them. A parameter whose matrices are not made of whole rows
-        is one matrix, or X.
+        For each number of rows n, [k, n] int64: the rows of k matrices, counted over the flattened leading dimensions
+        of the parameter. Each row is in one matrix. If the matrices do not consist of whole rows, the parameter counts
+        as one matrix, or as X matrices.
     """
     numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
     if len(shape) == 3:
@@ -222,6 +232,8 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
         matrices = [rows.flatten() for tensor in unpacked for rows in (tensor if tensor.dim() == 3 else [tensor])]
     else:
         matrices = [tensor.flatten(1)[:, 0] for tensor in expression.unpack(numbers.expand(*shape)).values()]
+
+    # Each number must appear once.
     if not torch.equal(torch.cat(matrices).sort().values, numbers.flatten()):
         return [numbers.view(-1, shape[-2])]
 
@@ -259,7 +271,7 @@ def untouched(expression: Expression, ndim: int, shapes: Mapping[str, Sequence[i
 
 
 def _axes(side: str) -> list[str]:
-    """The axes of one side of an einops pattern; a parenthesized group is one axis."""
+    """The axes on one side of an einops pattern. A parenthesized group is one axis."""
     axes: list[str] = []
     depth = 0
     for token in side.replace("(", " ( ").replace(")", " ) ").split():

@@ -1,4 +1,4 @@
-"""The weights of a model in memory under Hugging Face's names, out and in, one tensor at a time."""
+"""Weights in memory under Hugging Face's names, read from and written to a model one tensor at a time."""
 
 import contextlib
 import dataclasses
@@ -25,25 +25,25 @@ from liger_models.layers.linear import is_sharded
 def hf_tensors(
     model: Decoder, dtype: torch.dtype | str | None = None, *, merge: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names and in the layout of a Hugging Face checkpoint, one tensor at a time.
+    """Iterate over the weights with the names and the layout of a Hugging Face checkpoint.
 
-    The tensors are those that `save_pretrained` writes, bit for bit, but weights that were kept in float8 are
-    dequantized: a vision tower first, then the embedding, the layers in order, the norm and the head, which a model
-    with tied weights leaves out. vLLM's and SGLang's ``load_weights`` take such an iterator.
+    `save_pretrained` writes the same tensors, bit for bit, except for weights kept in float8, which are dequantized
+    here. The order is: a vision tower, the embedding, the layers, the norm, and the head unless it is tied.
+    ``load_weights`` of vLLM and SGLang takes such an iterator.
 
-    If the model is sharded, all ranks must call this function and read to the end: each parameter is gathered when its
-    first tensor is read, on every rank. Besides the parameters, one of them (the experts of one layer, at most) and the
-    tensor that was yielded last are in memory. Read all tensors before the next optimizer step. A tensor that has the
-    layout and the dtype of a parameter shares its memory: do not write to it, and copy what you keep.
+    If the model is sharded, all ranks must call this function and read to the end: each parameter is gathered on every
+    rank when its first tensor is read. In addition to the model, one gathered parameter (at most the experts of a
+    layer) and the last tensor are in memory. Read all tensors before the next optimizer step. A tensor with the layout
+    and the dtype of a parameter shares its memory: do not write to it, and copy it if you keep it.
 
     Args:
-        model: plain, or sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
+        model: the model. `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep` may have sharded it.
         dtype: dtype of the tensors; None for the dtype of each parameter.
-        merge: add LoRA adapters to the weights that are yielded; the model does not change. False yields the weights
-            under the adapters. A tied head with an adapter is yielded as a tensor of its own, with a warning.
+        merge: whether to add LoRA adapters to the yielded weights. The model does not change. A tied head with an
+            adapter then becomes a tensor of its own, with a warning.
 
     Returns:
-        An iterator over names and contiguous tensors, on the device of the parameters.
+        An iterator over pairs of a name and a contiguous tensor, on the device of the parameters.
 
     Raises:
         ValueError: parameters are on the meta device or not in the weight map, or ``dtype`` is not a dtype of weights.
@@ -60,13 +60,13 @@ def get_hf_state_dict(
     merge: bool = True,
     device: torch.device | str | None = None,
 ) -> dict[str, Tensor]:
-    """All tensors of `hf_tensors` in a dict, as copies: further training does not change them.
+    """Copies of all tensors of `hf_tensors` in a dict. Further training does not change them.
 
     Args:
-        model, dtype, merge: as in `hf_tensors`; all ranks of a sharded model must call this function, too, and each
+        model, dtype, merge: as in `hf_tensors`. All ranks of a sharded model must call this function, and each rank
             gets all tensors.
-        device: device of the copies; None for the device of the parameters. On "meta" the tensors have names, shapes
-            and dtypes but no values, and nothing is gathered.
+        device: device of the copies; None for the device of the parameters. On "meta" the tensors have shapes and
+            dtypes but no values, and nothing is gathered.
 
     Raises:
         ValueError: as in `hf_tensors`.
@@ -87,22 +87,22 @@ def get_hf_state_dict(
 
 
 def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The gradients under the names and in the layout of `hf_tensors`, one tensor at a time.
+    """Iterate over the gradients with the names and the layout of `hf_tensors`.
 
-    Call it after the backward and before the gradients are set to None. Parameters without a gradient, such as frozen
-    ones, are left out, and so are adapters, which have no name there. If the model is sharded, all ranks must call this
-    function and read to the end; every rank gets whole gradients, averaged as the optimizer will see them.
+    Call it after the backward and before the gradients are set to None. It leaves out parameters without a gradient,
+    such as frozen ones, and adapters, which have no name in a checkpoint. If the model is sharded, all ranks must call
+    this function and read to the end. Every rank gets whole gradients, averaged as for the optimizer.
 
     Args:
-        model: plain, or sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
+        model: the model. `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep` may have sharded it.
         dtype: dtype of the tensors; None for the dtype of each gradient.
 
     Returns:
-        An iterator over names and contiguous tensors. One that has the layout and the dtype of a gradient shares its
-        memory: do not write to it.
+        An iterator over pairs of a name and a contiguous tensor. A tensor with the layout and the dtype of a gradient
+        shares its memory: do not write to it.
 
     Raises:
-        ValueError: no parameter of a checkpoint has a gradient; otherwise as `hf_tensors`.
+        ValueError: no parameter of a checkpoint has a gradient; or as in `hf_tensors`.
     """
     dtype = None if dtype is None else as_dtype("hf_gradients: dtype", dtype)
     stored = as_stored("hf_gradients", model, merge=False)
@@ -117,25 +117,25 @@ def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iter
 
 
 def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-    """Replace the weights of a model by tensors with the names and the layout of a Hugging Face checkpoint, in place.
+    """Load tensors with the names and the layout of a Hugging Face checkpoint into a model, in place.
 
     Parameters keep their dtype, device and sharding, and an optimizer that holds them stays valid. Adapters do not
-    change. All layouts that the model's checkpoints may have are known. If the model is sharded, all ranks must call
+    change. The tensors may have any layout of the model's checkpoints. If the model is sharded, all ranks must call
     this function, each with all tensors, and an error on one rank is raised on all ranks.
 
-    The tensors of an iterable are read one at a time, and kept until all that form one parameter have been read; its
-    buffers must not be reused before. In the order of a checkpoint that is one parameter. An iterable is checked while
-    it is read: after an error, the model may hold old and new weights, and the message says so. A mapping is checked
-    before anything changes.
+    An iterable is read one tensor at a time. Its tensors are kept until those of one parameter are complete, and their
+    buffers must not be reused before. In the order of a checkpoint, one parameter is kept at a time. An iterable is
+    checked while it is read. After an error the model may hold old and new weights, and the message says so. A mapping
+    is checked before anything changes.
 
     Args:
-        model: plain, or sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
-        tensors: a mapping, or an iterable of names and tensors, such as `hf_tensors` of another model; on any device,
-            of any floating-point dtype.
+        model: the model. `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep` may have sharded it.
+        tensors: a mapping, or an iterable of pairs of a name and a tensor, such as `hf_tensors` of another model. The
+            tensors may be on any device and have any floating-point dtype.
 
     Raises:
-        ValueError: a tensor is missing, unexpected, given twice, has a wrong shape or dtype or is sharded; a head
-            differs from the embedding that it is tied to; or parameters are on the meta device.
+        ValueError: a tensor is missing, unexpected, duplicate or sharded, or has a wrong shape or dtype; a tied head
+            differs from the embedding; or parameters are on the meta device.
     """
     stored = as_stored("load_hf_tensors", model, merge=False)
     config = stored.config
@@ -145,7 +145,8 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
             "load_hf_tensors: weights must not be kept in float8, got a model that was loaded with keep_float8. Load "
             "it without."
         )
-    # A mapping is checked as a whole before anything changes; an iterable can be read only once.
+
+    # Check a mapping as a whole before anything changes. An iterable can be read only once.
     names = _Names(format_of(type(model)).weight_maps(config), {n: stored.dense(n) for n in stored.parameters})
     agreed = raise_on_all_ranks if stored.is_sharded else contextlib.nullcontext
     if isinstance(tensors, Mapping):
@@ -156,6 +157,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
         names.read.clear()
         tensors = tensors.items()
 
+    # Collect the tensors of each parameter, and write the parameter when its last tensor arrives.
     with torch.no_grad(), agreed():
         held: dict[str, dict[str, Tensor]] = {}  # our name -> the tensors of a parameter that have been read
         heads: dict[str, Tensor] = {}
@@ -186,17 +188,17 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
         weight.finish()
 
 
-class Stored(NamedTuple):
-    """The content of a checkpoint of a model, and how its tensors are computed.
+class CheckpointTensors(NamedTuple):
+    """The parameters of a model's checkpoint, and the rules to compute the checkpoint's tensors from them.
 
     Attributes:
-        config: the config of the model, with ``tie_word_embeddings`` as the weights are.
-        weights: the weight map of the layout that is written.
-        parameters: those that the checkpoint has, by name and in the order in which they are stored.
-        adapted: name of a parameter -> the layer whose adapters belong to it.
+        config: the config of the model, with ``tie_word_embeddings`` set by the weights.
+        weights: the weight map of the written layout.
+        parameters: name -> parameter of the checkpoint, in the order of storage.
+        adapted: name of a parameter -> the layer with its adapters.
         merge: whether adapters are added to the weights.
         frozen: name of a parameter that holds codes -> the other tensors of the weight.
-        height: rows of a block, to store weights that are kept in float8 as they are; None to store them dequantized.
+        height: number of rows of a block, to store kept float8 weights unchanged; None to store them dequantized.
     """
 
     config: Any
@@ -210,37 +212,39 @@ class Stored(NamedTuple):
     @property
     def is_sharded(self) -> bool:
         """Whether gathering is a collective."""
-        return any(is_sharded(each) for each in self.parameters.values())
+        return any(is_sharded(parameter) for parameter in self.parameters.values())
 
     @property
     def kept(self) -> list[str]:
-        """The names of the parameters that are in float8 with the scales of a checkpoint."""
+        """The names of the parameters in float8 with the scales of a checkpoint."""
         return [name for name in self.parameters if name in self.frozen and self.frozen[name].format.is_kept]
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """The checkpoint's tensors on the meta device, in ``dtype`` or the dtype of each parameter."""
-        found = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
+        shapes = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
         for name in self.kept if self.height is not None else ():
-            codes, scales = (torch.empty_like(each, device="meta") for each in self.parts(name))
-            found |= self.weights.entries[name].unpack(codes)
+            codes, scales = (torch.empty_like(part, device="meta") for part in self.parts(name))
+            shapes |= self.weights.entries[name].unpack(codes)
             for theirs, rows in self.weights.entries[name].unpack(scales).items():
-                found[theirs + SCALES] = rows[..., :: self.height, :]
-        return found
+                shapes[theirs + SCALES] = rows[..., :: self.height, :]
+        return shapes
 
     def parts(self, name: str) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a parameter that is `kept`, with their own dtypes; gathered from all ranks if sharded."""
+        """Codes and scales of a `kept` parameter in their own dtypes, gathered from all ranks."""
         weight = self.frozen[name].whole(self.parameters[name].detach())
         return weight.codes, weight.scales.detach()
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A parameter on the meta device, in ``dtype`` or its own; of one that holds codes, what they stand for."""
+        """A parameter on the meta device, in ``dtype`` or its own. For codes, the dense weight that they encode."""
         like = self.frozen.get(name) or self.parameters[name]
         return torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Our name of each parameter and its value, gathered from all ranks and with merged adapters."""
+        """Yield our name of each parameter and its value, gathered from all ranks and with merged adapters."""
         for name, parameter in self.parameters.items():
             layer, weight = self.adapted.get(name), self.frozen.get(name)
+
+            # Kept float8 codes with their scales, a dequantized weight, a plain one, or one with adapters.
             if layer is None and self.height is not None and weight is not None and weight.format.is_kept:
                 codes, scales = self.parts(name)
                 yield name, codes
@@ -250,7 +254,7 @@ class Stored(NamedTuple):
             elif layer is None:
                 yield name, _full(parameter.detach())
             else:
-                # The layer computes the weight, from whole tensors in place of its shards.
+                # The layer computes the weight. Its shards are replaced by whole tensors for this call.
                 weight_name = name.rpartition(".")[2]
                 whole = {
                     f"layer.{member}": _full(tensor.detach())
@@ -260,11 +264,12 @@ class Stored(NamedTuple):
                 yield name, torch.func.functional_call(_AdaptedWeight(layer, weight_name, self.merge), whole, ())
 
     def unpack(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors, contiguous and in ``dtype``, from what `gather` yields."""
-        # No name keeps a tensor any longer than its reader needs it.
+        """Yield the checkpoint's tensors, contiguous and in ``dtype``, from the values of `gather`."""
+        # Each tensor is freed as soon as its reader lets it go: no local name may keep it alive.
         for ours, whole in gathered:
             tensors = self.weights.entries[ours.removesuffix(SCALES)].unpack(whole)
             if ours.endswith(SCALES):
+                # Scales were repeated for each row of a block, so one row of each block is written.
                 tensors = {name + SCALES: rows[..., :: self.height, :] for name, rows in tensors.items()}
             del whole
             while tensors:
@@ -275,10 +280,11 @@ class Stored(NamedTuple):
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    """As ``tensor.contiguous()``, but rows in 16-byte elements where they divide into them.
+    """As ``tensor.contiguous()``, but by elements of 16 bytes where rows consist of whole such elements.
 
-    PyTorch copies rows that do not follow each other in memory element by element.
+    PyTorch copies rows that are not adjacent in memory element by element, so larger elements are faster.
     """
+    # Elements of 16 bytes, such as complex128, need aligned rows whose length they divide.
     wide = 16 // tensor.itemsize
     sizes = (*tensor.shape[-1:], *tensor.stride()[:-1], tensor.storage_offset())
     if tensor.is_contiguous() or tensor.stride(-1) != 1 or any(size % wide for size in sizes):
@@ -291,14 +297,16 @@ def is_tied(head: Tensor, embedding: Tensor) -> bool:
     return head is embedding or _local(head).data_ptr() == _local(embedding).data_ptr() != 0
 
 
-def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None) -> Stored:
-    """The content of a checkpoint of the model. Parameters that FSDP has left gathered are sharded again.
+def as_stored(
+    where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None
+) -> CheckpointTensors:
+    """The parameters of the model's checkpoint. Parameters that FSDP has left gathered are sharded again.
 
     Args:
-        where: name of the function that was called, for errors.
+        where: name of the calling function, for errors.
         model: the model.
         merge: whether adapters are added to the weights.
-        parameters: name -> tensor, instead of the parameters of the model.
+        parameters: name -> tensor, to use instead of the parameters of the model.
 
     Raises:
         ValueError: parameters are on the meta device or not in the weight map.
@@ -313,7 +321,8 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
         if reshard is not None:  # FSDP leaves weights gathered after an evaluation
             reshard()
 
-    once = dict(model.named_parameters() if parameters is None else parameters)  # no further names of shared parameters
+    # `stored` has all names of shared parameters, `once` only the first name of each.
+    once = dict(model.named_parameters() if parameters is None else parameters)
     stored = dict(model.named_parameters(remove_duplicate=False) if parameters is None else parameters)
     absent = [name for name, parameter in stored.items() if parameter.is_meta]
     if absent:
@@ -322,7 +331,7 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
             "model first."
         )
 
-    # Whether the head is the embedding, whatever the config says. A merged adapter makes it another tensor.
+    # Whether the head is the embedding: the weights decide, not the config. A merged adapter makes them two tensors.
     layers = {path: layer for path, layer in named_layers(model) if layer.adapted}
     head, embedding = stored.get("lm_head.weight"), stored["embed_tokens.weight"]
     tied = head is None or is_tied(head, embedding)
@@ -337,13 +346,16 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
     config = dataclasses.replace(model.config, tie_word_embeddings=tied)
     if tied:
         stored.pop("lm_head.weight", None)
+
+    # The parameters that the weight map names. Adapters and further tensors of frozen weights are left out, and other
+    # additions are an error.
     weights = format_of(type(model)).weight_map(config)
     frozen = {} if parameters is not None else frozen_weights(model)
     added = tuple(f"{path}.lora." for path in layers)
     added += tuple(f"{name.rpartition('.')[0]}.stored." for name in frozen)
     stored = {
-        name: each
-        for name, each in stored.items()
+        name: parameter
+        for name, parameter in stored.items()
         if name in weights.entries or (name in once and not name.startswith(added))
     }
     extra = sorted(stored.keys() - weights.entries.keys())
@@ -353,11 +365,11 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
             "Save LoRA adapters with save_adapter, or merge them with merge_lora; remove other additions."
         )
     adapted = {f"{path}.{name}": layer for path, layer in layers.items() for name in layer.adapted}
-    return Stored(config, weights, stored, adapted, merge, frozen)
+    return CheckpointTensors(config, weights, stored, adapted, merge, frozen)
 
 
 class _AdaptedWeight(nn.Module):
-    """A parameter with adapters, as the forward of a module: `functional_call` gathers what it uses."""
+    """A module whose forward computes a parameter with adapters, so that `functional_call` can replace tensors."""
 
     def __init__(self, layer: Layer, name: str, merge: bool) -> None:
         super().__init__()
@@ -368,7 +380,7 @@ class _AdaptedWeight(nn.Module):
 
 
 class _Names:
-    """The names and shapes that a model's checkpoints may have; each tensor that is read narrows down the layout."""
+    """The possible names and shapes of tensors. Each tensor that is read narrows down the possible layouts."""
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
         empty = {name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()}
@@ -376,13 +388,15 @@ class _Names:
         self.read: set[str] = set()
 
     def accept(self, name: str, tensor: Tensor) -> WeightMap:
-        """The weight map of the layout, which has this name in this shape; raises ValueError if there is none."""
+        """The weight map of a layout with a tensor of this name and shape. Raises ValueError if there is none."""
         where = "load_hf_tensors"
         if not isinstance(tensor, Tensor) or is_sharded(tensor) or tensor.dtype not in FLOATS.values():
             raise ValueError(
                 f"{where}: {name} must be a whole tensor of one of the dtypes {', '.join(map(str, FLOATS.values()))}, "
                 f"got {type(tensor).__name__} {getattr(tensor, 'dtype', '')}. Gather or dequantize it."
             )
+
+        # The layouts that know the name, and those of them in which it has this shape.
         named = [layout for layout in self.layouts if name in layout[1] or layout[0].passes_over(name)]
         if not named:
             similar = difflib.get_close_matches(name, self.layouts[0][1], n=1)
@@ -396,12 +410,14 @@ class _Names:
             )
         if name in self.read:
             raise ValueError(f"{where}: each tensor must be given once, got {name} twice.")
+
+        # Only layouts that fit all tensors so far remain.
         self.layouts = fitting
         self.read.add(name)
         return fitting[0][0]
 
     def parameter_of(self, name: str) -> tuple[str, int]:
-        """Our name of the parameter that a tensor belongs to, and the number of tensors that form it."""
+        """Our name of the parameter that a tensor belongs to, and the parameter's number of tensors."""
         _, _, owners, counts = self.layouts[0]
         return owners[name], counts[owners[name]]
 
@@ -416,7 +432,7 @@ class _Names:
 
 
 def _owners(weights: WeightMap) -> tuple[dict[str, str], Counter[str]]:
-    """Name of each of the checkpoint's tensors -> our name of its parameter -> the number of its tensors."""
+    """Two mappings: tensor of the checkpoint -> our name of its parameter, and our name -> its number of tensors."""
     owners = {name: ours for ours, expression in weights.entries.items() for name in expression.names()}
     return owners, Counter(owners.values())
 
@@ -430,7 +446,7 @@ def _full(tensor: Any) -> Tensor:
     """A DTensor gathered on the device of its mesh; any other tensor unchanged."""
     if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]
-    # FSDP with cpu_offload keeps it on the CPU, where the mesh's backend may not communicate.
+    # FSDP with cpu_offload keeps shards on the CPU, where the backend of the mesh may not work.
     whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return whole
 
@@ -438,9 +454,9 @@ def _full(tensor: Any) -> Tensor:
 def _place(
     parameter: Any, weight: FrozenParameters | None, expression: Expression, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Copy the checkpoint's tensors into a parameter, or this rank's rows of them into its shard of it.
+    """Copy the checkpoint's tensors into a parameter, or this rank's rows of them into its shard.
 
-    If ``weight`` is given, they are quantized, and the parameter holds codes.
+    With ``weight`` the parameter holds codes, and the tensors are quantized.
     """
     local = _local(parameter)
     dtype = local.dtype if weight is None else None

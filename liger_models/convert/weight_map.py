@@ -2,7 +2,7 @@
 
 A weight map has, for each of our parameters, an expression over the names of the checkpoint's tensors. An expression
 packs these tensors into our parameter, and unpacks our parameter into these tensors. It only moves elements, so a round
-trip is bit-exact in every dtype; on meta tensors it computes shapes. (`convert.mxfp4` has an expression that decodes.)
+trip is bit-exact in every dtype. On meta tensors it computes shapes. Only the expression in `convert.mxfp4` decodes.
 
     "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
         "f two ... -> (f two) ...",
@@ -10,8 +10,8 @@ trip is bit-exact in every dtype; on meta tensors it computes shapes. (`convert.
         two=2,
     )
 
-Names contain named indices (``{i}``), which are expanded over their index sets when the map is built. Nothing is
-matched by pattern, so a map can be printed (``print(weight_map)``) and diffed.
+Names may contain indices (``{i}``), which are expanded over their index sets when the map is built. No name is matched
+by a pattern, so a map can be printed (``print(weight_map)``) and diffed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Expression(ABC):
     """One of our tensors as a function of the checkpoint's tensors, and the inverse of the function."""
 
     by_rows = False
-    """Whether row i of our tensor is made of row i of each of the checkpoint's tensors."""
+    """Whether row i of our tensor consists of row i of each of the checkpoint's tensors."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -45,11 +45,11 @@ class Expression(ABC):
 
     @abstractmethod
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Our tensor, from the checkpoint's tensors by name."""
+        """Make our tensor from the checkpoint's tensors by name."""
 
     @abstractmethod
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """The checkpoint's tensors by name, from our tensor; they are views of it where strides allow."""
+        """Make the checkpoint's tensors by name from our tensor. They are views of it where strides allow."""
 
 
 class Name(Expression):
@@ -75,12 +75,13 @@ class Name(Expression):
 
 
 class Rearrange(Expression):
-    """Elements reordered by an einops pattern.
+    """A tensor whose elements an einops pattern reorders.
 
     Args:
-        pattern: from the checkpoint's layout to ours. It must be invertible, without dropped or repeated axes.
-        child: the expression that is rearranged.
-        sizes: lengths of axes that cannot be inferred in one of the two directions.
+        pattern: the pattern from the checkpoint's layout to ours. It must be invertible: no axis is dropped or
+            repeated.
+        child: the expression to rearrange.
+        sizes: lengths of axes that cannot be inferred in both directions.
     """
 
     def __init__(self, pattern: str, child: Expression | str, **sizes: int) -> None:
@@ -107,7 +108,7 @@ class Rearrange(Expression):
 
 
 class Cat(Expression):
-    """Tensors concatenated along ``dim``, where they have the lengths ``sizes``."""
+    """Tensors of lengths ``sizes``, concatenated along ``dim``."""
 
     def __init__(self, children: Sequence[Expression | str], dim: int, sizes: Sequence[int]) -> None:
         self.children = [_expression(child) for child in children]
@@ -156,7 +157,7 @@ class Stack(Expression):
 
 
 class Split(Expression):
-    """A tensor that is the concatenation of several parts, which are put together differently.
+    """A checkpoint tensor that concatenates several parts, which our tensor combines in another way.
 
     Args:
         child: the checkpoint's tensor.
@@ -182,7 +183,7 @@ class Split(Expression):
         return self.parts.pack(dict(zip(self.sizes, parts, strict=True)))
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        parts = self.parts.unpack(packed)  # in the order of ours, or another
+        parts = self.parts.unpack(packed)  # their order may differ from the checkpoint's
         return self.child.unpack(torch.cat([parts[name] for name in self.sizes], self.dim))
 
     def __str__(self) -> str:
@@ -214,10 +215,10 @@ class WeightMap:
     Args:
         entries: name of our parameter -> expression over the checkpoint's names, or just a name. An index in our name,
             such as ``{i}``, makes one entry for each value of its index set.
-        over: the index sets: name of the index -> values.
-        skip: names of checkpoint tensors that are ignored if they exist.
-        kept: what names of checkpoint tensors begin with that belong to no parameter. If they exist, the model keeps
-            them in host memory and saves them again, bit for bit.
+        over: name of an index -> its values.
+        skip: names of checkpoint tensors to ignore if they exist.
+        kept: prefixes of checkpoint tensors that belong to no parameter. If such tensors exist, the model keeps them in
+            host memory and saves them again, bit for bit.
 
     Raises:
         ValueError: a parameter has two entries, or a checkpoint tensor is used twice.
@@ -231,7 +232,7 @@ class WeightMap:
         skip: Iterable[str] = (),
         kept: Iterable[str] = (),
     ) -> None:
-        # An entry with an index in its name becomes one for each value.
+        # An entry with indices in its name becomes one entry for each combination of their values.
         expanded = [
             (name.format(**indices), _expression(expression).expand(indices))
             for name, expression in entries.items()
@@ -241,16 +242,17 @@ class WeightMap:
         self.skip = frozenset(name.format(**indices) for name in skip for indices in _indices(name, over))
         self.kept = tuple(kept)
 
+        # Every name must be unique, on both sides.
         names = [name for _, expression in expanded for name in expression.names()]
         if len(self.entries) < len(expanded) or len(set(names)) < len(names):
             raise ValueError(f"WeightMap: every name must be in one entry only. Look for duplicates in:\n{self}")
 
     def passes_over(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint is ignored or kept, so that no parameter is made of it."""
+        """Whether a checkpoint tensor belongs to no parameter, because it is skipped or kept."""
         return name in self.skip or name.startswith(self.kept)
 
     def shapes(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The checkpoint's tensors as meta tensors, with the names, shapes and dtypes that the parameters unpack to.
+        """The checkpoint's tensors as meta tensors: the names, shapes and dtypes into which parameters unpack.
 
         Raises:
             ValueError: a parameter has no entry, or an entry has no parameter.
@@ -277,7 +279,8 @@ def _indices(name: str, over: Mapping[str, Sequence[int]]) -> list[dict[str, int
 
 
 def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """A fused qkv projection: rows are grouped by KV head, with its query heads first, then its key, then its value."""
+    """A fused qkv projection. Rows are grouped by KV head: its query heads first, then its key, then its value."""
+    # [G, n, C] of each, concatenated within the groups.
     groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k, v)]
     sizes = [heads // kv_heads * head_dim, head_dim, head_dim]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
@@ -291,18 +294,18 @@ def key_rows(q: str, k: str, *, heads: int, kv_heads: int, head_dim: int) -> Exp
 
 
 def equal_qkv_rows(qkv: str, heads: int) -> Expression:
-    """`qkv_rows` for a fused checkpoint tensor with rows of all q, all k, all v, and equally many heads of each."""
+    """`qkv_rows` for a fused checkpoint tensor: rows of all q, all k, then all v, with equally many heads each."""
     return Rearrange("(three h d) ... -> (h three d) ...", qkv, three=3, h=heads)
 
 
 def patch_rows(convolution: str, channels: int, frames: int, side: int) -> Expression:
-    """The weight of a patch embedding as a linear layer, from a convolution whose stride is its kernel size."""
+    """The linear weight of a patch embedding, from a convolution with a stride equal to its kernel size."""
     pattern = "c channels frames height width -> c (channels frames height width)"
     return Rearrange(pattern, convolution, channels=channels, frames=frames, height=side)
 
 
 def gate_up_rows(gate: str, up: str) -> Expression:
-    """A fused gate and up projection: row 2f is row f of gate, row 2f + 1 is row f of up."""
+    """A fused gate and up projection: row 2f is row f of gate, and row 2f + 1 is row f of up."""
     return Rearrange("f two ... -> (f two) ...", Stack([gate, up], dim=1), two=2)
 
 
@@ -318,14 +321,14 @@ def fused_gate_up_rows(gate_up: str) -> Expression:
 
 
 def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression, Expression]:
-    """The stacked weights of a layer's experts: gate and up, and down. ``{x}`` in the names is the expert."""
+    """The stacked weights of a layer's experts, one for gate and up, one for down. ``{x}`` in a name is the expert."""
     numbers = [str(x) for x in range(experts)]
     gate_up = Stack([gate_up_rows(gate.replace("{x}", x), up.replace("{x}", x)) for x in numbers], dim=0)
     return gate_up, Stack([down.replace("{x}", x) for x in numbers], dim=0)
 
 
 def fused_expert_rows(gate_up: str, down: str) -> tuple[Expression, Expression]:
-    """`expert_rows` for fused checkpoint tensors: [X, 2F, C], all rows of gate, then all rows of up; and [X, C, F]."""
+    """`expert_rows` for fused checkpoint tensors: [X, 2F, C], with gate's rows before up's rows, and [X, C, F]."""
     return Rearrange("x (two f) c -> x (f two) c", gate_up, two=2), Name(down)
 
 
@@ -335,11 +338,12 @@ def sparse_mlps(
     """Arguments of `decoder_map` for a model in which some MLPs are mixtures of experts.
 
     Args:
-        sparse_layers: the layers with experts; the others have a dense gated MLP.
+        sparse_layers: the layers with experts. Other layers have a dense gated MLP.
         num_layers: number of layers.
         prefix: prefix of the checkpoint's names.
-        gate_up, down: the stacked weights of a layer's experts; ``{sparse}`` in the names is the layer.
+        gate_up, down: the stacked weights of a layer's experts. ``{sparse}`` in a name is the layer.
     """
+    # Entries for MLPs of all layers are replaced by entries for each of the two sets of layers.
     sparse, dense = f"{prefix}.layers.{{sparse}}.mlp", f"{prefix}.layers.{{dense}}.mlp"
     return {
         "instead": {"mlp.gate_up_proj.weight": None, "mlp.down_proj.weight": None},
@@ -381,17 +385,17 @@ def decoder_map(
     Args:
         config: config of the model.
         qkv_bias, o_bias, mlp_bias, norm_bias: whether these projections, or all norms, have biases.
-        norms: names of the norms of a block, which are the same in the checkpoint.
-        plain_mlp: names in the checkpoint of the two layers of a `LigerMLP`; None for a gated MLP.
-        instead: entries of a layer that differ from Llama's: our name within the layer -> expression over full names
-            (``model.layers.{i}. ...``, or with another prefix), or None to remove the entry.
-        also: additional entries, with full names.
+        norms: names of the norms of a block, in the model and in the checkpoint.
+        plain_mlp: the checkpoint's names of the two layers of a `LigerMLP`; None for a gated MLP.
+        instead: entries of a layer that differ from Llama's: our name within the layer -> expression over full names,
+            such as ``model.layers.{i}. ...``, or None to remove the entry.
+        also: additional entries with full names.
         over: the index sets of ``also``, besides ``i``.
         skip, kept: as in `WeightMap`.
         prefix: prefix of the checkpoint's names, except the name of the head.
         head: name of the head's weight in the checkpoint.
     """
-    # The entries of a layer.
+    # The entries of a layer: norms and attention.
     theirs = f"{prefix}.layers.{{i}}"
     layer: dict[str, Expression | str | None] = {
         f"{norm}.{parameter}": f"{theirs}.{norm}.{parameter}" for norm in norms for parameter in _parameters(norm_bias)
@@ -405,6 +409,8 @@ def decoder_map(
         )
     for parameter in _parameters(o_bias):
         layer[f"self_attn.o_proj.{parameter}"] = f"{theirs}.self_attn.o_proj.{parameter}"
+
+    # Its MLP, plain or gated.
     for parameter in _parameters(mlp_bias):
         if plain_mlp is not None:
             layer |= {
@@ -416,7 +422,7 @@ def decoder_map(
         layer[f"mlp.down_proj.{parameter}"] = down
     layer |= instead or {}
 
-    # All layers, and what is around them.
+    # All layers, the embedding, the last norm and the head.
     entries: dict[str, Expression | str] = {
         "embed_tokens.weight": f"{prefix}.embed_tokens.weight",
         **{f"layers.{{i}}.{name}": expression for name, expression in layer.items() if expression is not None},

@@ -1,16 +1,16 @@
-"""Collectives of tensor, sequence, context and expert parallelism, as ops on tensors and as differentiable functions.
+"""Collectives for tensor, sequence, context and expert parallelism, as ops and as differentiable functions.
 
-A layer whose weights are sharded begins with `copy_to_region` and ends with `reduce_from_region` (Megatron's f and g).
-In between each rank computes a partial sum::
+A layer with sharded weights begins with `copy_to_region` and ends with `reduce_from_region` (Megatron's f and g). In
+between, each rank computes a partial sum::
 
     tokens between layers   copy to region         its backward           reduce from region     its backward
     replicated              identity               all-reduce             all-reduce             identity
     sharded (sequence)      all-gather             reduce-scatter         reduce-scatter         all-gather
 
-Token shards are in rank order: of [..., T, C] rank 0 has the first T / R tokens.
+Token shards are in rank order: rank 0 has the first T / R tokens of [..., T, C].
 
-With replicated weights and sharded tokens (context parallelism) attention needs all tokens: `to_heads` before it trades
-token shards for head shards, `to_tokens` after it trades back.
+With replicated weights and sharded tokens (context parallelism), attention needs all tokens: `to_heads` exchanges token
+shards for head shards before attention, and `to_tokens` reverses the exchange after it.
 
 Source: https://arxiv.org/abs/1909.08053 (tensor parallelism), https://arxiv.org/abs/2205.05198 (sequence parallelism),
 https://arxiv.org/abs/2309.14509 (head shards for token shards: Ulysses).
@@ -40,8 +40,8 @@ class Group:
     Attributes:
         name: name of the process group, see `group_of`.
         size: number of ranks, R.
-        rank: the calling rank, 0 to R - 1.
-        sequence_parallel: between layers each rank holds only its shard of the tokens (sequence parallelism).
+        rank: this rank, 0 to R - 1.
+        sequence_parallel: whether each rank holds only its shard of the tokens between layers (sequence parallelism).
     """
 
     name: str
@@ -51,22 +51,22 @@ class Group:
 
     @property
     def process_group(self) -> Any:
-        """The ``torch.distributed.ProcessGroup``."""
+        """The ``torch.distributed.ProcessGroup`` of the group."""
         return _groups[self.name]
 
     @property
     def members(self) -> list[int]:
-        """Ranks of the processes in the default process group."""
+        """The members' ranks in the default process group."""
         return dist.get_process_group_ranks(self.process_group)
 
     def local_slice(self, tokens: int) -> slice:
-        """The calling rank's shard of ``tokens`` tokens."""
+        """This rank's shard of ``tokens`` tokens."""
         length = tokens // self.size
         return slice(length * self.rank, length * (self.rank + 1))
 
 
 def group_of(group: Any, *, sequence_parallel: bool = False) -> Group:
-    """Register a ``torch.distributed.ProcessGroup`` for the ops, and describe it as `Group`."""
+    """Register a ``torch.distributed.ProcessGroup`` for the ops, and return it as a `Group`."""
     _groups[group.group_name] = group
     return Group(group.group_name, group.size(), dist.get_rank(group), sequence_parallel)
 
@@ -79,6 +79,7 @@ LIBRARY.define("all_to_all(Tensor x, SymInt[] sent, SymInt[] received, str group
 
 @torch.library.impl(LIBRARY, "all_reduce", "CompositeExplicitAutograd")
 def _all_reduce(x: Tensor, group: str) -> Tensor:
+    # Ops must not write to their inputs, so the sum is a new tensor.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_groups[group])
     return total
@@ -86,6 +87,7 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
 
 @torch.library.impl(LIBRARY, "all_gather", "CompositeExplicitAutograd")
 def _all_gather(x: Tensor, group: str) -> Tensor:
+    # [R, ...]; the collective takes flat tensors.
     gathered = x.new_empty(_groups[group].size(), *x.shape)
     _gather_into(gathered.flatten(), x.contiguous().flatten(), group=_groups[group])
     return gathered
@@ -132,7 +134,7 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """The tensors of all ranks, [R, ...]. Not differentiable."""
+    """Gather the tensors of all ranks, [R, ...]. Not differentiable."""
     gathered: Tensor = torch.ops.liger_models.all_gather(x, group.name)
     return gathered
 
@@ -144,28 +146,30 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def by_rank(x: Tensor, size: int) -> Tensor:
-    """[..., T, C] -> [R, ..., T / R, C]: the token shard of each rank."""
+    """Split [..., T, C] into the ranks' token shards [R, ..., T / R, C]."""
+    # [..., T, C] -> [..., R, T / R, C] -> [R, ..., T / R, C]
     parts: Tensor = x.unflatten(-2, (size, -1)).movedim(-3, 0)
     return parts
 
 
 def in_order(x: Tensor) -> Tensor:
-    """[R, ..., t, C] -> [..., R · t, C]: the inverse of `by_rank`."""
+    """Join token shards [R, ..., t, C] to [..., R · t, C]; the inverse of `by_rank`."""
     tokens: Tensor = x.movedim(0, -3).flatten(-3, -2)
     return tokens
 
 
 def gather_rows(rows: Tensor, group: Group | None) -> Tensor:
-    """With sequence parallelism all-gather the rows, [n, C] -> [R · n, C]; otherwise return them unchanged."""
+    """All-gather the rows [n, C] to [R · n, C] with sequence parallelism; otherwise return them unchanged."""
     return all_gather(rows, group).flatten(0, 1) if group is not None and group.sequence_parallel else rows
 
 
 def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
-    """Sum partial rows over the ranks; with sequence parallelism keep only the calling rank's rows.
+    """Sum partial rows over the ranks; with sequence parallelism keep only this rank's rows.
 
-    For use inside ops: ``rows`` may be overwritten.
+    For use inside ops, since ``rows`` may be overwritten.
     """
     if group is not None and group.sequence_parallel:
+        # [R · n, C] -> [n, C]
         return reduce_scatter(rows.unflatten(0, (group.size, -1)), group)
     if group is not None:
         dist.all_reduce(rows, group=_groups[group.name])
@@ -173,30 +177,31 @@ def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
 
 
 def rows_by_rank(tokens: Tensor, group: Group | None) -> Tensor:
-    """[..., T, C] -> [N, C]; with sequence parallelism in rank order, the rows of rank 0 first."""
+    """Flatten [..., T, C] to rows [N, C]; with sequence parallelism all rows of rank 0 come first."""
     tokens = tokens if group is None or not group.sequence_parallel else by_rank(tokens, group.size)
     return tokens.reshape(-1, tokens.shape[-1])
 
 
 def rows_in_order(rows: Tensor, shape: torch.Size, group: Group | None) -> Tensor:
-    """The inverse of `rows_by_rank`; ``shape`` [..., t] is that of the calling rank's tokens."""
+    """The inverse of `rows_by_rank`; ``shape`` [..., t] is the shape of this rank's tokens."""
     if group is None or not group.sequence_parallel:
         return rows.view(*shape, rows.shape[-1])
+    # [R, ..., t, C] -> [..., R · t, C]
     return in_order(rows.view(group.size, *shape, rows.shape[-1])).contiguous()
 
 
 def gathered_shape(shape: torch.Size, group: Group | None) -> tuple[int, ...]:
-    """Shape [..., t] of the calling rank's tokens -> shape [..., T] of all tokens, with sequence parallelism."""
+    """Map the shape [..., t] of this rank's tokens to the shape of all tokens, [..., T] with sequence parallelism."""
     return (*shape[:-1], shape[-1] * group.size) if group is not None and group.sequence_parallel else tuple(shape)
 
 
 def ranks_from_op(group: str = "", size: int = 1, sequence: bool = False) -> Group | None:
-    """`Group` from the arguments of an op; the inverse of `for_op`."""
+    """Rebuild a `Group` from the arguments of an op; the inverse of `for_op`."""
     return Group(group, size, 0, sequence) if size > 1 else None
 
 
 def for_op(group: Group | None) -> tuple[str, int, bool]:
-    """`Group` as arguments of an op: group name, size, sequence."""
+    """Represent a `Group` by arguments of an op: name, size, and whether it is sequence parallel."""
     return ("", 1, False) if group is None else (group.name, group.size, group.sequence_parallel)
 
 
@@ -295,32 +300,32 @@ class _DivideGradient(torch.autograd.Function):
 
 
 def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
-    """Begin a layer that computes a partial sum on each rank (see the table above); identity without ranks."""
+    """Begin a layer that computes a partial sum on each rank, see the module's table; identity without a group."""
     return x if group is None else _CopyToRegion.apply(x, group, group.sequence_parallel)
 
 
 def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
-    """End such a layer: sum the partial results (see the table above); identity without ranks."""
+    """End a layer by summing the ranks' partial results, see the module's table; identity without a group."""
     return x if group is None else _ReduceFromRegion.apply(x, group)
 
 
 def sum_gradient(x: Tensor, group: Group) -> Tensor:
-    """Identity for a replicated tensor; its gradient is summed over the ranks."""
+    """Return a replicated tensor unchanged, and sum its gradient over the ranks."""
     return _CopyToRegion.apply(x, group, False)  # type: ignore[no-any-return]
 
 
 def sum_over(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks, differentiable: the gradient is summed, too, since each rank uses the sum differently."""
+    """Sum over the ranks, and in the backward sum the gradients, because each rank uses the sum differently."""
     return _Sum.apply(x, group)  # type: ignore[no-any-return]
 
 
 def local_tokens(x: Tensor, group: Group) -> Tensor:
-    """The calling rank's shard of replicated tokens: [..., T, C] -> [..., T / R, C]."""
+    """This rank's shard of replicated tokens: [..., T, C] -> [..., T / R, C]."""
     return _LocalTokens.apply(x, group)  # type: ignore[no-any-return]
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """All-gather token shards, [..., T / R, C] -> [..., T, C], for replicated computation (no sum of gradients)."""
+    """All-gather token shards, [..., T / R, C] -> [..., T, C], for replicated computation; gradients are not summed."""
     return _GatherTokens.apply(x, group)  # type: ignore[no-any-return]
 
 
@@ -330,12 +335,12 @@ def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:
 
 
 def all_to_all(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """Exchange rows: [Σ sent, ...], in the order of the receivers -> [Σ received, ...], in the order of the senders."""
+    """Exchange rows: [Σ sent, ...] ordered by receiver -> [Σ received, ...] ordered by sender."""
     return _AllToAll.apply(x, sent, received, group)  # type: ignore[no-any-return]
 
 
 def to_heads(x: Tensor, group: Group) -> Tensor:
-    """Trade the token shard [B, T / R, C] for the head shard [B, T, C / R]: all tokens, 1 / R of the columns."""
+    """Exchange the token shard [B, T / R, C] for the head shard [B, T, C / R], which has all tokens."""
     counts = [1] * group.size
     shards = x.unflatten(-1, (group.size, -1)).movedim(-2, 0)  # [R, B, T / R, C / R]
     return in_order(all_to_all(shards, counts, counts, group))
@@ -348,5 +353,5 @@ def to_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def divide_gradient(x: Tensor, divisor: float) -> Tensor:
-    """Identity; the gradient is divided by ``divisor``."""
+    """Return x unchanged, and divide its gradient by ``divisor``."""
     return _DivideGradient.apply(x, divisor)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The process groups that a model is distributed over, and how they divide the tokens of a batch."""
+"""The process groups over which a model is distributed, and how they divide the tokens of a batch."""
 
 from dataclasses import dataclass
 
@@ -17,15 +17,15 @@ from liger_models.distributed.collectives import (
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The process groups of a model; None for each kind of parallelism that it does not use.
+    """The process groups of a model; a group is None if the model does not use its kind of parallelism.
 
     Attributes:
         tensor: the group over which each layer is sharded (`liger_models.parallel.apply_tp`).
         context: the group that shares the tokens of every sequence (`liger_models.parallel.apply_cp`).
         expert: the group over which experts are sharded (`liger_models.parallel.apply_ep`).
         balance: the group over whose tokens the load-balancing loss is computed.
-        data: the groups over which parameters are sharded or replicated (`liger_models.parallel.apply_fsdp`), one for
-            each dimension of their mesh.
+        data: the groups over which parameters are sharded or replicated (`liger_models.parallel.apply_fsdp`), one per
+            dimension of their mesh.
     """
 
     tensor: Group | None = None
@@ -40,7 +40,7 @@ class ParallelGroups:
         return self.tensor or self.context
 
     def check_tokens(self, T: int, *, whole: bool) -> None:
-        """Raise ValueError unless T tokens can be divided among the ranks as they must be.
+        """Raise ValueError unless T tokens can be divided among the ranks.
 
         Args:
             T: number of tokens per row.
@@ -59,25 +59,25 @@ class ParallelGroups:
             )
 
     def context_share(self, x: Tensor) -> Tensor:
-        """All tokens [B, T, ...] -> this rank's share under context parallelism [B, T / R, ...]."""
+        """This rank's share of [B, T, ...] under context parallelism, [B, T / R, ...]."""
         return x if self.context is None else x[:, self.context.local_slice(x.shape[1])]
 
     def token_share(self, x: Tensor) -> Tensor:
-        """All tokens [B, T, C] -> this rank's share between the layers [B, T / R, C]."""
+        """This rank's share of [B, T, C] between the layers, [B, T / R, C]."""
         x = self.context_share(x)
         return local_tokens(x, self.tensor) if self.tensor is not None and self.tensor.sequence_parallel else x
 
     def share_targets(self, target: Tensor, num_items: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
-        """This rank's share of the targets [B, T], and the divisor of the loss: the number of targets on all ranks."""
+        """This rank's share of the targets [B, T], and the divisor of the loss, which counts all ranks' targets."""
         if self.context is not None and num_items is None:
             num_items = (target != -100).sum()
         return self.context_share(target), num_items
 
     def share_of_step(self, target: Tensor, num_items: Tensor | float) -> Tensor:
-        """This batch's part of the targets of a step, averaged over the ranks whose experts are balanced together.
+        """The share of a step's targets that are in this batch, averaged over the ranks of ``balance``.
 
         Args:
-            target: [B, T] of all tokens.
+            target: [B, T], the targets of all tokens.
             num_items: the number of targets in the step, divided by the number of ranks.
         """
         count = (target != -100).sum()
@@ -86,11 +86,11 @@ class ParallelGroups:
         return count / (num_items.to(count.device) if isinstance(num_items, Tensor) else num_items)
 
     def enter_head(self, hidden: Tensor) -> Tensor:
-        """The hidden states of all tokens, for a head whose vocabulary may be sharded."""
+        """The hidden states of all tokens, as input of a head whose vocabulary may be sharded."""
         return copy_to_region(hidden, self.tensor)
 
     def gather_logits(self, logits: Tensor | None) -> Tensor | None:
-        """Logits of each rank's tokens [B, T / R, V] -> of all tokens [B, T, V].
+        """Gather the logits [B, T / R, V] of each rank's tokens into the logits [B, T, V] of all tokens.
 
         The gradient is scaled so that the mean over the ranks is the gradient of the gathered logits.
         """
@@ -99,11 +99,11 @@ class ParallelGroups:
         return gather_tokens(divide_gradient(logits, 1 / self.context.size), self.context)
 
     def gather_log_probs(self, log_probs: Tensor) -> Tensor:
-        """Log-probabilities of each rank's tokens [B, T / R] -> of all tokens [B, T]."""
+        """Gather the log-probabilities [B, T / R] of each rank's tokens into a tensor [B, T] of all tokens."""
         gathered = self.gather_logits(log_probs[..., None])
         assert gathered is not None
         return gathered[..., 0]
 
     def sum_loss(self, loss: Tensor) -> Tensor:
-        """The sum over ranks of the loss of each rank's tokens."""
+        """Sum the losses of all ranks' tokens."""
         return loss if self.context is None else sum_over(loss, self.context)

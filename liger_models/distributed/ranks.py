@@ -1,4 +1,4 @@
-"""The default process group: its rank and size, errors raised on all ranks, and work done by rank 0 for all."""
+"""The default process group: its rank and size, errors that reach all ranks, and work that rank 0 does for all."""
 
 import contextlib
 import pickle
@@ -35,10 +35,10 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """An exception raised inside on any rank is raised on every rank on exit.
+    """Context that raises an exception of any rank on all ranks when it exits.
 
-    The exit is a collective: every rank waits there for the others. If several ranks failed, all of them raise the
-    error of the lowest rank.
+    The exit is a collective, in which every rank waits for the others. If several ranks failed, all ranks raise the
+    error of the lowest one.
 
     Args:
         group: the process group that exchanges the errors. It must hold all ranks. Default: the default group.
@@ -51,26 +51,27 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
     if world_size() > 1:
         errors: list[Exception | None] = [None] * world_size()
         dist.all_gather_object(errors, _picklable(error), group)
-        error = next((each for each in errors if each is not None), None)
+        error = next((rank_error for rank_error in errors if rank_error is not None), None)
     if error is not None:
         raise error
 
 
 def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
-    """Call ``work`` on rank 0 only, and return its result, or raise its error, on every rank that calls.
+    """Call ``work`` only on rank 0, and return its result or raise its error on every calling rank.
 
     Other ranks wait for rank 0. Rank 0 does not wait for them, so it may be the only caller, unlike in
     `raise_on_all_ranks`.
 
     Args:
-        name: identifies the work; the same on all ranks.
-        work: its result and its errors must be picklable.
+        name: identifier of the work, the same on all ranks.
+        work: function whose result and errors can be pickled.
 
     Raises:
         TimeoutError: rank 0 did not call within the process group's timeout.
     """
     if world_size() == 1:
         return work()
+    # The store and not a collective: rank 0 need not wait, and works while others are in other collectives.
     store: Any = dist.distributed_c10d._get_default_store()
     _calls[name] += 1
     key = f"liger_models {name} {_calls[name]}"
@@ -96,26 +97,27 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
 
 
 def wait_for_ranks(name: str) -> None:
-    """Wait until all ranks have made the same call, before collectives in which a missing rank would be no clear error.
+    """Wait until all ranks make the same call, before collectives that would hang if a rank were missing.
 
-    After `PATIENCE` a warning names the ranks that have not called.
+    After `PATIENCE` a warning names the ranks that are missing.
 
     Args:
-        name: identifies the call; the same on all ranks.
+        name: identifier of the call, the same on all ranks.
 
     Raises:
         TimeoutError: a rank did not call within the process group's timeout.
     """
     if world_size() == 1:
         return
+    # Each rank leaves a key in the store. Unlike a barrier, this shows which ranks are missing.
     store: Any = dist.distributed_c10d._get_default_store()
     _calls[name] += 1
-    keys = [f"liger_models {name} {_calls[name]} rank {each}" for each in range(world_size())]
+    keys = [f"liger_models {name} {_calls[name]} rank {index}" for index in range(world_size())]
     store.set(keys[rank()], b"")
     try:
         store.wait(keys, PATIENCE)
     except dist.DistStoreError:
-        absent = [each for each, key in enumerate(keys) if not store.check([key])]
+        absent = [index for index, key in enumerate(keys) if not store.check([key])]
         message = f"{name}: every rank must make this call, got none from rank {', '.join(map(str, absent))}"
         warnings.warn(f"{message} in {PATIENCE.total_seconds():g} s. Still waiting.", stacklevel=3)
         try:
@@ -125,7 +127,7 @@ def wait_for_ranks(name: str) -> None:
 
 
 def _picklable(error: Exception | None) -> Exception | None:
-    """The error, or a RuntimeError with its type and message if other processes could not unpickle it."""
+    """The error itself, or a RuntimeError with its type and message if the error cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Forwards of training and rollouts that give a token's log-probability the same bits."""
+"""Forwards of training and of rollouts with bitwise equal log-probabilities."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,21 +18,21 @@ from liger_models.layers.recompute import is_compiled
 
 @contextmanager
 def deterministic_forward(model: Decoder) -> Iterator[None]:
-    """Context in which a forward computes every token as if there were no other rows: the batch changes no bit.
+    """Context in which a forward computes every row as if it were alone, bit for bit.
 
-    Log-probabilities of a forward with labels are then those of ``rollout(..., deterministic=True)``, bit for bit, for
-    the same weights, dtype, device and versions: with ``return_log_probs=True``, in the losses of `losses.grpo` and in
-    `fused_linear_logprobs` without the entropy. Packed and padded batches, chunks and continuous batches agree. The
-    backward may run outside of the context; its kernels are those of ordinary training, whose bits do depend on the
+    With the same weights, dtype, device and versions, a forward with labels then computes the log-probabilities of
+    ``rollout(..., deterministic=True)`` bit for bit. This holds for ``return_log_probs=True``, for the losses of
+    `losses.grpo` and for `fused_linear_logprobs` without the entropy, and for packed, padded, chunked and continuous
+    batches. The backward may run outside of the context. It uses the ordinary kernels, whose results do depend on the
     batch.
 
     Args:
-        model: the model whose forwards run in the context. Adapters need not be merged; FSDP may have sharded it.
+        model: the model whose forwards run in the context. It may have unmerged adapters, and FSDP may have sharded it.
 
     Raises:
-        ValueError: a layer of the model can't do that (linear attention, attention to images, float8), parts of it
-            run in plain torch on an accelerator, or it is compiled, distributed otherwise than by FSDP, or under
-            autocast.
+        ValueError: a layer of the model does not support this (linear attention, attention to images, float8), parts
+            of the model run in plain torch on an accelerator, or the model is compiled, under autocast, or distributed
+            by anything but FSDP.
     """
     refused = refusal(model)
     if refused is not None:
@@ -42,8 +42,10 @@ def deterministic_forward(model: Decoder) -> Iterator[None]:
 
 
 def refusal(model: Decoder) -> str | None:
-    """Why `deterministic_forward` does not take this model; None if it does."""
+    """The reason why `deterministic_forward` refuses this model; None if it accepts the model."""
     name, groups, device = type(model).__name__, model.groups, model.device.type
+
+    # Properties of the model as a whole.
     if any(is_compiled(module) for module in model.modules()):
         return f"model must not be compiled, got a compiled {name}"
     if any(group is not None for group in (groups.tensor, groups.context, groups.expert)):
@@ -53,6 +55,8 @@ def refusal(model: Decoder) -> str | None:
     head: nn.Module = model.lm_head
     if not isinstance(head, LigerLMHead):  # tools replace it
         return f"lm_head must be a LigerLMHead, got {type(head).__name__}"
+
+    # Properties of single layers.
     for path, layer in named_layers(model.layers):
         if not layer.batch_invariant or (layer.attention and not layer.attention.takes_pages):
             return f"layers must be causal softmax attention and MLPs, got layers.{path}: {type(layer).__name__}"
@@ -66,16 +70,16 @@ def refusal(model: Decoder) -> str | None:
 
 
 def _multiplies_in_float8(linear: nn.Linear) -> bool:
-    """Whether a layer was converted to float8, by this package or by torchao, or has a frozen weight in float8."""
+    """Whether a layer was converted to float8, by this package or by torchao, or has a frozen float8 weight."""
     converted = hasattr(linear, "float8_recipe") or type(linear).__module__.startswith("torchao.")
     format_ = frozen_format(linear)
     return converted or (format_ is not None and format_.rounds_inputs)
 
 
 def head_outputs(head: LigerLMHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Products [B, V] of hidden states [B, C] with the head, in their dtype, and the logits made of them, in fp32."""
+    """Products [B, V] of hidden states [B, C] with the head, in the computing dtype, and their fp32 logits."""
     x, weight = head.operands(hidden)
-    raw = logits_buffer(x, len(weight), len(x))
+    raw = logits_buffer(x, len(weight), len(x))  # [B, V]
     write_logits(x, weight, None, raw)
     logits = raw.float() * head.logit_scale
     return raw, logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)

@@ -1,4 +1,4 @@
-"""The state of modules while tokens are computed: eval mode, and what FSDP gathers."""
+"""Contexts around generation: modules in eval mode, and parameters that FSDP shards again at the end."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +9,14 @@ from torch import nn
 
 _lock = Lock()
 _held: dict[nn.Module, int] = {}
-"""Modules that were in training mode -> number of contexts that hold them in eval mode: threads may share a model."""
+"""Module that was in training mode -> number of contexts that hold it in eval mode. Threads may share a model."""
 
 
 @contextmanager
 def evaluating(modules: list[nn.Module]) -> Iterator[None]:
     """Put modules into eval mode, and restore the mode of each afterwards."""
     with _lock:
+        # A module in `_held` is in eval mode only because of another context, which may end before this one.
         training = [module for module in modules if module.training or module in _held]
         for module in training:
             _held[module] = _held.get(module, 0) + 1
@@ -33,10 +34,10 @@ def evaluating(modules: list[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def resharded(*models: Any) -> Iterator[None]:
-    """Context after which no parameters of models are gathered; None is skipped.
+    """Context after which FSDP holds no gathered parameters of these models. None is skipped.
 
-    FSDP keeps some of a forward without a backward, and ``model.parameters()`` then returns these, which an optimizer
-    would update in vain.
+    After a forward without a backward, FSDP keeps some parameters gathered. ``model.parameters()`` then returns the
+    gathered ones, and an optimizer would update them in vain.
     """
     try:
         yield

@@ -1,12 +1,12 @@
 """The step that decodes one token of each row, as one CUDA graph that is replayed for all tokens.
 
-A step launches hundreds of small kernels, and the host needs longer to launch them than a GPU to run them. A graph is
-launched at once. What is captured reads the token, its position and everything about the cache from tensors that stay
-where they are, so it serves prompts of all lengths up to the capacity of its cache.
+A step launches hundreds of small kernels, and the host takes longer to launch them than a GPU to run them. A graph
+needs one launch. Its kernels read the token, its position and the state of the cache from tensors that never move, so
+one graph serves prompts of all lengths up to the capacity of its cache.
 
-A step and its cache belong to a number of rows and a capacity, both rounded up. A model in eval mode keeps a few steps
-for later calls, see `MOST_STEPS` and `MOST_MEMORY`. They are dropped when the model changes in any way that a captured
-step would not see; new values in the same parameters are seen. `release_steps` drops them at once.
+A step and its cache are made for a number of rows and a number of tokens, both rounded up. A model in eval mode keeps a
+few steps for later calls, see `MOST_STEPS` and `MOST_MEMORY`. It drops them when it changes in a way that a captured
+step would miss, but not for new values in the same parameters. `release_steps` drops all steps at once.
 """
 
 import functools
@@ -32,15 +32,15 @@ from liger_models.layers.recompute import is_compiled, is_hooked
 
 MOST_STEPS = 4
 MOST_MEMORY = 1 / 32
-"""Steps that a model keeps, and the part of a GPU's memory that their caches and factors of adapters take together. A
-step that takes more by itself is not kept. Graphs need a few MiB besides, for the activations of one token of each
-row."""
+"""The most steps that a model keeps, and the largest share of a GPU's memory that their caches and adapter factors take
+together. A step that takes more by itself is not kept. Each graph also needs a few MiB for the activations of one
+token of each row."""
 
 FIRST_TOKENS = 2048
-"""A step has room for so many new tokens of each row at first. When they are filled, its capacity doubles."""
+"""A step first has room for this many new tokens of each row. When the room is full, its capacity doubles."""
 
 EVERY_BATCH = 16
-"""Numbers of rows are rounded up to a power of two up to this number, and above it to its multiples."""
+"""A number of rows up to this one is rounded up to a power of two, a larger number to a multiple of this one."""
 
 _kept: WeakKeyDictionary[nn.Module, list["DecodeStep"]] = WeakKeyDictionary()
 
@@ -53,7 +53,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def keeps_random_numbers(device: torch.device) -> Iterator[None]:
-    """Context that repairs a GPU's random numbers if a capture fails, which leaves them unusable for everybody."""
+    """Context that restores a GPU's random generator if a capture fails: a failed capture leaves it unusable."""
     random = torch.cuda.default_generators[device.index]
     unharmed = random.clone_state()
     try:
@@ -75,11 +75,11 @@ class DecodeStep:
     The first call compiles kernels and allocates what libraries need, so it is an ordinary forward.
 
     Args:
-        cache: where it finds and stores keys and values.
-        captured: whether to capture it.
-        model_state: the `state_of` the model that it is captured from, for a step that is kept.
-        records_routing: whether to keep the choice of experts of each step in ``routed_experts``.
-        returns_hidden: return the input of the head, [B, C], instead of the logits.
+        cache: the cache that the step reads and extends.
+        captured: whether to capture the step.
+        model_state: `state_of` the model, for a step that the model keeps.
+        records_routing: whether to keep the experts that each step chose in ``routed_experts``.
+        returns_hidden: whether to return the input of the head, [B, C], instead of the logits.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class DecodeStep:
         self.cache, self.captured, self.model_state = cache, captured, model_state
         self.records_routing, self.returns_hidden = records_routing, returns_hidden
         self.derived = DerivedTensors()
-        """What a captured step reads besides the parameters and the cache."""
+        """Tensors that a captured step reads besides the parameters and the cache."""
         self.routed_experts: Tensor | None = None
-        """The experts of the last step, [rows, L, K] int16; the next one may overwrite them."""
+        """The experts of the last step, [rows, L, K] int16. The next step may overwrite them."""
         rows, device = cache.rows, cache.lengths.device
         self.graph: torch.cuda.CUDAGraph | None = None
         self._called = False
@@ -106,19 +106,19 @@ class DecodeStep:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors on the device that a step keeps."""
+        """Bytes of device memory in the tensors that a step keeps."""
         return self.cache.num_bytes + self.derived.num_bytes
 
     def prefill(
         self, model: Decoder, ids: Tensor, *, attention_mask: Tensor | None, repeats: int = 1, **options: Any
     ) -> Tensor:
-        """Forget what is cached, and run the prompts.
+        """Empty the cache and run the prompts.
 
         Args:
             model: the model.
             ids: [B, T] int64.
             attention_mask: [B, T], 0 for padding on the left; None for no padding.
-            repeats: number of rows that continue each prompt, one after the other.
+            repeats: number of consecutive rows that continue each prompt.
             options: other arguments of the forward.
 
         Returns:
@@ -131,7 +131,7 @@ class DecodeStep:
         return logits
 
     def reserve(self, tokens: int, most: int) -> None:
-        """Make room for so many tokens of each row, and for as many again, but for no more than ``most``."""
+        """Make room for ``tokens`` tokens of each row. The capacity at least doubles if it grows, up to ``most``."""
         if tokens > self.cache.capacity:
             self.cache.grow(min(max(tokens, 2 * self.cache.capacity), most))
             self.graph, self._called = None, False
@@ -149,9 +149,11 @@ class DecodeStep:
         """
         B = len(tokens)
         positions = positions.expand(*positions.shape[:-2], B, 1)
-        if self._positions is None or self._positions.dim() != positions.dim():  # the latter: images, or none anymore
+        if self._positions is None or self._positions.dim() != positions.dim():  # images came or went
             self._positions = positions.new_empty(*positions.shape[:-2], self.cache.rows, 1)
             self.graph, self._called = None, False
+
+        # Graphs read their inputs from these two tensors, for all rows of the cache: B is rounded up.
         self._tokens.copy_(self.cache.of_rows(tokens)[:, None])
         self._positions.copy_(self.cache.of_rows(positions, -2))
         if self.captured and self._called and self.graph is None:
@@ -159,6 +161,8 @@ class DecodeStep:
         if self.graph is not None:
             self.graph.replay()
             return self._logits[:B].clone()  # the next call overwrites them
+
+        # An ordinary forward: the first call, or a step that is not captured.
         logits = self._run(model)
         self._called = True
         self.captured = self.captured and self.cache.is_settled
@@ -175,7 +179,8 @@ class DecodeStep:
         return result[:, -1]
 
     def _capture(self, model: Decoder) -> None:
-        # Not by `torch.cuda.graph`, which returns all cached memory to the driver first.
+        # `torch.cuda.graph` is not used, because it first returns all cached memory to the driver.
+        # The error of the forward is the cause. `capture_end` then fails as well and would hide it.
         device, cause = self._tokens.device, None
         graph, stream = torch.cuda.CUDAGraph(), capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -203,17 +208,19 @@ class DecodeStep:
 
 @contextmanager
 def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
-    """Context with a step for B rows of up to ``tokens`` tokens. It is one that the model has kept if one fits.
+    """Context with a step for B rows of up to ``tokens`` tokens. A kept step of the model is used if it fits.
 
     Args:
-        model: the model. It keeps the step afterwards if none of its modules is in training mode, and it is on one GPU:
-            a process group can't be destroyed as long as a graph has its collectives.
+        model: the model. It keeps the step afterwards if it is on one GPU and none of its modules is in training mode.
+            Under tensor parallelism no step is kept: a process group can't be destroyed while a graph uses it.
         B: number of rows.
         tokens: number of tokens of each row that the cache must hold.
     """
     if not can_capture(model):
         yield DecodeStep(PagedCache(B, tokens, model.device), captured=False)
         return
+
+    # The smallest kept step that fits, or a new one. Steps of an earlier state of the model are dropped.
     state, rows = state_of(model), rounded_rows(B)
     kept = _kept.setdefault(model, [])
     kept[:] = [step for step in kept if step.model_state == state]
@@ -225,6 +232,7 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
     else:
         cache = PagedCache(rows, rounded_tokens(tokens), model.device)
         step = DecodeStep(cache, captured=True, model_state=state)
+    # Keep the step, and drop the oldest ones if there are too many or they take too much memory.
     try:
         yield step
     finally:
@@ -236,15 +244,16 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
 
 
 def release_steps(model: Decoder) -> None:
-    """Free the memory of the steps that a model has kept."""
+    """Free the memory of the steps that a model keeps."""
     _kept.pop(model, None)
 
 
 def can_capture(model: Decoder) -> bool:
     """Whether steps of a model run as CUDA graphs: without hooks, compiled modules and autocast.
 
-    The model is on one GPU, or `apply_tp` has sharded it, whose all-reduces are captured, too.
+    The model is on one GPU, or `apply_tp` has sharded it. Its all-reduces are then captured, too.
     """
+    # A hook would run once, at the capture, and a compiled module may launch kernels in other ways.
     device, tensor = model.device.type, model.groups.tensor
     return (
         device == "cuda"
@@ -257,15 +266,15 @@ def can_capture(model: Decoder) -> bool:
 
 
 def state_of(model: nn.Module) -> list[Any]:
-    """Everything that the launches of a forward may depend on, besides the values of tensors: compared by ``==``."""
+    """Everything but values of tensors that the launches of a forward may depend on, as lists to compare by ``==``."""
 
     def state(value: Any) -> Any:
-        if type(value) in (Tensor, nn.Parameter):  # others, such as those of 4 bits, may have no memory of their own
+        if type(value) in (Tensor, nn.Parameter):  # subclasses, such as 4-bit weights, may own no memory
             return value.data_ptr(), value.dtype, value.shape, value.stride()
         if isinstance(value, dict):
-            return [(name, state(each)) for name, each in value.items()]
+            return [(name, state(item)) for name, item in value.items()]
         if isinstance(value, list | tuple):
-            return [state(each) for each in value]
+            return [state(item) for item in value]
         return value if isinstance(value, bool | int | float | str | None) else id(value)
 
     modes: list[Any] = [
@@ -278,11 +287,11 @@ def state_of(model: nn.Module) -> list[Any]:
 
 
 def rounded_rows(B: int) -> int:
-    """The number of rows of a step for B rows."""
+    """The number of rows of a step that serves B rows."""
     return 1 << (B - 1).bit_length() if B <= EVERY_BATCH else -(-B // EVERY_BATCH) * EVERY_BATCH
 
 
 def rounded_tokens(tokens: int) -> int:
-    """The capacity of a step for so many tokens of each row: at most a quarter more, in whole pages."""
+    """The capacity of a step for ``tokens`` tokens of each row: whole pages, at most a quarter more tokens."""
     unit = max(1 << max(tokens.bit_length() - 3, 0), paged_cache.PAGE)
     return -(-tokens // unit) * unit

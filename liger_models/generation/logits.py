@@ -32,30 +32,31 @@ def next_logits(
     inputs: dict[str, Any],
     settings: Settings,
 ) -> Iterator[Callable[[int], Tensor]]:
-    """Context with a function: number of columns that are filled -> the logits of the next tokens, [B, V].
+    """Context with a function: number of filled columns -> logits [B, V] of the next tokens.
 
-    The function is to be called with T, T + 1 and so on.
+    Call the function with T, then T + 1, and so on.
 
     Args:
         model: the model.
-        rows: the rows, B · ``num_return_sequences`` of which each prompt has ``num_return_sequences``.
+        rows: the rows, ``num_return_sequences`` consecutive ones for each prompt.
         mask: [B, S], 0 for padding; None for no padding.
         positions: [1 or B, S] int64, or [3, 1 or B, S].
-        inputs: other arguments of the forward that belong to the prompts.
+        inputs: further arguments of the forward that describe the prompts.
         settings: the options.
     """
     ids, repeats, new = rows.ids, settings.num_return_sequences, settings.max_new_tokens
     T = ids.shape[1] - new
-    # Columns at which all rotary frequencies change (longrope). Keys cached before that are rotated by the old ones, so
-    # the cache is recomputed there.
+
+    # Columns at which all rotary frequencies change (longrope). Cached keys are rotated by the old frequencies, so the
+    # cache is recomputed at these columns.
     furthest = positions.flatten(0, -2).amax(0)
     rotary: list[Any] = [*layers_of(model.rotary)]
-    lengths = [each.switch_length for each in rotary]
+    lengths = [module.switch_length for module in rotary]
     switches = [int((furthest < length).sum()) for length in lengths if length is not None]
-    dynamic = [each.max_position_embeddings for each in rotary if isinstance(each.scaling, DynamicScaling)]
+    dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
 
     def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:
-        """The logits after these columns of each row; with the prompts' every ``every`` one, which are repeated."""
+        """The logits [B, V] after these columns, computed for each ``every``-th row and repeated for the others."""
         logits = forward(
             model, ids[::every, first:end], position_ids=positions[..., ::every, first:end],
             attention_mask=None if mask is None else mask[::every, :end], **options,
@@ -65,6 +66,7 @@ def next_logits(
 
     @DerivedTensors().used()
     def of_all(end: int, cache: DecodeCache | None) -> Tensor:
+        """The logits after ``end`` columns by an ordinary forward of all columns that are not cached."""
         if cache is None:
             return run(0, end, 1, last_logits)
         if any(cache.length <= switch < end for switch in switches):
@@ -77,6 +79,7 @@ def next_logits(
         return logits
 
     def of_last(end: int, step: DecodeStep) -> Tensor:
+        """The logits after ``end`` columns by a step; a prefill runs the prompts."""
         step.reserve(end, T + new - 1)
         with step.derived.used():
             if end == T:
@@ -88,9 +91,9 @@ def next_logits(
     if settings.cache is not None:
         old = settings.cache.length
         cut_to_prefix(settings.cache, rows.context[::repeats, :T])
-        # Where frequencies are dynamic, those of cached keys are of the length that they were computed with.
-        most = max(old, T) + int(furthest[-1]) + 1 - len(furthest)
-        if any(T <= switch < old for switch in switches) or any(most > length for length in dynamic):
+        # Dynamic frequencies follow the length of the sequence, and cached keys keep the frequencies of an earlier one.
+        reached = max(old, T) + int(furthest[-1]) + 1 - len(furthest)
+        if any(T <= switch < old for switch in switches) or any(reached > length for length in dynamic):
             settings.cache.length = 0
         remember(settings.cache, rows.context[::repeats])
         yield lambda end: of_all(end, settings.cache)
@@ -106,9 +109,11 @@ def next_logits(
 
 
 def takes_pages(model: Decoder) -> bool:
-    """Whether a model decodes on a `PagedCache`: on such a device, if all attention layers take pages and none is
-    compiled."""
+    """Whether a model decodes on a `PagedCache`.
+
+    It must be on one of `PAGED_DEVICES`, all its attention layers must take pages, and no module may be compiled.
+    """
     specs = [layer.attention for layer in layers_of(model.layers)]
     compiled = any(is_compiled(module) for module in model.modules())
-    here = model.device.type in PAGED_DEVICES
-    return here and not compiled and all(spec is None or spec.takes_pages for spec in specs)
+    has_device = model.device.type in PAGED_DEVICES
+    return has_device and not compiled and all(spec is None or spec.takes_pages for spec in specs)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 STEPS_AHEAD = 2
-"""Steps that `generate` computes beyond one of which it has not yet read whether it ended all rows. A GPU that had to
-wait for the host after each step would idle."""
+"""Number of steps that `generate` launches before it reads whether an earlier step has ended all rows. A GPU that
+waited for the host after each step would idle."""
 
 
 class GenerateOutput(NamedTuple):
@@ -35,9 +35,9 @@ class GenerateOutput(NamedTuple):
 
     Attributes:
         sequences: [B, T + new] int64, the padded prompts and their continuations.
-        logprobs: [B, new] fp32, log-probability of each new token by the model's own distribution, before
+        logprobs: [B, new] fp32, log-probability of each new token in the model's own distribution, before
             ``repetition_penalty``, ``temperature`` and all other options; 0 for the padding after the end of a row.
-        finish_reasons: for each row "stop", or "length" for one that ``max_new_tokens`` ended.
+        finish_reasons: for each row, "stop" or, if ``max_new_tokens`` ended it, "length".
     """
 
     sequences: Tensor
@@ -77,22 +77,22 @@ def generate(
     The model runs in eval mode without gradients, and its mode is restored afterwards.
 
     Args:
-        model: a language model. Under `apply_fsdp` all ranks must call, each with prompts of its own. With images, a
-            draft or ``use_cache=False`` they must run the same number of forwards there.
-        input_ids: [B, T] integers, with rows of different length padded on the left; or a list of prompts, each a 1-D
-            tensor or a list of ids, which are padded here; or a single prompt.
+        model: a language model. Under `apply_fsdp` all ranks must call this function, each with prompts of its own.
+            With images, a draft or ``use_cache=False`` all ranks must then run the same number of forwards.
+        input_ids: [B, T] integers, with shorter rows padded on the left; or a list of prompts, each a 1-D tensor or a
+            list of ids, which this function pads; or a single prompt.
         max_new_tokens: maximum number of new tokens, at least 1.
         return_logprobs: return `GenerateOutput`, with the log-probability of each new token.
         options: see `Options`.
 
     Returns:
         [B, T + new] int64 on the model's device: the padded prompts and their continuations, up to the step in which
-        the last row ended. With ``num_return_sequences`` there are so many rows for each prompt, one after the other.
+        the last row ended. Each prompt has ``num_return_sequences`` consecutive rows.
 
     Raises:
-        TypeError: an argument is not in `Options`, and no argument of transformers that asks for what happens anyway.
-        ValueError: an argument is out of range, a prompt is empty, or the mask has another shape or padding on the
-            right.
+        TypeError: an argument is neither in `Options` nor an argument of transformers whose value changes nothing here.
+        ValueError: an argument is out of range, a prompt is empty, or the mask has another shape than the prompts or
+            padding on the right.
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
@@ -102,6 +102,9 @@ def generate(
         computed = _steps(model, ids, mask, settings, inputs, logprobs=return_logprobs, ahead=ahead)
     else:
         computed = speculate(model, ids, mask, settings, inputs, logprobs=return_logprobs)
+
+    # Under FSDP a rank with fewer steps runs further forwards at the end, of a token with a cache. They match the
+    # collectives of the other ranks only if these also run the model on tokens with a cache.
     alike = settings.draft_model is None and settings.use_cache and not inputs
     with resharded(model, settings.draft_model), in_lockstep(model) if alike else nullcontext():
         steps = list(computed)
@@ -121,12 +124,12 @@ def stream(
     """Continue the prompts, yielding the new tokens of each step.
 
     Args:
-        model, input_ids, max_new_tokens, options: as in `generate`. They are checked immediately, not with the first
+        model, input_ids, max_new_tokens, options: as in `generate`. They are checked at the call, not with the first
             token.
 
     Returns:
         Iterator over the new tokens, [B] int64 per step. The model is in eval mode only while it computes a step.
-        Adapters are read with the first token.
+        Later changes of adapters have no effect after the first token.
 
     Raises:
         TypeError, ValueError: as in `generate`.
@@ -144,7 +147,7 @@ def _tokens(model: Decoder, settings: Settings, steps: Iterator[Step]) -> Iterat
 
 
 def steps_ahead(device: torch.device, settings: Settings) -> int:
-    """How many steps `generate` may compute that nobody sees, because all rows had ended: none that others notice."""
+    """How many steps `generate` may run past the end of all rows: 0 where a cache or a user's function would notice."""
     noticed = settings.cache is not None or settings.logits_processor or settings.stop_strings is not None
     return 0 if noticed or device.type not in ACCELERATORS else STEPS_AHEAD
 
@@ -167,11 +170,13 @@ def _steps(
         mask: [B, T] int64, 0 for padding; None for no padding.
         inputs: inputs of the model that belong to the prompts besides their tokens.
         logprobs: whether to compute log-probabilities.
-        ahead: number of steps that are computed before the host reads whether every row has ended.
+        ahead: number of steps to launch before the host reads whether every row has ended.
     """
     T, repeats = prompts.shape[1], settings.num_return_sequences
     S = T + settings.max_new_tokens
     positions = model.prompt_positions(prompts, mask, settings.max_new_tokens, inputs)
+
+    # Several rows for each prompt. Without a cache, images are computed for every row.
     if repeats > 1:
         if not settings.use_cache and inputs:
             with_images: Any = model
@@ -179,9 +184,12 @@ def _steps(
         prompts = prompts.repeat_interleave(repeats, 0)
         mask = None if mask is None else mask.repeat_interleave(repeats, 0)
         positions = positions.repeat_interleave(repeats, -2) if positions.shape[-2] > 1 else positions
+
     rows = Rows(prompts, mask, settings, model.config.vocab_size, logprobs=logprobs)
     if mask is not None:
         mask = nn.functional.pad(mask, (0, settings.max_new_tokens), value=1)
+
+    # Steps that are launched but not yet read, each with a function that waits for its answer.
     modules = list(model.modules())
     computed: deque[tuple[Step, Callable[[], bool]]] = deque()
 

@@ -1,7 +1,7 @@
 """The options of `generate` and `stream`, and their defaults from the checkpoint.
 
-Options that are not given come from the checkpoint's generation_config.json, then (stop and padding tokens) from its
-config.json, so that a chat model samples as its authors intended.
+An option that the call omits comes from the checkpoint's generation_config.json; stop and padding tokens may also come
+from config.json. So a chat model samples as its authors intended.
 """
 
 import inspect
@@ -28,7 +28,7 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 NOT_IMPLEMENTED = (
     "num_beams", "top_h", "min_length", "sequence_bias", "begin_suppress_tokens", "forced_eos_token_id",
 )  # fmt: skip
-"""Keys of generation_config.json that affect the tokens but are ignored. A warning names them."""
+"""Ignored keys of generation_config.json that would affect the tokens. A warning names them."""
 
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Options that have no effect without ``do_sample``."""
@@ -38,12 +38,11 @@ UNFILTERED: dict[str, Any] = {
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": [], "suppress_tokens": [],
     "min_new_tokens": 0, "stop_strings": [],
 }  # fmt: skip
-"""Options with which tokens are drawn from the model's own distribution, and only stop tokens end a row. These are also
-the defaults."""
+"""The defaults: tokens are drawn from the model's own distribution, and only stop tokens end a row."""
 
 
 class Range(NamedTuple):
-    """The values that an option may have, and what to do instead of passing another.
+    """The values that an option may have, and the advice for other values.
 
     Attributes:
         allows: whether a value is in the range.
@@ -76,11 +75,11 @@ COUNTS = {
     "num_return_sequences": (1, "Set 1 for one continuation of each prompt."),
     "num_draft_tokens": (1, "Omit draft_model for no drafts."),
 }
-"""Options that are integers -> the smallest one, and what to do instead of passing another value."""
+"""Option that is an integer -> its smallest value, and the advice for other values."""
 
 
 class PromptInputs(TypedDict, total=False):
-    """Inputs that belong to the prompts besides their tokens; each model accepts those that its ``forward`` has."""
+    """Inputs besides the tokens that belong to the prompts. A model accepts the inputs that its ``forward`` has."""
 
     pixel_values: Tensor | None
     image_grid_thw: Tensor | None
@@ -96,52 +95,52 @@ class PromptInputs(TypedDict, total=False):
 
 
 class Options(PromptInputs, total=False):
-    """Keyword arguments of `generate` and `stream`, in addition to those of `PromptInputs`.
+    """Keyword arguments of `generate` and `stream`, including the fields of `PromptInputs`.
 
     An option that is missing or None is taken from the checkpoint (generation_config.json, then config.json). If it is
     not set there either, the default in parentheses applies.
 
     Attributes:
-        attention_mask: [B, T], nonzero for tokens, 0 for padding; not with a list of prompts. Default: as in
+        attention_mask: [B, T], nonzero for tokens, 0 for padding; not allowed with a list of prompts. Default: as in
             transformers, every ``pad_token_id`` is padding, unless it is also a stop token.
         do_sample: sample tokens; False takes the most likely token. (False)
         temperature: positive divisor of the logits. (1)
-        top_k: sample from the k most likely tokens, and those tied with the last of them; 0 for all. (0)
-        top_p: sample from the smallest set of most likely tokens that has this probability, in (0, 1]. (1)
-        min_p: sample from the tokens that have at least this fraction of the highest probability, in [0, 1]. (0)
-        typical_p: sample from the smallest set that has this probability, in (0, 1], of the tokens whose information
-            content is closest to the entropy (locally typical sampling). (1)
+        top_k: sample from the k most likely tokens, and from tokens tied with the last of them; 0 for all tokens. (0)
+        top_p: sample from the smallest set of most likely tokens whose probabilities reach this sum, in (0, 1]. (1)
+        min_p: sample from tokens whose probability is at least this fraction, in [0, 1], of the highest one. (0)
+        typical_p: sample from the tokens whose information content is closest to the entropy: the smallest set whose
+            probabilities sum to at least this, in (0, 1] (locally typical sampling). (1)
         epsilon_cutoff: sample from the tokens that have at least this probability, in [0, 1). (0)
-        eta_cutoff: the same with ε, in [0, 1), or with √ε · exp(−entropy) where that is lower. (0)
+        eta_cutoff: ε, in [0, 1): like ``epsilon_cutoff`` with the lower of ε and √ε · exp(−entropy). (0)
         repetition_penalty: positive number by which the logits of tokens already in the row are divided if they are
             positive, or multiplied if they are negative. (1)
-        no_repeat_ngram_size: no sequence of so many tokens occurs twice in a row; 0 for no such rule. (0)
-        bad_words_ids: sequences of tokens that are not generated. (none)
-        suppress_tokens: tokens that are not generated. (none)
+        no_repeat_ngram_size: length of the token sequences that occur at most once in each row; 0 for no such rule. (0)
+        bad_words_ids: sequences of tokens that are never generated. (none)
+        suppress_tokens: tokens that are never generated. (none)
         logits_processor: function ``(input_ids, logits) -> logits`` of the tokens so far [B, T] int64, padding
-            included, and the logits [B, V] fp32, or a list of them, such as transformers' ``LogitsProcessorList``. They
-            are applied after the options above that also affect the most likely token, and before temperature and the
-            options that restrict sampling. (none)
-        min_new_tokens: number of new tokens before which no stop token is generated. (0)
+            included, and the logits [B, V] fp32; or a list of such functions, for example transformers'
+            ``LogitsProcessorList``. They run after the other options that affect greedy decoding, and before
+            temperature and the options that restrict sampling. (none)
+        min_new_tokens: minimum number of new tokens before a stop token. (0)
         eos_token_id: token or tokens that end a row; ``[]`` for none. (none)
-        stop_strings: text or texts that end a row: the token in which one ends is the row's last. Found on the host.
-            (none)
+        stop_strings: text or texts that end a row. The token that completes a text is the last of its row. The host
+            searches for the texts after every step. (none)
         tokenizer: decodes tokens for ``stop_strings``. (the model's)
         pad_token_id: token that fills ended rows, and pads lists of prompts on the left. (the first stop token)
-        num_return_sequences: number of continuations of each prompt, which are consecutive rows of the result. A prompt
-            is computed once. More than 1 needs ``do_sample``. (1)
+        num_return_sequences: number of continuations of each prompt, in consecutive rows of the result. Each prompt is
+            computed once. More than 1 needs ``do_sample``. (1)
         generator: random number generator on the model's device. (the global one)
-        seed: an integer, or one for each row of the result. What a row draws then depends on its seed and its tokens
-            alone, not on other rows, the device, or what was drawn before. One integer s gives the rows s, s + 1, ....
-            (draws come from ``generator``)
+        seed: an integer, or one for each row of the result. The draws of a row then depend on its seed and its tokens
+            alone, not on other rows, the device, or earlier draws. A single integer s gives the rows the seeds s,
+            s + 1, .... (draws come from ``generator``)
         use_cache: use the decode cache; False recomputes the whole sequence for each token. (True)
-        cache: decode cache that is kept: `DecodeCache` with room for the prompts and all new tokens but the last. It
-            then holds these tokens, and can be passed again with prompts that begin with some of them, as in a
-            conversation: only what follows is computed. The model's weights must be the same. Not with images. (none)
+        cache: a `DecodeCache` with room for the prompts and all new tokens but the last. It holds these tokens after
+            the call and can be passed to the next one, as in a conversation: only tokens that follow the common
+            beginning are computed. The model's weights must be the same. Not allowed with images. (none)
         draft_model: a smaller model with the same tokenizer, or `LigerMedusa` around the model. It proposes tokens, and
-            the model checks several at a time. The tokens are the same as without, up to rounding. Sampling needs
-            ``seed``. Neither model may have recurrent states. (none)
-        num_draft_tokens: number of tokens that are proposed at a time. (5; of `LigerMedusa` one for each head)
+            the model checks several at a time. The result is the same as without a draft, up to rounding. Sampling
+            needs ``seed``. Neither model may have recurrent states. (none)
+        num_draft_tokens: number of tokens that the draft proposes at a time. (5; with `LigerMedusa` one for each head)
     """
 
     attention_mask: Tensor | None
@@ -186,7 +185,7 @@ def shows_options(function: Function) -> Function:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`Options` with all defaults filled in; ``pad_token_id`` is None if there are neither stop nor padding tokens."""
+    """`Options` with all defaults filled in. Without stop and padding tokens, ``pad_token_id`` is None."""
 
     max_new_tokens: int
     do_sample: bool
@@ -215,6 +214,7 @@ class Settings:
     num_draft_tokens: int
 
     def __post_init__(self) -> None:
+        # Numbers in a range. A tensor of one number is one, too.
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             is_number = isinstance(value, Tensor) or (isinstance(value, allowed.number) and not isinstance(value, bool))
@@ -223,10 +223,14 @@ class Settings:
                 raise ValueError(f"generate: {name} must be {article}, got {value!r}.")
             if not allowed.allows(value):
                 raise ValueError(f"generate: {name} must be {allowed.text}, got {value}. {allowed.advice}".rstrip())
+
+        # Integers with a smallest value.
         for name, (least, advice) in COUNTS.items():
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= least):
                 raise ValueError(f"generate: {name} must be an integer of at least {least}, got {value!r}. {advice}")
+
+        # Options that depend on others.
         if self.num_return_sequences != 1 and not self.do_sample:
             raise ValueError(
                 f"generate: num_return_sequences must be 1 without do_sample, got {self.num_return_sequences}. The "
@@ -286,8 +290,8 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     if not are_tokens(suppressed):
         raise ValueError(f"generate: suppress_tokens must be tokens in [0, {vocab}), got {suppressed}.")
     # The checkpoint's minimum may be more than a short call asks for.
-    least, most = options.get("min_new_tokens"), cast(Any, max_new_tokens)
-    if isinstance(least, int) and isinstance(most, Real) and least > max_new_tokens:
+    least, limit = options.get("min_new_tokens"), cast(Any, max_new_tokens)
+    if isinstance(least, int) and isinstance(limit, Real) and least > max_new_tokens:
         raise ValueError(f"generate: min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {least}.")
 
     # Random numbers: a generator or seeds.
@@ -303,13 +307,14 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     if not all(isinstance(number, int) and 0 <= number < 2**62 for number in seeds):
         raise ValueError(f"generate: seed must be an integer in [0, 2**62) or a list of them, got {seed!r}.")
 
-    # A cache that is kept holds tokens only.
+    # A cache that the caller keeps holds tokens only, no images.
     cache, inputs = options.get("cache"), [name for name in model.prompt_inputs if options.get(name) is not None]
     if cache is not None and (not isinstance(cache, DecodeCache) or options.get("use_cache") is False or inputs):
         raise ValueError(
             f"generate: cache must be a DecodeCache, without {', '.join(inputs) or 'use_cache=False'}, got "
             f"{type(cache).__name__}."
         )
+
     processors: Any = _first(options.get("logits_processor"), [])
     is_list = isinstance(processors, Sequence) and not callable(processors)
     numbers = {name: option(name, UNFILTERED.get(name, 1.0)) for name in RANGES if name != "max_new_tokens"}
@@ -336,10 +341,12 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
 
 
 def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
-    """The number of tokens that the draft proposes at a time, which is also checked."""
+    """Check the options of a draft, and return the number of tokens that it proposes at a time."""
     draft, count = options.get("draft_model"), options.get("num_draft_tokens")
     if draft is None:
         return _first(count, 1)  # type: ignore[no-any-return]
+
+    # The draft, and options that it excludes.
     is_model = isinstance(draft, Decoder)
     if not is_model and (not hasattr(draft, "draft_logits") or draft.model is not model):
         raise ValueError(
@@ -357,6 +364,8 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
             "generate: draft_model needs seed with do_sample=True, because other draws would depend on the drafts. "
             "Pass seed=0, or do_sample=False."
         )
+
+    # The number of tokens: any with a model, at most one for each head with heads.
     if is_model:
         return _first(count, 5)  # type: ignore[no-any-return]
     heads = len(draft.heads)
@@ -375,7 +384,7 @@ def select_inputs(model: Decoder, options: Options) -> dict[str, Any]:
 
 
 def _generation_config(model: Decoder) -> dict[str, Any]:
-    """The content of the checkpoint's generation_config.json; {} if it has none."""
+    """The content of the checkpoint's generation_config.json; {} if there is no such file."""
     name = "generation_config.json"
     stored = parse_json(model.assets.get(name, b"{}"), name)
     absent = [key for key in NOT_IMPLEMENTED if stored.get(key) not in (None, 0, 1, [])]

@@ -9,12 +9,12 @@ TOKENS = "tokens"
 
 
 def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
-    """Keep of a cache only what the prompts begin with, and at most all but their last token.
+    """Shorten a cache to the tokens that all prompts begin with, without the last token of the prompts.
 
-    Columns are compared, so that rows with other padding have nothing in common. Synchronizes with the device.
+    Columns are compared, so rows with different padding have nothing in common. Synchronizes with the device.
 
     Args:
-        cache: a new cache, or one that `remember` has been called with.
+        cache: a new cache, or a cache that `remember` has been called with.
         prompts: [B, T] int64, with −1 for padding.
 
     Raises:
@@ -31,23 +31,29 @@ def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
         raise ValueError(
             f"generate: cache must have a row for each of the {B} prompts, got {len(known)}. Use a new DecodeCache."
         )
+
+    # The number of columns before the first one that differs in any row.
     width = min(cache.length, T - 1)
     same = known[:, :width] == prompts[:, :width]
     length = int(same.all(0).cumprod(0).sum())
+
+    # Recurrent states hold all tokens at once, so they can't be cut.
     if length < cache.length and cache.is_recurrent:
-        found = f"only {T} tokens"
+        difference = f"only {T} tokens"
         if length < width:
             row = int(same[:, length].logical_not().nonzero()[0])
-            found = f"token {int(prompts[row, length])} instead of {int(known[row, length])} at {length} of row {row}"
+            difference = (
+                f"token {int(prompts[row, length])} instead of {int(known[row, length])} at {length} of row {row}"
+            )
         raise ValueError(
             f"generate: prompts must begin with all {cache.length} tokens of the cache, because recurrent states can't "
-            f"be cut back, and have further ones, got {found}. Use a new DecodeCache."
+            f"be cut back, and have further ones, got {difference}. Use a new DecodeCache."
         )
     cache.length = length
 
 
 def remember(cache: DecodeCache, tokens: Tensor) -> None:
-    """Let `cut_to_prefix` know the tokens.
+    """Store the tokens of a cache for `cut_to_prefix`.
 
     Args:
         cache: the cache.

@@ -11,15 +11,15 @@ from liger_models.generation.options import Settings
 from liger_models.layers.decoder import Decoder
 
 Prompts = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
-"""[B, T] or [T] integers, or a list of prompts or a single prompt, each a 1-D tensor or a list of ids."""
+"""[B, T] or [T] integers, or a list of prompts, or a single prompt. Each prompt is a 1-D tensor or a list of ids."""
 
 
 def batch_prompts(
     model: Decoder, prompts: Prompts, attention_mask: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor | None]:
-    """``(ids, mask)``, each [B, T] int64 on the model's device; ``mask`` is None if there is no padding."""
-    where, vocab = model.device, model.embed_tokens.num_embeddings  # placeholders may exceed the head's vocabulary
-    prompts = torch.as_tensor(prompts) if hasattr(prompts, "__array__") else prompts  # NumPy's
+    """Check prompts and return ``(ids, mask)``, [B, T] int64 on the model's device; without padding, a mask of None."""
+    device, vocab = model.device, model.embed_tokens.num_embeddings  # placeholders may exceed the head's vocabulary
+    prompts = torch.as_tensor(prompts) if hasattr(prompts, "__array__") else prompts  # of NumPy
     if isinstance(prompts, Tensor):
         ids = prompts[None] if prompts.dim() == 1 else prompts
         mask = None if attention_mask is None else torch.as_tensor(attention_mask)
@@ -27,18 +27,22 @@ def batch_prompts(
         if attention_mask is not None:
             raise ValueError("generate: attention_mask needs a tensor of prompts; a list is padded here.")
         ids, mask = _pad(prompts, settings.pad_token_id or 0)
+
+    # The ids.
     if ids.dim() != 2:
         raise ValueError(f"generate: input_ids must be [B, T], got {list(ids.shape)}.")
     if ids.numel() == 0:
         raise ValueError(f"generate: input_ids must hold at least one token per row, got {list(ids.shape)}.")
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise ValueError(f"generate: input_ids must be integers, got {ids.dtype}.")
-    ids = ids.to(where, torch.int64)
+    ids = ids.to(device, torch.int64)
     low, high = (int(bound) for bound in ids.aminmax())
     if not (low >= 0 and high < vocab):
         raise ValueError(
             f"generate: input_ids must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?"
         )
+
+    # Options that depend on the size of the batch.
     rows = len(ids) * settings.num_return_sequences
     if isinstance(settings.seed, list) and len(settings.seed) != rows:
         raise ValueError(
@@ -50,6 +54,8 @@ def batch_prompts(
             f"generate: cache must have room for {ids.shape[1] + settings.max_new_tokens - 1} tokens, got "
             f"{None if settings.cache is None else settings.cache.capacity}. Make it larger."
         )
+
+    # The mask: the caller's, or by the padding token.
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(
             f"generate: attention_mask must be {list(ids.shape)} like input_ids, got "
@@ -59,7 +65,7 @@ def batch_prompts(
         mask = ids != settings.pad_token_id
     if mask is None:
         return ids, None
-    mask = (mask != 0).to(where, torch.int64)
+    mask = (mask != 0).to(device, torch.int64)
     wrong = (mask[:, -1] == 0).nonzero().flatten().tolist()
     if wrong:
         raise ValueError(
@@ -73,8 +79,8 @@ def _pad(prompts: Any, pad_token_id: int) -> tuple[Tensor, Tensor]:
     """A list of prompts, or a single prompt, as ``(ids, mask)`` [B, T], padded on the left."""
     if not isinstance(prompts, Iterable):
         raise ValueError(f"generate: input_ids must be prompts or a tensor of them, got {type(prompts).__name__}.")
-    given: list[Any] = list(prompts)
-    rows = [torch.as_tensor(prompt) for prompt in ([given] if given and isinstance(given[0], Integral) else given)]
+    items: list[Any] = list(prompts)
+    rows = [torch.as_tensor(prompt) for prompt in ([items] if items and isinstance(items[0], Integral) else items)]
     shapes = [list(row.shape) for row in rows]
     if not rows or not all(row.dim() == 1 and len(row) for row in rows):
         raise ValueError(

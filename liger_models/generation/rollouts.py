@@ -1,4 +1,4 @@
-"""Continuing thousands of prompts of unequal length: rows that end make room for waiting prompts at once."""
+"""Rollouts: continuations of thousands of unequal prompts, in which a waiting prompt replaces an ended row."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 FREE_SHARE = 0.5
-"""Share of the free memory of an accelerator that the cache takes by default, if it needs so much."""
+"""Largest share of an accelerator's free memory that the cache takes by default."""
 HOST_BYTES = 2**31
-"""Size of the cache by default, if it needs so much, where the free memory is not known."""
+"""Largest size of the cache by default where the free memory is unknown."""
 
 
 @torch.no_grad()
@@ -51,46 +51,47 @@ def rollout(
     deterministic: bool = False,
     **options: "Unpack[Options]",
 ) -> list[Completion]:
-    """Continue many prompts of unequal length, as between the steps of training by reinforcement learning.
+    """Continue many prompts of unequal length, as reinforcement learning does between training steps.
 
-    The tokens and log-probabilities of a row are those that `generate` finds for its prompt alone, up to rounding,
-    whatever else runs. The weights are those of the model, which is in eval mode meanwhile, and no memory is kept.
+    Every row gets the tokens and log-probabilities that `generate` computes for its prompt alone, up to rounding. The
+    rollout uses the model's own weights, with the model in eval mode, and keeps no memory afterwards.
 
     Args:
-        model: a language model. States of linear attention need memory besides ``cache_bytes``. Under `apply_fsdp`
-            every rank passes prompts of its own; under `apply_tp`, without sequence parallelism, all ranks of a group
-            pass the same prompts, and the same ``seed`` or random numbers.
+        model: a language model. States of linear attention need memory in addition to ``cache_bytes``. Under
+            `apply_fsdp` every rank passes prompts of its own. Under `apply_tp`, which must not use sequence
+            parallelism, all ranks of a group pass the same prompts and the same ``seed`` or random state.
         prompts: prompts without padding, each a 1-D tensor of integers or a list of ids; or [B, T].
-        max_new_tokens: maximum number of new tokens, or one for each prompt.
-        stop_tokens: the tokens that end a row, for each prompt. Default: ``eos_token_id`` for all.
+        max_new_tokens: maximum number of new tokens, for all prompts or for each.
+        stop_tokens: for each prompt, the tokens that end its rows. Default: ``eos_token_id`` for all prompts.
         batch_size: maximum number of rows that run at the same time.
-        chunk_size: maximum number of prompt tokens of a forward, which bounds the memory of their activations.
-        steps_per_read: number of steps after which the host reads the new tokens. A row that has ended is idle for the
-            rest of them.
-        cache_bytes: maximum number of bytes of keys and values. When a running row finds no page, the last rows that
-            were started are put back and later computed again. Default: what ``batch_size`` of the longest rows need,
+        chunk_size: maximum number of prompt tokens in a forward. It bounds the memory of activations.
+        steps_per_read: number of steps after which the host reads the new tokens. A row that ends earlier does nothing
+            until then.
+        cache_bytes: maximum number of bytes of keys and values. When pages run out, the rows that started last return
+            to the queue and are computed again later. Default: enough for ``batch_size`` rows of the greatest length,
             but at most half of the free memory (on the CPU at most 2 GiB).
-        record_routing: return the experts that each token passed, in each layer with routed experts, for
-            ``routed_experts`` of the forward that trains. A row that is computed again passes the same.
-        deterministic: compute every row as if it were alone. Its log-probabilities, and with ``seed`` its tokens, are
-            then the same bits whatever else runs, and those of a forward in `deterministic_forward`.
+        record_routing: return the experts of each token in each layer with routed experts, to pass as
+            ``routed_experts`` to the forward that trains. A row that is computed again uses the same experts.
+        deterministic: compute every row as if it were alone. Its log-probabilities, and with ``seed`` its tokens, then
+            do not depend on other rows, and equal those of a forward in `deterministic_forward` bit for bit.
         options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``,
             ``epsilon_cutoff``, ``eta_cutoff``, ``eos_token_id``, ``num_return_sequences``, ``seed`` and ``generator``
-            of `Options`. With ``num_return_sequences`` rows share the pages of their prompt, which is computed once,
-            but with states anew for each row that starts later. With ``seed`` a row's draws depend on nothing else.
+            of `Options`. With ``num_return_sequences`` rows share the pages of their prompt, which is computed once.
+            Only recurrent states are computed again for rows that start later. With ``seed`` a row's draws depend on
+            nothing else.
 
     Returns:
-        The rows in the order of the prompts, with ``num_return_sequences`` consecutive ones for each.
+        The rows in the order of the prompts, ``num_return_sequences`` consecutive rows for each prompt.
 
     Raises:
         TypeError: an argument is not in `Options`.
         ValueError: a prompt is empty, an argument is out of range, an option depends on earlier tokens of a row
-            (``repetition_penalty`` and others), a row does not fit into ``cache_bytes``, or the model cannot run here:
-            it is compiled, distributed in other ways, or its positions depend on the length of the longest row. Use
-            `generate` then. With ``record_routing`` it must have routed experts, and its blocks must replay them. With
-            ``deterministic`` it must be a model that `deterministic_forward` takes.
+            (``repetition_penalty`` and others), a row does not fit into ``cache_bytes``, or the model is compiled, is
+            distributed in other ways, or has positions that depend on the length of the longest row. Use `generate`
+            then. ``record_routing`` needs routed experts in blocks that replay them. ``deterministic`` needs a model
+            that `deterministic_forward` accepts.
     """
-    # The prompts and numbers.
+    # The prompts and the limits.
     tokens = _checked_prompts(model, prompts)
     limits = _one_per_prompt("max_new_tokens", max_new_tokens, len(tokens))
     if min(limits) < 1:
@@ -101,7 +102,7 @@ def rollout(
         if value < 1:
             raise ValueError(f"rollout: {name} must be at least 1, got {value}.")
 
-    # The options of `generate` that rows can have.
+    # The options of `generate`, and stop tokens and seeds of each row.
     settings = resolve(model, max(limits), options)
     _check_options(model, settings, options)
     stops = [settings.eos_token_id] * len(tokens) if stop_tokens is None else [list(ids) for ids in stop_tokens]
@@ -115,7 +116,7 @@ def rollout(
     if len(seeds) != count:
         raise ValueError(f"rollout: seed must be one integer, or one for each of {count} rows, got {len(seeds)}.")
 
-    # The model.
+    # What the model can do.
     refused = deterministic_refusal(model) if deterministic else None
     if deterministic and refused is None and is_sharded(model.lm_head.weight):
         refused = f"model must be whole, got a sharded {type(model).__name__}"
@@ -127,6 +128,7 @@ def rollout(
             "Leave it out."
         )
 
+    # One row for each continuation. A forward of one token shows what the layers cache.
     rows = []
     for number, seed in enumerate(seeds):
         prompt = number // repeats
@@ -144,31 +146,34 @@ def rollout(
         return Scheduler(model, rows, pool, settings, chunk_size, steps_per_read, record_routing, deterministic).run()
 
 
-def _make_pool(probe: DecodeCache, rows: list[Row], most: int, cache_bytes: int | None, model: Decoder) -> PagePool:
-    """A cache for at most so many rows at the same time, with the layers of one that holds a single token."""
+def _make_pool(probe: DecodeCache, rows: list[Row], num_rows: int, cache_bytes: int | None, model: Decoder) -> PagePool:
+    """A cache for ``num_rows`` rows at the same time, with the same layers as ``probe``, which holds a single token."""
     device, group = model.device, model.groups.tensor
     if cache_bytes is None:
         free = free_memory(device)
         cache_bytes = HOST_BYTES if free is None else int(FREE_SHARE * free)
         if group is not None:  # all ranks must schedule alike
             cache_bytes = int(all_gather(torch.tensor(cache_bytes, device=device), group).min())
+
+    # The pages that the longest row needs by itself. Its last token is never cached, and page 0 belongs to no row.
     longest = max(rows, key=lambda row: row.end)
     page_bytes = sum(state.nbytes for layer in probe._layers.values() for state in layer) * paged_cache.PAGE
     needed = -(-(longest.end - 1) // paged_cache.PAGE)
-    pages = min(cache_bytes // page_bytes, most * needed + 1)
+    pages = min(cache_bytes // page_bytes, num_rows * needed + 1)
     if pages <= needed:
         raise ValueError(
             f"rollout: cache_bytes must be at least {(needed + 1) * page_bytes} for prompt {longest.prompt}, which may "
             f"have {longest.end} tokens, got {cache_bytes}. Raise it, or lower max_new_tokens."
         )
-    return PagePool(most, longest.end - 1, device, pages=pages, like=probe)
+    return PagePool(num_rows, longest.end - 1, device, pages=pages, like=probe)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Number of bytes that can be allocated on an accelerator; None for other devices."""
+    """Number of bytes that can still be allocated on an accelerator; None for other devices."""
     if device.type not in ACCELERATORS:
         return None
     backend = getattr(torch, device.type)
+    # Memory that PyTorch has reserved but not allocated is free, too.
     unused: int = backend.memory_reserved(device) - backend.memory_allocated(device)
     return int(backend.mem_get_info(device)[0]) + unused
 
@@ -183,6 +188,8 @@ def _checked_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
         raise ValueError(
             f"rollout: prompts must be a list of prompts with at least one token each, got shapes {shapes[:5]}."
         )
+
+    # Integers, and ids that the model has.
     vocab = model.embed_tokens.num_embeddings
     for number, prompt in enumerate(tensors):
         dtype = prompt.dtype
@@ -210,7 +217,7 @@ def _one_per_prompt(name: str, value: int | Sequence[int], count: int) -> list[i
 
 
 def _check_options(model: Decoder, settings: Settings, options: Options) -> None:
-    """Raise ValueError for options of `generate` that `rollout` does not have."""
+    """Raise ValueError for options of `generate` that `rollout` does not support."""
     for name, neutral in UNFILTERED.items():
         value = getattr(settings, name)
         if name not in DRAWING and value and value != neutral:
@@ -218,8 +225,8 @@ def _check_options(model: Decoder, settings: Settings, options: Options) -> None
                 f"rollout: {name} must be {neutral}, got another from the call or from generation_config.json. Pass "
                 f"{name}={neutral}, or use generate."
             )
-    others = ["attention_mask", "logits_processor", "cache", "draft_model", *select_inputs(model, options)]
-    passed = [name for name in others if options.get(name) is not None]
+    unsupported = ["attention_mask", "logits_processor", "cache", "draft_model", *select_inputs(model, options)]
+    passed = [name for name in unsupported if options.get(name) is not None]
     if passed:
         raise ValueError(f"rollout: {', '.join(passed)} must be omitted, got a value. Use generate.")
     if not settings.use_cache:
@@ -227,19 +234,19 @@ def _check_options(model: Decoder, settings: Settings, options: Options) -> None
 
 
 def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
-    """Why `rollout` does not take this model with rows of so many tokens; None if it does.
+    """The reason why `rollout` refuses this model with rows of ``tokens`` tokens; None if it accepts the model.
 
-    It runs the first token of a prompt, to see what the layers cache.
+    The model runs the first token of a prompt, to see what its layers cache.
     """
     cache = _cache_of_one_token(model, tokens, prompt)
     return cache if isinstance(cache, str) else None
 
 
 def _cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> DecodeCache | str:
-    """A cache with the first token of a prompt, or what `refusal` returns."""
+    """A cache with the first token of a prompt, or the reason that `refusal` returns."""
     name, groups = type(model).__name__, model.groups
 
-    # Layers that can page, in a model that is distributed in a way that rollouts know.
+    # Attention layers must work on pages, and the model must be distributed in a way that rollouts support.
     layers = named_layers(model.layers)
     unpaged = [path for path, layer in layers if layer.attention and not layer.attention.takes_pages]
     if unpaged:
@@ -251,7 +258,7 @@ def _cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> D
     if shares_tokens or (sharded and groups == ParallelGroups()):
         return f"model may be distributed by apply_fsdp and by apply_tp without sequence_parallel, got {name} otherwise"
 
-    # Positions that do not depend on other rows.
+    # The positions of a row must not depend on other rows.
     for rotary in layers_of(model.rotary):
         limit: Any = rotary.switch_length
         if isinstance(getattr(rotary, "scaling", None), DynamicScaling):
@@ -262,7 +269,7 @@ def _cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> D
                 f"depend on the longest row, got {tokens}"
             )
 
-    # States that a cache of pages knows, by running a token.
+    # The layers must cache only what a pool of pages can hold: run a token and look.
     cache = DecodeCache(1)
     with torch.no_grad(), evaluating(list(model.modules())):
         model(torch.tensor([prompt[:1]], device=model.device), cache=cache, return_logits=False)

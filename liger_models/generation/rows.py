@@ -1,4 +1,4 @@
-"""The rows of a batch while they are continued: their tokens so far, and which of them have ended."""
+"""The rows of a batch during generation: their tokens so far, and which rows have ended."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,9 +17,9 @@ class Step(NamedTuple):
     """The new tokens of one step.
 
     Attributes:
-        tokens: [B] int64; padding for rows that had ended.
-        ended: [B] bool, the rows that have ended.
-        logprobs: [B] fp32, log-probabilities of the tokens, 0 for rows that had ended; None if they are not computed.
+        tokens: [B] int64; padding for rows that ended before.
+        ended: [B] bool, the rows that have ended by now.
+        logprobs: [B] fp32, log-probabilities of the tokens, 0 for rows that ended before; None if not computed.
     """
 
     tokens: Tensor
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 class Rows:
-    """The tokens of a batch, from the prompts on.
+    """The tokens of a batch: the prompts and what follows them.
 
     Args:
         prompts: [B, T] int64.
@@ -62,11 +62,13 @@ class Rows:
     def step(self, logits: Tensor) -> Step:
         """Choose and append the next tokens from logits [B, V]."""
         end, logits = self.length, logits.float()
-        given = logits.clone() if self.logprobs else logits  # a processor may overwrite it
-        tokens = self.sampler(self.ids[:, :end], self.context[:, :end], given)
-        found = None
+        scores = logits.clone() if self.logprobs else logits  # a processor may overwrite them
+        tokens = self.sampler(self.ids[:, :end], self.context[:, :end], scores)  # [B]
+        log_probs = None
         if self.logprobs:
-            found = log_probs_of(logits, tokens).masked_fill(self.ended, 0)
+            log_probs = log_probs_of(logits, tokens).masked_fill(self.ended, 0)
+
+        # Rows that ended before get padding. Rows end with a stop token, or below with a stop string.
         if len(self.stops) or self.strings is not None:
             tokens = tokens.masked_fill(self.ended, self.padding)
             self.ended = self.ended | torch.isin(tokens, self.stops)
@@ -75,7 +77,7 @@ class Rows:
         self.length += 1
         if self.strings is not None:
             self._find(self.strings)
-        return Step(tokens, self.ended, found)
+        return Step(tokens, self.ended, log_probs)
 
     def put(self, tokens: Tensor, column: int) -> None:
         """Write tokens [B] into a column."""
@@ -84,7 +86,7 @@ class Rows:
             self.context[:, column] = tokens
 
     def _find(self, strings: StopStrings) -> None:
-        """End the rows in which the last token completes a stop string. Synchronizes with the device."""
+        """End the rows whose last token completes a stop string. Synchronizes with the device."""
         last = self.context[:, max(self.length - strings.window, 0) : self.length]
         rows = torch.cat([self.ended[:, None], last], 1).tolist()
         ended = [bool(done) or strings.completed_by_last(tokens) for done, *tokens in rows]
@@ -97,10 +99,11 @@ class Rows:
         return self._all_ended
 
     def read_later(self) -> Callable[[], bool]:
-        """A function that says whether every row has ended by now; only its call waits for the device."""
+        """Start reading whether every row has ended by now, and return a function that waits for the answer."""
         if self._all_ended is not None or self.ended.device.type not in ACCELERATORS:
             known = self.all_ended()
             return lambda: known
+        # Pinned memory lets the copy run behind the step, and the event marks its end.
         copy = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(self.ended.all(), non_blocking=True)
         copied = torch.accelerator.current_stream(self.ended.device).record_event()
 
@@ -112,11 +115,11 @@ class Rows:
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor, softcap: float | None = None, logit_scale: float = 1.0) -> Tensor:
-    """The log-probabilities [B] fp32 of tokens [B] int64, by the kernel that training uses.
+    """The log-probabilities [B] fp32 of tokens [B] int64, from the kernel that training uses.
 
     Args:
-        logits: [B, V], before ``softcap`` and ``logit_scale`` if these are given.
+        logits: [B, V], before ``softcap`` and ``logit_scale`` if there are any.
     """
-    found = token_statistics(logits, tokens, None, -100, 0.0, 0.0, softcap, logit_scale)
-    assert found is not None
-    return found.log_probs
+    statistics = token_statistics(logits, tokens, None, -100, 0.0, 0.0, softcap, logit_scale)
+    assert statistics is not None
+    return statistics.log_probs

@@ -1,4 +1,4 @@
-"""Choosing the next tokens from logits: greedily or by sampling."""
+"""The choice of the next tokens from logits, greedy or by sampling."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 
 LOWEST_TEMPERATURE = 1e-30
-"""Below, only the most likely token has a probability that is not 0 in fp32."""
+"""At lower temperatures all probabilities but the largest are 0 in fp32."""
 NOT_FINITE = "generate: logits must be numbers below infinity, and finite for some token, got others in a row."
 
 
 class Sampler:
-    """Chooses the next token of each row, with the options in the order in which transformers applies them.
+    """Chooses the next token of each row. It applies the options in the same order as transformers.
 
     Args:
         settings: the options.
@@ -28,7 +28,7 @@ class Sampler:
         device = prompts.device
         self.settings, self.prompt_length = settings, prompts.shape[1]
         stops = settings.eos_token_id
-        # A stop token ends a row: that is no word.
+        # A stop token ends a row, so it is never a bad word by itself.
         words = [word for word in settings.bad_words_ids if not (len(word) == 1 and word[0] in stops)]
         self.words = _by_length([*words, *([token] for token in settings.suppress_tokens)], device)
         self.seeds = None if settings.seed is None else _seeds(settings.seed, len(prompts)).to(device)
@@ -38,15 +38,17 @@ class Sampler:
         """The next tokens, [B] int64.
 
         Args:
-            ids: [B, T + n] int64, the tokens so far; not overwritten.
+            ids: [B, T + n] int64, the tokens so far. They are not overwritten.
             context: the same, with −1 for padding.
             logits: [B, V] fp32.
         """
         return self.draw(self.process(ids, context, logits), ids.shape[1] - self.prompt_length)
 
     def process(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
-        """The logits [B, V] after all options that also affect the most likely token."""
+        """The logits [B, V] after the options that also affect greedy decoding."""
         settings, V = self.settings, logits.shape[1]
+
+        # Tokens that repeat, complete a forbidden word, or would end a row too early.
         if settings.repetition_penalty != 1:
             logits = penalize_repetition(logits, token_mask(context, V), settings.repetition_penalty)
         n = settings.no_repeat_ngram_size
@@ -57,6 +59,8 @@ class Sampler:
                 logits = logits.masked_fill(completing(context, words, V), -torch.inf)
         if ids.shape[1] - self.prompt_length < settings.min_new_tokens:
             logits = logits.masked_fill(self.stops, -torch.inf)
+
+        # The caller's functions.
         for processor in settings.logits_processor:
             shape = logits.shape
             logits = processor(ids, logits)
@@ -68,16 +72,18 @@ class Sampler:
         return logits
 
     def draw(self, logits: Tensor, step: int | Tensor) -> Tensor:
-        """The most likely tokens, or tokens that are drawn, [B] int64.
+        """The most likely tokens, or with ``do_sample`` drawn tokens, [B] int64.
 
         Args:
             logits: [B, V], processed.
-            step: number of new tokens so far, or [B] int64.
+            step: number of new tokens so far, for all rows or for each as [B] int64.
         """
         settings = self.settings
         if not settings.do_sample:
             return logits.argmax(1)
         logits = logits.float()
+
+        # Temperature, then the filters: each sets logits to −∞ and leaves the others.
         if settings.temperature != 1:
             if settings.temperature < LOWEST_TEMPERATURE:  # the quotients would be infinite
                 logits = logits.masked_fill(logits < logits.amax(1, keepdim=True), -torch.inf)
@@ -95,6 +101,8 @@ class Sampler:
             logits = keep_epsilon(logits, settings.epsilon_cutoff)
         if settings.eta_cutoff > 0:
             logits = keep_eta(logits, settings.eta_cutoff)
+
+        # The draw: the argmax of seeded scores, or a draw from the generator.
         if self.seeds is not None:
             best = seeded_scores(logits, self.seeds, step).max(1)
             check_values(best.values.isfinite().all(), NOT_FINITE)
@@ -103,16 +111,16 @@ class Sampler:
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A token of each row, [B] int64, drawn by its probability.
+    """Draw a token for each row from its distribution, [B] int64.
 
-    The tokens are those of `torch.multinomial`, which in some versions waits for the device.
+    The tokens equal those of `torch.multinomial`, which in some versions of PyTorch waits for the device.
 
     Args:
         probabilities: [B, V] fp32.
         generator: random number generator; None for the global one.
 
     Raises:
-        ValueError: a probability is NaN. On CUDA and ROCm this is a device-side assertion.
+        ValueError: a probability is NaN. On CUDA and ROCm a device-side assertion fails instead.
     """
     scores = probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
     tokens = scores.argmax(1)
@@ -126,26 +134,28 @@ def _seeds(seed: int | list[int], rows: int) -> Tensor:
 
 
 def token_mask(tokens: Tensor, vocab_size: int) -> Tensor:
-    """[B, V] bool, which tokens are among those [B, n] of each row; numbers outside of [0, V) are ignored."""
+    """Whether each token is among ``tokens`` [B, n] of a row, [B, V] bool. Numbers outside of [0, V) are ignored."""
+    # Numbers outside go into an extra column, which is cut off.
     inside = tokens.where((tokens >= 0) & (tokens < vocab_size), vocab_size)
     mask = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return mask.scatter_(1, inside, True)[:, :vocab_size]
 
 
 def completing(context: Tensor, words: Tensor, vocab_size: int) -> Tensor:
-    """Which tokens would complete a word at the end of a row, [B, V] bool.
+    """Whether each token would complete a word at the end of a row, [B, V] bool.
 
     Args:
         context: [B, T] int64, the tokens so far, with −1 for padding.
         words: [1 or B, N, n] int64, N words of n tokens, n at most T + 1.
         vocab_size: V.
     """
+    # A word is begun if all its tokens but the last are at the end of the context.  [1 or B, N, n − 1]
     begun = words[..., :-1] == context[:, None, context.shape[1] - words.shape[2] + 1 :]
     return token_mask(torch.where(begun.all(2), words[..., -1], -1), vocab_size)
 
 
 def _by_length(words: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """The words of each length, [1, N, n] int64."""
+    """The words grouped by their length n, each group as [1, N, n] int64."""
     lengths = dict.fromkeys(map(len, words))
     return [torch.tensor([[word for word in words if len(word) == n]], device=device) for n in lengths]
 
@@ -164,7 +174,7 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Set all logits [B, V] fp32 to −∞ except the ``k`` largest of each row and those equal to the last of them."""
+    """Set logits [B, V] fp32 to −∞ except for the ``k`` largest of each row and logits equal to the ``k``-th."""
     last = logits.topk(min(k, logits.shape[1])).values[:, -1:]
     return logits.masked_fill(logits < last, -torch.inf)
 
@@ -180,6 +190,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
     Source: https://arxiv.org/abs/1904.09751.
     """
+    # From the least likely token on, tokens are dropped while their sum is at most 1 − p.
     ascending, order = logits.sort(1)
     total, rest = _running_sums(ascending.softmax(1), 1 - p)
     drop = total <= rest
@@ -197,17 +208,19 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_typical_p(logits: Tensor, p: float) -> Tensor:
-    """Set all logits to −∞ except those of the tokens whose information content is closest to the entropy.
+    """Set logits to −∞ except for the tokens whose information content is closest to the entropy.
 
     Args:
         logits: [B, V] fp32.
-        p: in (0, 1], the least probability that the tokens which stay have together.
+        p: in (0, 1], the smallest sum of the probabilities of the remaining tokens.
 
     Source: https://arxiv.org/abs/2202.00666.
     """
     log_probs = logits.log_softmax(1)
     entropy = -(log_probs * log_probs.exp()).nansum(1, keepdim=True)
     distance = (-log_probs - entropy).abs()
+
+    # The distance of the last token that is needed to reach the sum. Ties with it stay.
     ascending, order = distance.sort(1)
     total, enough = _running_sums(logits.gather(1, order).softmax(1), p)
     last = (total < enough).sum(1, keepdim=True).clamp(max=logits.shape[1] - 1)
@@ -243,8 +256,8 @@ def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
 
 
 def _running_sums(share: Tensor, bound: float) -> tuple[Tensor, float]:
-    """The running sums of probabilities [B, V] fp32, and the bound to compare them with."""
-    # On a GPU cumsum then supports integers only; and sums of floats depend on the number of rows.
+    """The running sums of probabilities [B, V] fp32, and ``bound`` in their unit."""
+    # Deterministic algorithms on a GPU include cumsum for integers only, and float sums depend on the number of rows.
     if torch.are_deterministic_algorithms_enabled() or is_batch_invariant():
         return (share.double() * 2**53).long().cumsum(1), int(bound * 2**53)
     return share.cumsum(1), bound

@@ -1,17 +1,17 @@
-"""The scheduler of `rollout`: which rows run, in which places, and when their prompts are computed.
+"""The scheduler of `rollout`: which rows run, in which slots, and when their prompts are computed.
 
-It alternates between two kinds of work. A prefill is one forward of tokens of prompts: several whole prompts as packed
-documents, or a chunk of a long one. Then all rows that have their prompts run some steps, and each step gives every row
-one token. In a step all numbers are on the device, so that it is captured as one CUDA graph where `generate` captures
-one. The host reads tokens and log-probabilities after several steps, and cuts off everything after a stop token. The
-last token of a prompt is left to the first step, so that every new token comes from a step.
+Prefills and steps alternate. A prefill is one forward of prompt tokens: several whole prompts as packed documents, or a
+chunk of a long prompt. Then all rows with a computed prompt run some steps, and each step gives every row one token.
+All numbers in a step are on the device, so the step is captured as one CUDA graph where `generate` captures one. The
+host reads tokens and log-probabilities after several steps, and cuts off everything after a stop token. A prefill
+leaves out the last token of each prompt, so every new token comes from a step.
 
-A prefill waits until there are enough new prompts for it, because the host needs as long to launch a small one as a
-large one. When no rows wait any more, steps get fewer rows as rows end, if enough steps are left to pay for a capture.
+A prefill waits until there are enough new prompts, because the host takes as long to launch a small prefill as a large
+one. When the queue is empty, the step shrinks as rows end, if enough steps remain to pay for another capture.
 
-Rows that may get the most new tokens start first, so that few rows are left to run alone at the end; equal ones start
-in the order of their prompts. Only the rows that have started last are put back into the queue when pages run out. So
-all running rows come before all waiting ones, the first row can always go on, and all rows end.
+Rows that may get the most new tokens start first, so that few rows run alone at the end. Rows with equal limits start
+in the order of their prompts. When pages run out, the rows that started last return to the front of the queue. So all
+running rows come before all waiting rows, the first row can always go on, and all rows end.
 """
 
 from collections import deque
@@ -31,12 +31,12 @@ from liger_models.layers.masks import MOST_DOCUMENTS
 from liger_models.layers.page_pool import PagePool
 
 IDLE_SHARE = 1 / 32
-"""Share of the running rows that may wait for their prompts while these are not enough tokens for a whole prefill. The
-host needs about 35 ms to launch one of Llama 3.2 3B, in which an H200 computes 3,000 tokens."""
+"""Share of the running rows that may wait for their prompts while these do not fill a prefill. The host takes about 35
+ms to launch a prefill of Llama 3.2 3B, and an H200 computes 3,000 tokens in this time."""
 
 CAPTURE_ROWS = 2**14
-"""Steps are captured again with fewer rows if otherwise places would stay empty so often until the end. For Llama 3.2
-3B on an H200, a capture takes as long as 128 rows less save in about 150 steps, or 64 rows less in 300."""
+"""Empty slots, summed over the remaining steps, that make another capture with fewer rows worthwhile. For Llama 3.2 3B
+on an H200, a capture takes the time that 128 fewer rows save in about 150 steps, or 64 fewer rows in 300 steps."""
 
 
 class Completion(NamedTuple):
@@ -44,11 +44,11 @@ class Completion(NamedTuple):
 
     Attributes:
         tokens: [n] int64 on the CPU, the new tokens; a stop token is the last of them.
-        log_probs: [n] fp32 on the CPU, log-probability of each by the model's own distribution, before temperature and
-            all other options.
+        log_probs: [n] fp32 on the CPU, log-probability of each new token in the model's own distribution, before
+            temperature and all other options.
         reason: "stop", or "length" for a row that ``max_new_tokens`` ended.
-        routed_experts: [prompt + n, L, K] int16 on the CPU with ``record_routing``, the K experts of each token of
-            prompt and answer in each of the L layers with routed experts; −1 for the last token, which is never run.
+        routed_experts: with ``record_routing`` [prompt + n, L, K] int16 on the CPU, the K experts of each token of
+            prompt and answer in each of the L layers with routed experts; −1 for the last token, which never runs.
     """
 
     tokens: Tensor
@@ -59,19 +59,19 @@ class Completion(NamedTuple):
 
 @dataclass(eq=False)
 class Row:
-    """A row, as the host knows it.
+    """The state of a row on the host.
 
     Attributes:
-        number: its position in the result.
+        number: the position of the row in the result.
         prompt: number of its prompt.
         tokens: the prompt and the new tokens.
         begin: length of the prompt.
-        end: number of tokens at which it ends.
-        stops: tokens that end it.
-        seed: of its draws.
-        log_probs: of the new tokens.
-        experts: of the tokens that have been run, one after the other, if they are recorded.
-        slot: its place in a step; −1 while it waits.
+        end: number of tokens at which the row ends.
+        stops: tokens that end the row.
+        seed: the seed of its draws.
+        log_probs: the log-probabilities of the new tokens.
+        experts: the recorded experts of its tokens, in one tensor for each forward.
+        slot: its index in a step; −1 while it waits.
         pages: the pages that it holds.
         cached: number of its tokens that the pages hold.
         source: a running row of the same prompt, whose pages this one will use as soon as they are filled.
@@ -93,17 +93,17 @@ class Row:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next forward of the row is a step: all of its tokens but the last are cached."""
+        """Whether all tokens but the last are cached, so that the next forward of the row is a step."""
         return self.source is None and self.cached == len(self.tokens) - 1
 
     @property
     def remaining(self) -> int:
-        """The most tokens that it may still get."""
+        """The number of tokens that the row may still get."""
         return self.end - len(self.tokens)
 
     @property
     def num_recorded(self) -> int:
-        """Number of tokens whose experts are recorded: at least ``cached``, since a row that is put back keeps them."""
+        """Number of tokens with recorded experts. It may exceed ``cached``: a row keeps them when it is put back."""
         return sum(map(len, self.experts))
 
 
@@ -113,12 +113,12 @@ class Scheduler:
     Args:
         model: the model, in eval mode.
         rows: the rows, in the order of their numbers.
-        pool: the cache, which can hold each row by itself.
-        settings: how tokens are chosen.
+        pool: the cache. It must have room for each row by itself.
+        settings: the options of sampling.
         chunk_size: maximum number of tokens of a prefill.
         steps_per_read: number of steps after which the host reads the new tokens.
         record_routing: whether to record the experts of each token.
-        deterministic: whether log-probabilities are to have the bits of `deterministic_forward`.
+        deterministic: whether log-probabilities equal those of `deterministic_forward` bit for bit.
     """
 
     def __init__(
@@ -136,18 +136,19 @@ class Scheduler:
         self.record_routing, self.deterministic = record_routing, deterministic
         self.captured = can_capture(model)
         self.prefill_options: dict[str, Any] = {"return_logits": False}
-        if model.groups.data:  # under FSDP a prefill runs the head, too: `in_lockstep` says why
+        if model.groups.data:  # under FSDP every forward must run the head, see `in_lockstep`
             self.prefill_options = {"logits_to_keep": 1}
 
         layers = model.routers if record_routing else []
         self.no_experts = torch.full((1, len(layers), layers[0].top_k if layers else 0), -1, dtype=torch.int16)
-        """The experts of a token that has not been run [1, L, K]."""
+        """Stands for the experts of a token that has not run [1, L, K]."""
 
-        # The queue, and the rows in the order in which they left it: all of them come before those that still wait.
+        # The queue, and the running rows in the order in which they left it.
         self.waiting = deque(sorted(rows, key=lambda row: row.begin - row.end))
         self.running: list[Row] = []
         self.completions: list[Completion | None] = [None] * len(rows)
 
+        # `_run_steps` sets the sampler's seeds, so it gets neither seeds nor prompts here.
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         self.is_seeded = settings.seed is not None
         self.sampler = Sampler(replace(settings, seed=None), nothing, model.config.vocab_size)
@@ -166,17 +167,18 @@ class Scheduler:
         return [completion for completion in self.completions if completion is not None]
 
     def _has_too_many_slots(self) -> bool:
-        """Whether fewer slots would save more time than it takes to capture a step with them."""
+        """Whether a step with fewer slots would save more time than its capture takes."""
         empty = self.pool.rows - len(self.running)
         steps = max((row.remaining for row in self.running), default=0)
         return 2 * empty >= self.pool.rows and empty * steps >= (CAPTURE_ROWS if self.captured else 1)
 
     def _start_steps(self) -> None:
-        """Give the running rows the first slots of a step with as many rows as the cache has; it is captured again."""
+        """Make a new step with as many slots as the cache has rows, and give the running rows its first slots."""
         shape, device = (self.steps_per_read, self.pool.rows), self.model.device
         self.step = DecodeStep(
             self.pool, captured=self.captured, records_routing=self.record_routing, returns_hidden=self.deterministic
         )
+        # What the steps between two reads write, [steps, slots] and for experts [steps, slots, L, K].
         self.new_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.new_log_probs = torch.zeros(shape, device=device)
         self.new_experts = torch.zeros(*shape, *self.no_experts.shape[1:], dtype=torch.int16, device=device)
@@ -188,15 +190,19 @@ class Scheduler:
     # Starting rows.
 
     def _admit(self) -> None:
-        """Start waiting rows. A page is left for each running row that may need one, so that none is put back soon."""
+        """Start waiting rows as long as a page remains for each running row that may need one soon."""
         while self.waiting and self.free_slots:
+            # Full pages of the prompt come from a running row of the same prompt, if there is one.
             row = self.waiting[0]
             source = next((running for running in self.running if self._can_share(running, row)), None)
             shared = [] if source is None else source.pages[: (row.begin - 1) // self.pool.page]
             count = self._pages_for(len(row.tokens)) - len(shared)
+
+            # `growing` counts the running rows that will need another page.
             growing = sum(len(running.pages) < self._pages_for(running.end - 1) for running in self.running)
             if self.running and self.pool.num_free < count + growing:
                 return
+
             row.pages = self.pool.share(shared) + self.pool.take(count)
             row.slot, row.source = self.free_slots.pop(), source
             self.pool.assign(row.slot, row.pages)
@@ -204,14 +210,14 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def _can_share(self, source: Row, row: Row) -> bool:
-        """Whether a row can take over what a running one has for the prompt: states only before its first step."""
+        """Whether a row can copy the cached prompt of ``source``, whose first step overwrites recurrent states."""
         is_new = len(source.tokens) == source.begin and len(row.tokens) == row.begin
         return source.prompt == row.prompt and (is_new or not self.pool.is_recurrent)
 
     # Prompts.
 
     def _prefill(self) -> None:
-        """Compute the prompts of all running rows, or none as long as there are few and others wait."""
+        """Compute the prompts of all running rows, or none while they are too few and more rows wait."""
         self._copy_prompts()
         new = [row for row in self.running if not row.is_ready]
         tokens = sum(len(row.tokens) - 1 - row.cached for row in new if row.source is None)
@@ -222,7 +228,7 @@ class Scheduler:
             self._copy_prompts()
 
     def _choose_chunk(self, rows: list[Row]) -> list[tuple[Row, int]]:
-        """The tokens of the next forward, as rows and the ends of their tokens: whole prompts, or a part of one."""
+        """The rows of the next forward and the end of each row's tokens: whole prompts, or a chunk of one."""
         chunk: list[tuple[Row, int]] = []
         room = self.chunk_size
         for row in rows:
@@ -231,17 +237,17 @@ class Scheduler:
                 chunk.append((row, end))
                 room -= end
 
-        # A first row that follows cached tokens, or is longer than a chunk, is computed alone.
+        # If the first row has cached tokens, or is longer than a chunk, it is computed alone.
         first = rows[0]
         if not chunk or chunk[0][0] is not first:
             chunk = [(first, min(first.cached + self.chunk_size, len(first.tokens) - 1))]
         return chunk
 
     def _fill(self, chunk: list[tuple[Row, int]]) -> None:
-        """Run a forward of these rows' tokens, each from what is cached to its end."""
+        """Run a forward of the tokens of these rows, each from its first uncached token to its end."""
         ids = [row.tokens[row.cached : end] for row, end in chunk]
         options: dict[str, Any] = {}
-        if len(chunk) > 1:
+        if len(chunk) > 1:  # packed documents
             options["cu_seqlens"] = self.pool.upload([0, *map(len, ids)]).cumsum(0)
         if self.record_routing:
             options["routed_experts"] = torch.cat([self._recorded(row, end) for row, end in chunk])[None]
@@ -249,7 +255,7 @@ class Scheduler:
         packed = self.pool.upload([token for tokens in ids for token in tokens])[None]  # [1, tokens]
         out = self.model(packed, cache=self.pool, **self.prefill_options, **options)
 
-        # The experts of tokens that a row had recorded before it was put back stay as they are.
+        # A row that was put back keeps the experts that it had recorded, so only later tokens are added.
         if self.record_routing:
             chosen = self.model.choose_experts(out.router_logits).cpu().split([len(tokens) for tokens in ids])
             for (row, _), experts in zip(chunk, chosen, strict=True):
@@ -258,12 +264,12 @@ class Scheduler:
             row.cached = end
 
     def _recorded(self, row: Row, end: int) -> Tensor:
-        """The recorded experts of the tokens from ``cached`` to ``end`` of a row; −1 where there are none."""
+        """The recorded experts of a row's tokens from ``cached`` to ``end``; −1 for tokens without a record."""
         missing = self.no_experts.expand(max(end - row.num_recorded, 0), -1, -1)
         return torch.cat([*row.experts, missing])[row.cached : end]
 
     def _copy_prompts(self) -> None:
-        """Give rows the cached prompt of their source: full pages are shared, a page that is partly full is copied."""
+        """Give rows the cached prompt of their source: they share its full pages, and copy the partly full one."""
         pages, rows = [], []
         for row in self.running:
             if row.source is None or row.source.cached < row.begin - 1:
@@ -280,11 +286,13 @@ class Scheduler:
     # Steps.
 
     def _with_room(self) -> list[Row]:
-        """The rows that run the next steps, with pages for their tokens. Rows started last are put back for these."""
+        """The rows that run the next steps, with pages for them. If pages run out, the last rows are put back."""
         rows = [row for row in self.running if row.is_ready]
         for row in rows:
-            most = min(row.cached + self.steps_per_read, row.end - 1)
-            while row.slot >= 0 and (count := self._pages_for(most) - len(row.pages)) > self.pool.num_free:
+            length = min(row.cached + self.steps_per_read, row.end - 1)
+
+            # The last row may be this one, which then waits again.
+            while row.slot >= 0 and (count := self._pages_for(length) - len(row.pages)) > self.pool.num_free:
                 last = self.running[-1]
                 self._remove(last)
                 self.waiting.appendleft(last)
@@ -301,6 +309,8 @@ class Scheduler:
         self._run_steps(rows, steps)
         tokens, log_probs = self._read(steps)
         experts = self.new_experts[:steps].cpu()
+
+        # A row has run all of its tokens but the last, so these have experts and are cached.
         for row in rows:
             self._extend(row, tokens[row.slot], log_probs[row.slot])
             if self.record_routing:
@@ -311,8 +321,9 @@ class Scheduler:
                 self._complete(row)
 
     def _run_steps(self, rows: list[Row], steps: int) -> None:
-        """Run steps on the device, which the host does not wait for."""
-        # One upload for all numbers of the rows [slots, 5 + stops]. Empty slots have 0, and −1 is no token.
+        """Launch steps without waiting for the device."""
+        # One upload for all numbers of the rows [slots, 5 + stops]. Empty slots have zeros; −1 is no stop token.
+        # Columns: last token, cached length, remaining tokens, new tokens, seed, stop tokens.
         numbers = [[0] * (5 + self.most_stops) for _ in range(self.pool.rows)]
         for row in rows:
             stops = row.stops + [-1] * (self.most_stops - len(row.stops))
@@ -338,10 +349,12 @@ class Scheduler:
             if self.step.routed_experts is not None:
                 self.new_experts[step] = self.step.routed_experts
             counts.add_(1)
+
+            # A row with nothing remaining does nothing in later steps.
             self.pool.remaining.sub_(1).masked_fill_((tokens[:, None] == stop_tokens).any(1), 0)
 
     def _read(self, steps: int) -> list[list[list[Any]]]:
-        """Tokens and log-probabilities of the last steps, a list for each slot. Synchronizes with the device."""
+        """The tokens and the log-probabilities of the last steps, as a list per slot. Synchronizes with the device."""
         return [values[:steps].T.tolist() for values in (self.new_tokens, self.new_log_probs)]
 
     def _extend(self, row: Row, tokens: list[int], log_probs: list[float]) -> None:
@@ -354,7 +367,7 @@ class Scheduler:
                 return
 
     def _complete(self, row: Row) -> None:
-        """Make the completion of a row that has ended."""
+        """Store the completion of a row that has ended."""
         reason = "stop" if row.tokens[-1] in row.stops else "length"
         experts = torch.cat([*row.experts, self.no_experts]) if self.record_routing else None
         row.experts = []
@@ -363,7 +376,7 @@ class Scheduler:
         )
 
     def _remove(self, row: Row) -> None:
-        """Take a row's pages and its slot."""
+        """Free the pages and the slot of a row."""
         self.running.remove(row)
         self.free_slots.append(row.slot)
         self.pool.assign(row.slot, [])

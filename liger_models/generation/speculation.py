@@ -1,8 +1,8 @@
 """Speculative decoding: a draft proposes the next tokens, and one forward of the model checks all of them.
 
-Each token is the one that the model chooses after the tokens before it, as without a draft. A proposal that agrees with
-it saves a forward. What follows the first proposal of any row that does not is dropped in all rows. Draws from seeds
-depend on nothing but the logits of a row, so that they are the same, too.
+The model itself chooses every token, as without a draft. Each proposal that equals the model's choice saves a forward.
+After the first wrong proposal in any row, all rows discard their remaining proposals. Draws from seeds depend only on
+the logits of a row, so they are the same as without a draft, too.
 
 Source: https://arxiv.org/abs/2211.17192.
 """
@@ -29,14 +29,14 @@ class Draft(Protocol):
     """Proposes the next tokens."""
 
     def logits(self, ids: Tensor, end: int, index: int) -> Tensor:
-        """Logits [B, V] of the proposal number ``index``, for the column after the first ``end`` of ids [B, S]."""
+        """Logits [B, V] for proposal number ``index``, which follows the first ``end`` columns of ids [B, S]."""
 
     def keep(self, length: int, hidden: Tensor | None) -> None:
-        """Cut back to ``length`` columns, the last of which was chosen from the hidden states [B, C] of the model."""
+        """Forget columns from ``length`` on. The model chose the last remaining one from ``hidden`` [B, C]."""
 
 
 class Columns:
-    """Runs a model on the columns of a batch that are not in its cache yet.
+    """Runs a model on those columns of a batch that its cache does not hold yet.
 
     Args:
         model: the model.
@@ -52,11 +52,15 @@ class Columns:
         new, self.repeats = settings.max_new_tokens, settings.num_return_sequences
         self.model, self.inputs, self.modules = model, inputs, list(model.modules())
         self.positions = model.prompt_positions(prompts, mask, new, inputs)
+
+        # Rotary frequencies may change at a column (longrope), or grow with the length (dynamic).
         furthest = self.positions.flatten(0, -2).amax(0)
         rotary: list[Any] = [*layers_of(model.rotary)]
-        self.switches = _columns_below(furthest, [each.switch_length for each in rotary])
-        dynamic = [each.max_position_embeddings for each in rotary if isinstance(each.scaling, DynamicScaling)]
+        self.switches = _columns_below(furthest, [module.switch_length for module in rotary])
+        dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
         self.alike_up_to = min(_columns_below(furthest, dynamic), default=len(furthest))
+
+        # One row for each continuation, and columns for the new tokens.
         if self.positions.shape[-2] > 1:
             self.positions = self.positions.repeat_interleave(self.repeats, -2)
         self.mask = mask
@@ -67,17 +71,19 @@ class Columns:
         self.derived = DerivedTensors()
 
     def most(self, end: int, count: int) -> int:
-        """How many columns after the first ``end``, up to ``count``, can run with them.
+        """How many columns, at most ``count``, can run in one forward with the columns up to ``end``.
 
-        None with the prompts. Rotary frequencies that change at a column (longrope), or with each (dynamic), would be
-        those of the last column for all that run together.
+        No further columns run with the prompts. All columns of a forward have the rotary frequencies of the last one,
+        so a forward must not cross a column at which frequencies change (longrope) or from which they grow (dynamic).
         """
         limits = [switch - end for switch in self.switches if switch >= end]
         return max(0, min(count if self.started else 0, self.alike_up_to - end, *limits))
 
     def run(self, ids: Tensor, end: int, **options: Any) -> Tensor:
-        """The logits, or the hidden states with ``return_logits=False``, of those of the first ``end`` columns of ids
-        [B, S] that are not cached."""
+        """The logits of the uncached columns among the first ``end`` of ids [B, S].
+
+        With ``return_logits=False`` the result is their hidden states.
+        """
         cache, every = self.cache, 1 if self.started else self.repeats  # a prompt is computed once
         if any(cache.length <= switch < end for switch in self.switches):
             cache.length = 0
@@ -91,39 +97,44 @@ class Columns:
                 **options,
                 **(self.inputs if new.start == 0 else {}),
             )
+
+        # A state holds all tokens at once, so wrong proposals could not be removed from it.
         self.started = True
         if cache.is_recurrent:
             raise ValueError(
                 "generate: draft_model needs caches that can be cut back, got recurrent states in "
                 f"{type(self.model).__name__}. Generate without draft_model."
             )
-        found: Tensor = out.hidden_states[-1] if out.logits is None else out.logits
+        result: Tensor = out.hidden_states[-1] if out.logits is None else out.logits
+
+        # After the prompts, each prompt gets its rows.
         if every > 1:
-            cache.select(torch.arange(len(found), device=ids.device).repeat_interleave(every))
-            found = found.repeat_interleave(every, 0)
-        return found
+            cache.select(torch.arange(len(result), device=ids.device).repeat_interleave(every))
+            result = result.repeat_interleave(every, 0)
+        return result
 
     def cut(self, length: int) -> None:
-        """Keep of the cache at most ``length`` columns."""
+        """Cut the cache to at most ``length`` columns."""
         self.cache.length = min(self.cache.length, length)
 
 
 class DraftModel:
-    """Proposals of another model; see `Draft`.
+    """A `Draft` that takes proposals from another model.
 
     Args:
-        columns: of the model.
-        ids: [B, S] int64, the prompts [B, T] and room for what follows.
+        columns: runs the model that proposes.
+        ids: [B, S] int64, the prompts [B, T] and room for new tokens.
         T: number of columns of the prompts.
     """
 
     def __init__(self, columns: Columns, ids: Tensor, T: int) -> None:
-        self.columns, self.known = columns, columns.model.embed_tokens.num_embeddings
+        self.columns, self.vocab_size = columns, columns.model.embed_tokens.num_embeddings
         self.logits(ids, T, 0)
 
     def logits(self, ids: Tensor, end: int, index: int) -> Tensor:
         """See `Draft`."""
-        return self.columns.run(ids.clamp(max=self.known - 1), end, logits_to_keep=1)[:, -1]
+        # The model may have chosen a token that the draft has no embedding for.
+        return self.columns.run(ids.clamp(max=self.vocab_size - 1), end, logits_to_keep=1)[:, -1]
 
     def keep(self, length: int, hidden: Tensor | None) -> None:
         """See `Draft`."""
@@ -131,10 +142,10 @@ class DraftModel:
 
 
 class DraftHeads:
-    """Proposals of heads on the model's own hidden states; see `Draft`.
+    """A `Draft` of heads on the model's own hidden states.
 
     Args:
-        heads: has ``draft_logits``.
+        heads: a module with ``draft_logits``, such as `LigerMedusa`.
     """
 
     def __init__(self, heads: Any) -> None:
@@ -167,35 +178,44 @@ def speculate(
         model: the model.
         prompts: [B, T] int64.
         mask: [B, T] int64, 0 for padding; None for no padding.
-        settings: the options; with ``draft_model``.
+        settings: the options, with a ``draft_model``.
         inputs: inputs of the model that belong to the prompts besides their tokens.
         logprobs: whether to compute log-probabilities.
     """
     T, repeats = prompts.shape[1], settings.num_return_sequences
     S = T + settings.max_new_tokens
     target = Columns(model, prompts, mask, settings, inputs)
-    other = settings.draft_model
-    heads = not isinstance(other, Decoder)
+
+    # The draft: another model, with the inputs that it accepts, or heads on the target.
+    source = settings.draft_model
+    heads = not isinstance(source, Decoder)
     columns = None
     if not heads:
-        seen = {name: value for name, value in inputs.items() if name in other.prompt_inputs}
-        columns = Columns(other, prompts, mask, settings, seen)
-    vocab_size = min(model.config.vocab_size, (model if heads else other).config.vocab_size)
+        accepted = {name: value for name, value in inputs.items() if name in source.prompt_inputs}
+        columns = Columns(source, prompts, mask, settings, accepted)
+    vocab_size = min(model.config.vocab_size, (model if heads else source).config.vocab_size)
+
+    # One row for each continuation.
     prompts = prompts.repeat_interleave(repeats, 0)
     mask = None if mask is None else mask.repeat_interleave(repeats, 0)
     rows = Rows(prompts, mask, settings, model.config.vocab_size, logprobs=logprobs)
     guess = Sampler(replace(settings, logits_processor=[]), prompts, vocab_size)  # a processor may count its calls
-    draft: Draft = DraftHeads(other) if columns is None else DraftModel(columns, rows.ids, T)
+    draft: Draft = DraftHeads(source) if columns is None else DraftModel(columns, rows.ids, T)
 
     while rows.length < S:
+        # Propose `count` tokens, and write them into the columns from `end` on.
         end = rows.length
         count = target.most(end, min(settings.num_draft_tokens, S - end - 1))
         for index in range(count):
             ids, context = rows.ids[:, : end + index], rows.context[:, : end + index]
             logits = draft.logits(rows.ids, end + index, index)[:, :vocab_size].float()
             rows.put(guess(ids, context, logits), end + index)
+
+        # Check all proposals in one forward of the model.
         proposed = rows.ids[:, end : end + count].clone()
         checked, hidden = _check(target, rows.ids, end, count, heads)
+
+        # Take the model's tokens as long as all rows agree with the proposals, and one token after them.
         for index in range(count + 1):
             step = rows.step(checked[:, index])
             # Rows that have ended agree with everything. The host waits once for both answers.
@@ -207,12 +227,14 @@ def speculate(
                 return
             if not agreed:
                 break
+
+        # Cached keys of wrong proposals are cut off. The last token has not run yet.
         target.cut(rows.length - 1)
         draft.keep(rows.length, None if hidden is None else hidden[:, index])
 
 
 def _check(target: Columns, ids: Tensor, end: int, count: int, heads: bool) -> tuple[Tensor, Tensor | None]:
-    """The model's logits [B, count + 1, V] for the columns from ``end`` on, and for heads its hidden states."""
+    """The model's logits [B, count + 1, V] for the columns from ``end`` on; for heads also its hidden states."""
     if not heads:
         return target.run(ids, end + count, logits_to_keep=count + 1), None
     hidden = target.run(ids, end + count, return_logits=False)[:, -count - 1 :]
@@ -221,5 +243,5 @@ def _check(target: Columns, ids: Tensor, end: int, count: int, heads: bool) -> t
 
 
 def _columns_below(furthest: Tensor, lengths: list[int | None]) -> list[int]:
-    """For each length that there is, the number of columns whose furthest position [S] is below it."""
+    """For each length that is not None, the number of columns whose furthest position [S] is below it."""
     return [int((furthest < length).sum()) for length in lengths if length is not None]

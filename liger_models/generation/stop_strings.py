@@ -1,25 +1,25 @@
-"""Strings that end a row, such as the beginning of the next question."""
+"""Strings that end a row, for example the beginning of the next question."""
 
 from collections.abc import Sequence
 from typing import Any
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""Decoders write it in place of an incomplete character, and some also in place of all bytes after one."""
+"""Decoders write it for an incomplete character. Some also write it for all bytes after an incomplete character."""
 MOST_BYTES = 4
-"""Bytes of a character in UTF-8."""
+"""The most bytes of a character in UTF-8."""
 
 
 class StopStrings:
-    """Tells whether the last token of a row completes one of some strings.
+    """Tells whether the last token of a row completes a string.
 
     Args:
         strings: the strings, not empty.
         tokenizer: has ``decode(ids, skip_special_tokens=False)``.
 
     Attributes:
-        window: number of tokens at the end of a row that are decoded. A token has at least one byte of a string. One
-            more token is decoded before them, because decoders strip the space at the beginning of a text, and further
-            ones so that none of these is in the middle of a character.
+        window: number of tokens at the end of a row to decode. A token has at least one byte, so the last tokens
+            include all of the longest string. More tokens are decoded because decoders strip a leading space, and
+            because the first token may begin inside a character.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
@@ -43,10 +43,15 @@ class StopStrings:
         """
         tokens = [token for token in row if token >= 0]
         text = self._decode(tokens)
+
+        # The text begins inside a character: drop first tokens until the fewest characters are broken.
         if text.startswith(BROKEN):
+            # At most three bytes of the first character can be missing.
             spare = max(len(tokens) - self.window + MOST_BYTES - 1, 0)
             tokens = min((tokens[first:] for first in range(spare + 1)), key=lambda x: self._decode(x).count(BROKEN))
             text = self._decode(tokens)
+
+        # A string must end beyond the text of all tokens but the last.
         before = self._decode(tokens[:-1]).rstrip(BROKEN)
         return any(text.find(string, max(len(before) - len(string) + 1, 0)) >= 0 for string in self.strings)
 

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import read_config
-from liger_models.convert.files import FLOATS, Stored, as_dtype, open_all, read_headers, read_whole, some
+from liger_models.convert.files import FLOATS, StoredTensor, as_dtype, open_all, read_headers, read_whole, some
 from liger_models.convert.format import format_of
 from liger_models.convert.hub import download
 from liger_models.convert.load import load_pretrained, pick_map, read_assets
@@ -368,7 +368,7 @@ def find_mismatched_shapes(expected: Mapping[str, Any], stored: Mapping[str, Any
     ]
 
 
-def find_mismatched(decoder: CausalLM, stored: Mapping[str, Stored]) -> list[Mismatch]:
+def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> list[Mismatch]:
     """The tensors of a checkpoint that have other shapes than those of a model."""
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
@@ -385,7 +385,7 @@ def check_shapes(where: str, mismatched: list[Mismatch]) -> None:
         )
 
 
-def fill_decoder(decoder: CausalLM, stored: Mapping[str, Stored], mismatched: list[Mismatch]) -> None:
+def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], mismatched: list[Mismatch]) -> None:
     """Read the tensors of a checkpoint into a model, one by one, except those of other shapes, which stay as drawn.
 
     Args:
@@ -418,7 +418,7 @@ def fill_decoder(decoder: CausalLM, stored: Mapping[str, Stored], mismatched: li
     load_hf_tensors(decoder, read())
 
 
-def as_dtype_of(stored: Mapping[str, Stored], dtype: torch.dtype | str | None) -> torch.dtype:
+def as_dtype_of(stored: Mapping[str, StoredTensor], dtype: torch.dtype | str | None) -> torch.dtype:
     """The dtype with this name; of None and "auto" the dtype of the first tensor of a checkpoint."""
     if dtype is None or dtype == "auto":
         return FLOATS.get(next(iter(stored.values())).dtype, torch.bfloat16)

@@ -15,7 +15,7 @@ NUM_WARPS = 8
 
 @triton.jit
 def _add_parts_kernel(parts_ptr, out_ptr, count, divisor, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK elements of all parts [R, count] per program."""
+    """Add BLOCK elements of all parts [R, count] per program."""
     elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < count
     total = tl.zeros((BLOCK,), tl.float32)
@@ -31,7 +31,7 @@ def add_parts(parts: Tensor, out: Tensor, divisor: int = 1) -> None:
     Args:
         parts: [R, N], floating-point, contiguous.
         out: [N], contiguous.
-        divisor: what the sum is divided by.
+        divisor: the number that divides the sum.
     """
     if use_triton(parts) and out.dtype == torch.float32:
         if out.numel():

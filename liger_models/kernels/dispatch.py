@@ -56,7 +56,7 @@ def reference_backend() -> Iterator[None]:
 
 @contextmanager
 def triton_assumed() -> Iterator[None]:
-    """Context in which ops on tensors without values run as on Triton, which shows the tensors that they save."""
+    """Context in which ops on tensors without values run as they do with Triton, so that they save the same tensors."""
     global _triton_assumed
     before, _triton_assumed = _triton_assumed, True
     try:
@@ -89,7 +89,7 @@ def use_triton(x: Tensor) -> bool:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Context that makes the device of ``x`` current: Triton launches on the current device."""
+    """Context that makes the device of ``x`` the current device, on which Triton launches kernels."""
     if x.device.type == "cuda":
         return torch.cuda.device(x.device)
     if x.device.type == "xpu":
@@ -107,7 +107,7 @@ def num_programs(x: Tensor, per_sm: int) -> int:
 
 
 def fitting_stages(x: Tensor, stages: int, stage_bytes: int) -> int:
-    """``stages`` of a pipelined loop, or 1 if the shared memory of the device of ``x`` cannot hold that many."""
+    """``stages``, or 1 if so many pipeline stages don't fit into the shared memory of the device of ``x``."""
     available = 2**17 if INTERPRET else _shared_memory(x.device.index)
     return stages if stages * stage_bytes <= available else 1
 
@@ -120,7 +120,7 @@ def cuda_capability(device: torch.device) -> tuple[int, int]:
 
 
 def has_ptx(x: Tensor) -> bool:
-    """Whether kernels on the device of ``x`` may have PTX: on NVIDIA's GPUs from Ampere on."""
+    """Whether kernels on the device of ``x`` may contain PTX, which NVIDIA GPUs from Ampere on run."""
     return cuda_capability(x.device) >= (8, 0)
 
 

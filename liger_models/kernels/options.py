@@ -1,23 +1,23 @@
-"""Which parts of a model run on fused kernels: the caller's choice, not the checkpoint's."""
+"""Which parts of a model run on fused kernels. The caller chooses them; a checkpoint does not record them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelOptions:
-    """Each part on its fused kernel (True) or in plain torch (False), for debugging and comparison.
+    """Whether each part runs on its fused kernel (True) or in plain torch (False, for debugging and comparison).
 
     Args:
-        rms_norm: RMSNorms, and the linear layers after them, for which no normed activations are saved.
+        rms_norm: RMSNorms and the linear layers after them, without saving normed activations.
         layer_norm: LayerNorms, likewise.
         rope: rotary embedding on the packed QKV projection.
-        swiglu: the activation of the MLP, gated or not, whatever its function.
+        swiglu: the MLP's activation, gated or not, with any activation function.
         linear_attention: the recurrence of linear attention, its convolution and its gated norm.
-        cross_entropy: loss on logits that are built in full.
-        fused_linear_cross_entropy: head and loss in one, without building the logits.
+        cross_entropy: the loss on logits that are held in full.
+        fused_linear_cross_entropy: head and loss in one op, which never holds all logits.
 
     Raises:
-        ValueError: both losses are asked for.
+        ValueError: both losses are True.
     """
 
     rms_norm: bool = True

@@ -1,4 +1,4 @@
-"""Pieces of kernels and of their launches that several rooms share."""
+"""Helpers for kernels and launches that several packages share."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from liger_models.kernels.dispatch import tl, triton
 
 @triton.jit
 def exp(x):
-    """exp by exp2, whose instruction flushes the smallest results to 0; tl.exp spends instructions on scaling them."""
+    """exp by the exp2 instruction, which flushes tiny results to 0; tl.exp keeps them with extra instructions."""
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -33,12 +33,12 @@ def scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 def num_warps(block: int, most: int = 16) -> int:
-    """Warps of a program that holds ``block`` numbers of a row in registers: 16 numbers for each thread."""
+    """Warps of a program that holds ``block`` numbers of a row in registers, with 16 numbers per thread."""
     return min(max(block // 512, 1), most)
 
 
 def dot_precision(x: Tensor) -> str:
-    """How fp32 is multiplied: as TF32 only if the user chose that for matrix products."""
+    """How fp32 is multiplied: as TF32 only if the user enabled TF32 for matrix products."""
     chosen = getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")  # from torch 2.9
     return "tf32" if x.element_size() == 4 and chosen == "tf32" else "ieee"
 
@@ -49,7 +49,7 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 
 def accumulate(sums: Sequence[Tensor], gradient: Tensor, x: Tensor, beta: int) -> None:
-    """``sums = beta · sums + gradientᵀ @ x`` in their dtype, with beta 0 or 1; ``sums`` are blocks of rows."""
+    """Set ``sums = beta · sums + gradientᵀ @ x`` in their dtype, with beta 0 or 1; ``sums`` are blocks of rows."""
     for total, columns in zip(sums, gradient.split([len(block) for block in sums], 1), strict=True):
         if x.dtype == total.dtype:
             total.addmm_(columns.t(), x, beta=beta)

@@ -1,4 +1,4 @@
-"""The layers of the models, and the decoder that runs them."""
+"""The layers of all models, and the decoder that runs them."""
 
 from liger_models.common.lazy import lazy_exports
 

@@ -31,7 +31,7 @@ def check_heads(where: str, kv_heads: int, group: Group) -> None:
 
 
 class LigerAttention(Layer):
-    """Causal grouped-query attention with rotary embedding, and one projection for q, k and v.
+    """Causal grouped-query attention with rotary embedding and one packed projection for q, k and v.
 
     The rows of ``qkv_proj`` are grouped by KV head: its H / G query heads, then its key, then its value.
 
@@ -39,14 +39,14 @@ class LigerAttention(Layer):
         hidden_size: C.
         num_heads, num_kv_heads: H and G; H is a multiple of G.
         head_dim: D.
-        layer: index of the layer, its slot in the decode cache.
+        layer: index of the layer, which is also its slot in the decode cache.
         qkv_bias, o_bias: whether the projections have biases.
         scale: factor of q·k; None for D^-0.5.
         window: number of tokens that a token attends to, itself included; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding; None for no rotation.
-        interleaved: rotate the pairs (2i, 2i + 1) instead of (i, i + R/2).
+        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2).
         rope_kernel: False for plain torch.
 
     Raises:
@@ -78,24 +78,26 @@ class LigerAttention(Layer):
             raise ValueError(
                 f"LigerAttention: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})."
             )
+        # Tensor and context parallelism divide the numbers of heads by the number of ranks.
         self.num_heads, self.num_kv_heads, self.head_dim, self.layer = num_heads, num_kv_heads, head_dim, layer
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window, self.softcap, self.dropout = window, softcap, dropout
         self.rotary, self.interleaved, self.rope_kernel = rotary, interleaved, rope_kernel
         self.recompute = False
         """Save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
+        # One projection, whose rows are grouped by KV head: its queries, its key, its value.
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
 
     @classmethod
     def from_config(cls, config: DecoderConfig, layer: int, kernels: KernelOptions, **options: Any) -> "Self":
-        """The attention of a layer, with the sizes and the dropout of a config.
+        """Build the attention of a layer with the sizes and the dropout of a config.
 
         Args:
             config: sizes and constants.
-            layer: index of the layer, its slot in the decode cache.
+            layer: index of the layer, which is also its slot in the decode cache.
             kernels: which parts run on fused kernels.
-            options: other arguments of the class.
+            options: further arguments of the class.
         """
         return cls(
             config.hidden_size,
@@ -108,7 +110,7 @@ class LigerAttention(Layer):
 
     @property
     def attention(self) -> AttentionSpec:
-        """What the layer requires from the model, and what it computes."""
+        """The layer's requirements on the model, and its cost."""
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim,
             takes_pages=True,
@@ -119,7 +121,7 @@ class LigerAttention(Layer):
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
-        """All of the layer under "full"."""
+        """1 under "full", 0 otherwise."""
         return float(policy == "full")
 
     def can_shard(self, size: int) -> bool:
@@ -158,10 +160,10 @@ class LigerAttention(Layer):
     def add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
-        """``residual = residual + x; attention(norm(residual))``: ``(y, residual)``, each [B, T, C].
+        """``residual = residual + x``, then ``y = attention(norm(residual))``. Returns ``(y, residual)`` [B, T, C].
 
-        Without a norm, attention takes the sum itself. The backward recomputes the normed activations; with
-        ``recompute`` it recomputes everything except the output projection.
+        Without a norm, attention reads the sum. The backward recomputes the normed activations; with ``recompute`` it
+        recomputes everything except the output projection.
         """
         if norm is None:
             # Only the sum is saved, and neither of its terms.
@@ -176,11 +178,12 @@ class LigerAttention(Layer):
     def _add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
+        # [B, T, (H + 2 G) · D]
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         return self._attend(qkv, layout), residual
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, D], k, v [B, T, G, D], rotated."""
+        """Split the projection into q [B, T, H, D] and k, v [B, T, G, D], and rotate q and k."""
         split = rope_qkv if self.rope_kernel else rope_qkv_reference
         cos, sin = self._tables(layout)
         return split(qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, interleaved=self.interleaved)
@@ -193,16 +196,19 @@ class LigerAttention(Layer):
         return None
 
     def _attend(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
+        # With context parallelism the rank exchanges T / R tokens of all heads for all T tokens of its heads, and back.
         context = self.groups.context
-        out = self._mix(qkv if context is None else to_heads(qkv, context), layout)
+        out = self._mix(qkv if context is None else to_heads(qkv, context), layout)  # [B, T, H · D]
         out = out if context is None else to_tokens(out, context)
         return call_linear(self.o_proj, out)
 
     def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
-        """The heads' results [B, T, H · D] from the projection's output for all tokens."""
+        """The outputs of the heads, [B, T, H · D], from the projection's output for all tokens."""
         q, k, v = self._split(qkv, layout)
         if layout.cache is not None:
+            # All keys and values so far, [B, S, G, D], or all pages of the layer.
             k, v = layout.cache.extend(self.layer, k, v)
+        # [B, T, H, D]; the mask or the bounds of documents are in the layout.
         out = attention(
             q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),
@@ -214,8 +220,9 @@ class LigerQKNormAttention(LigerAttention):
     """`LigerAttention` with norms of q and k before the rotation.
 
     Args:
-        norm: returns a `LigerRMSNorm` for a width.
-        whole_projection: normalize over all heads together (OLMo 2), not over each head (Qwen3, Gemma 3).
+        norm: function that returns a `LigerRMSNorm` of a given width.
+        whole_projection: whether to normalize over all heads together (OLMo 2) instead of over each head (Qwen3, Gemma
+            3).
         Others: as in `LigerAttention`.
     """
 
@@ -238,9 +245,10 @@ class LigerQKNormAttention(LigerAttention):
         """The process group over whose heads the norms take their means."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """As `LigerAttention.shard`; norms over all heads together take the mean over the ranks."""
+        """As `LigerAttention.shard`; norms over all heads take the mean over all ranks."""
         dims = super().shard(group)
         if not self.whole_projection:
+            # Each rank norms its own heads with the same weights, so their gradients are summed over the ranks.
             self.q_norm.group = self.k_norm.group = group
             return dims
         self.mean_group = group
@@ -248,12 +256,12 @@ class LigerQKNormAttention(LigerAttention):
         return {**dims, "q_norm.weight": 0, "k_norm.weight": 0}
 
     def shard_tokens(self, group: Group) -> None:
-        """As `LigerAttention.shard_tokens`; norms over all heads together take the mean over the ranks."""
+        """As `LigerAttention.shard_tokens`; norms over all heads take the mean over all ranks."""
         super().shard_tokens(group)
         self.mean_group = group if self.whole_projection else None
 
     def _split_over(self, qkv: Tensor, layout: BatchLayout, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """`_split` with norms over the heads of all ranks; not fused, because the ranks must exchange their means."""
+        """`_split` with norms over the heads of all ranks; unfused, because the ranks must exchange their means."""
         # Each rank sums the squares of its heads; the mean is over the heads of all ranks.
         *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
         wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in heads]
@@ -266,6 +274,7 @@ class LigerQKNormAttention(LigerAttention):
         for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
             weight = norm.local_weight(qkv)
             if self.groups.context is not None:  # replicated
+                # Context parallelism shards tokens, so each rank has all weights and takes those of its heads.
                 weight = weight.chunk(group.size)[group.rank]
             normed = scale_normed(
                 x * torch.rsqrt(mean + norm.eps), weight, like.dtype, norm.offset, norm.scale_in_fp32
@@ -290,7 +299,7 @@ class LigerQKNormAttention(LigerAttention):
 
 
 class LigerGatedAttention(LigerQKNormAttention):
-    """`LigerQKNormAttention` whose heads are multiplied by ``sigmoid`` of a gate, which is projected with them.
+    """`LigerQKNormAttention` whose output is multiplied by ``sigmoid`` of a gate from the packed projection.
 
     The rows of ``qkv_proj`` are grouped by KV head: its H / G query heads, their gates, then its key, then its value.
 

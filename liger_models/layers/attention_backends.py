@@ -1,4 +1,4 @@
-"""Attention of queries on keys and values: a table of backends, of which the first that takes a call computes it."""
+"""Attention, computed by the first backend of a table that supports the call."""
 
 import itertools
 import math
@@ -54,9 +54,9 @@ attention and cuDNN, both for half precision, support sharing.) Beyond this size
 each head, and a fused kernel runs."""
 
 MOST_QUERIES, MOST_RECOMPUTED = 2**31, 2**29
-"""Elements of the queries beyond which attention takes a part of the heads at a time, and beyond which it does so in a
-block that is recomputed. The backward of a fused kernel allocates up to four times the queries' bytes: sums of dq in
-fp32, and where heads share keys also dk and dv of every head. Elsewhere the heads' results would be saved twice."""
+"""Elements of the queries beyond which attention takes a part of the heads at a time: in general, and in a block that
+is recomputed. The backward of a fused kernel allocates up to four times the queries' bytes: sums of dq in fp32, and
+where heads share keys also dk and dv of every head. Elsewhere the heads' results would be saved twice."""
 
 
 NO_MASK = Mask()
@@ -65,13 +65,13 @@ NO_MASK = Mask()
 
 @dataclass(eq=False)
 class AttentionCall:
-    """The arguments of one call of `attention`, and the mask that they lead to.
+    """The arguments of one call of `attention`, and its mask.
 
     Attributes:
         q: [B, T, H, D].
         k, v: [B, S, G, D], or the pages [pages, P, G, D] of ``layout.pages``.
         layout, scale, window, softcap, dropout, sinks: as in `attention`.
-        mask: the mask of the layers with this window, in a form for this call. It is empty for `WITHOUT_MASK`.
+        mask: the mask for this window, in a form that suits the call. It is empty for backends of `WITHOUT_MASK`.
     """
 
     q: Tensor
@@ -92,7 +92,7 @@ class AttentionCall:
 
     @property
     def grouped_query(self) -> Tensor:
-        """The single query of each head, [B, G, H / G, D]: rows that share the keys of their group."""
+        """The single query of each head, [B, G, H / G, D]: the heads of a group are rows that share its keys."""
         B, _, H, D = self.q.shape
         G = self.k.shape[2]
         return self.q.transpose(1, 2).reshape(B, G, H // G, D)
@@ -112,25 +112,25 @@ def attention(
 ) -> Tensor:
     """Attention within each document of ``layout`` and within a window; causal, except for image patches.
 
-    The first backend of `WITHOUT_MASK` and `WITH_MASK` that takes the call computes it. On an accelerator there is
-    never a T × T mask, and scores exist only up to `MOST_SCORES`.
+    The first backend of `WITHOUT_MASK` and `WITH_MASK` that supports the call computes it. On an accelerator a T × T
+    mask never exists, and scores exist only up to `MOST_SCORES`.
 
     Args:
         q: [B, T, H, D].
-        k, v: [B, S, G, D], S = cached + T; H is a multiple of G. With ``layout.pages`` the pages [pages, P, G, D].
-        layout: has a mask for ``window``.
+        k, v: [B, S, G, D], S = cached + T; H is a multiple of G. With ``layout.pages`` they are pages [pages, P, G, D].
+        layout: the layout of the batch, with a mask for ``window``.
         scale: factor of q·k.
         window: number of tokens that a token attends to, itself included; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight.
-        sinks: [H], a score of each head that no key belongs to and that takes its share of the softmax; None for none.
+        sinks: [H], one extra score per head, which has no key and takes its share of the softmax; None for none.
 
     Returns:
         [B, T, H, D].
 
     Raises:
-        ValueError: ``dropout`` is positive, but the kernel for this batch does not support it; or, within
-            `batch_invariant`, attention is not causal.
+        ValueError: ``dropout`` is positive, but the kernel for this batch does not support it; or attention is not
+            causal within `batch_invariant`.
     """
     call = AttentionCall(q, k, v, layout, scale, window, softcap, dropout, sinks, NO_MASK)
     for takes, compute in WITHOUT_MASK:
@@ -175,7 +175,7 @@ def _invariant(call: AttentionCall) -> Tensor:
 
 
 class _InvariantAttention(torch.autograd.Function):
-    """`invariant_attention` with the gradients of ordinary attention, which the backward computes first."""
+    """`invariant_attention` whose backward recomputes ordinary attention and returns its gradients."""
 
     @staticmethod
     def forward(
@@ -198,6 +198,7 @@ class _InvariantAttention(torch.autograd.Function):
             for x, needs_grad in zip(ctx.saved_tensors, needed, strict=True)
         ]
         q, k, v, sinks = inputs
+        # Detached inputs make this a graph of its own, whose gradients are returned as those of the op.
         with batch_invariant(False), torch.enable_grad():
             y = attention(q, k, v, ctx.layout, sinks=sinks, **ctx.options)
         leaves = [x for x in inputs if x is not None and x.requires_grad]
@@ -215,6 +216,7 @@ def _paged(call: AttentionCall) -> Tensor:
 def _counted(call: AttentionCall) -> Tensor:
     q, D = call.q, call.q.shape[3]
     heads = [q, call.k, call.v]
+    # Flash attention saves padded heads, so the estimate counts them padded.
     if call.sinks is None and takes_flash(q.dtype, D):
         heads = _padded(*heads)
     y: Tensor = _CountedAttention.apply(*heads)  # type: ignore[no-untyped-call]
@@ -222,7 +224,7 @@ def _counted(call: AttentionCall) -> Tensor:
 
 
 class _CountedAttention(torch.autograd.Function):
-    """Saves what a fused kernel saves, but computes nothing."""
+    """Saves the tensors that a fused kernel saves, but computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -272,7 +274,7 @@ def _causal_sinks(call: AttentionCall) -> Tensor:
 
 
 def _segments(call: AttentionCall) -> Tensor:
-    """Attention within segments, by one kernel for all segments or one call for each length."""
+    """Attention within segments, by one kernel for all segments or by one call per length."""
     q, segments = call.q, call.mask.segments
     assert segments is not None
     D = q.shape[3]
@@ -288,17 +290,19 @@ def _segments(call: AttentionCall) -> Tensor:
     lengths = [] if hidden else [*zip(segments.lengths or [], seen.lengths or [], strict=True)]
     runs = [(length, len([*run])) for length, run in itertools.groupby(lengths)]
 
+    # Long segments of few lengths are faster on cuDNN, one call per run of equal lengths.
     if varlen and not 0 < len(runs) * LEAST_CALL <= len(heads[0]):
         y = _varlen(call, heads, segments, seen)
     else:
         y = _by_length(call, heads, runs, recurring=segments.recurring)
+    # Back to the order of the batch.
     if segments.at is not None:
         y = torch.empty_like(y).index_copy(0, segments.at, y)
     return y.view(q.shape)
 
 
 def _varlen(call: AttentionCall, heads: list[Tensor], segments: Segments, seen: Segments) -> Tensor:
-    """All segments in PyTorch's kernel for variable lengths."""
+    """Run all segments in PyTorch's variable-length kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, -1)
@@ -317,7 +321,7 @@ def _varlen(call: AttentionCall, heads: list[Tensor], segments: Segments, seen: 
 def _by_length(
     call: AttentionCall, heads: list[Tensor], runs: list[tuple[tuple[int, int], int]], *, recurring: bool
 ) -> Tensor:
-    """One call for each run of segments of the same length: ``((queries, keys), segments)``."""
+    """One call for each run of segments of the same length; a run is ``((queries, keys), number of segments)``."""
     q = call.q
     queries, keys, values = (
         x.split([length[side] * count for length, count in runs]) for x, side in zip(heads, (0, 1, 1), strict=True)
@@ -338,7 +342,7 @@ def _by_length(
 
 
 def _padded(*heads: Tensor) -> list[Tensor]:
-    """Heads [..., D] padded with zeros to a multiple of 8, the widths that flash attention has."""
+    """Pad heads [..., D] with zeros to a multiple of 8, which flash attention requires."""
     padding = -heads[0].shape[-1] % 8
     return [F.pad(x, (0, padding)) if padding else x for x in heads]
 
@@ -394,7 +398,7 @@ WITHOUT_MASK: tuple[Backend, ...] = (
     # Flash attention has no such heads, and its mask would be that of flex_attention, which is slower.
     (_has_wide_heads, _wide),
 )
-"""Whether a backend takes a call, and what computes it: backends for which no mask is built."""
+"""Backends that need no mask, as pairs of functions: whether the backend supports a call, and the computation."""
 
 WITH_MASK: tuple[Backend, ...] = (
     # Sinks before the plain forms of the same masks, which would ignore them.
@@ -409,7 +413,7 @@ WITH_MASK: tuple[Backend, ...] = (
     (lambda call: call.softcap is not None or call.sinks is not None, _formula),
     (lambda call: call.q.shape[1] == 1 and call.layout.cache is not None, _single),
 )
-"""As `WITHOUT_MASK`, of a call with its mask. `_plain`, which is SDPA, takes everything else."""
+"""Backends that read the mask, in the same form. `_plain`, which is SDPA, computes every other call."""
 
 
 # PyTorch's kernels and the formula
@@ -420,7 +424,7 @@ def _few_scores(q: Tensor, k: Tensor) -> bool:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """PyTorch's scaled dot-product attention on [B, heads, T, D]; heads of a group share keys and values."""
+    """PyTorch's scaled dot-product attention on [B, heads, T, D]; the heads of a group share keys and values."""
     shared = q.shape[1] != k.shape[1]
     by_formula = shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3])
     if by_formula and not _few_scores(q, k):
@@ -432,7 +436,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def _sdpa_by_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """`_sdpa` on [B, T, heads, D], over a part of the heads at a time where the queries are many."""
+    """`_sdpa` on [B, T, heads, D], over a part of the heads at a time if the queries are large."""
     most = MOST_QUERIES if repeats() is None else MOST_RECOMPUTED
     if torch.compiler.is_compiling() or q.numel() <= most:
         return _sdpa(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
@@ -454,7 +458,7 @@ def attention_reference(
 ) -> Tensor:
     """Unfused attention with softmax in fp32.
 
-    q [B, H, T, D]; k, v [B, G, S, D]; visible [B, 1, T, S] bool; sinks [H, 1 or T], one more score of no key.
+    q is [B, H, T, D], k and v are [B, G, S, D], visible is [B, 1, T, S] bool, and sinks [H, 1 or T] are extra scores.
     """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale  # [B, H, T, S]
@@ -471,7 +475,7 @@ def attention_reference(
 
 
 def _unmasked(x: Tensor, T: int) -> AbstractContextManager[Any]:
-    """The order of SDPA's backends for attention without a mask over T tokens."""
+    """Context with SDPA's backends in their order for unmasked attention over T tokens."""
     without_cudnn = x.device.type in ACCELERATORS and T % CUDNN_STEP != 0
     return _sdpa_order(CAUSAL_BACKENDS[1:] if without_cudnn else CAUSAL_BACKENDS, x)
 

@@ -1,4 +1,4 @@
-"""The layout of a batch: positions, documents and masks. It is computed once per forward and passed to every layer."""
+"""The layout of a batch: positions, documents and masks, computed once per forward and passed to every layer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,26 +27,27 @@ if TYPE_CHECKING:
 class BatchLayout:
     """Positions, rotary tables, masks and the decode cache of a batch.
 
-    `build` makes the layout of text, `bidirectional` that of image patches. Families whose layers need more derive a
-    class with additional fields.
+    `build` makes the layout of text, and `bidirectional` the layout of image patches. A family whose layers need more
+    derives a class with further fields.
 
     Attributes:
         position_ids: [1 or B, T] int64; for text with images [3, 1 or B, T], in time, height and width.
-        tables: name of a rotary embedding -> cos, sin at these positions, each [1 or B, T, R / 2] fp32.
+        tables: maps the name of a rotary embedding to cos and sin at these positions, each [1 or B, T, R / 2] fp32.
         documents: [B, S] int64, S = cached + T, the document number of each token, −1 for padding. A token attends to
             earlier tokens of its own document. None: one document.
         past: number of cached tokens.
         cache: the decode cache; None in training.
-        masks: window of a layer (None: no window) -> its mask.
-        causal: False if tokens also attend to later tokens.
-        attention_mask: [B, S], as it was passed to the forward.
-        bounds: [n + 1] int32, the start of each packed document in the B · T flattened tokens, and the end of the last;
-            each row starts a document, and documents may be empty. None if the rows are not packed, or no layer asks.
-        experts: for each layer with routed experts, those to take instead of the router's choice, [B, T, K]; see
-            ``routed_experts`` of `Decoder.forward`. A block is given what belongs to its own layers. Empty: none.
-        pages: in a decoding step on a paged cache, where the tokens of each row are; there are then no masks.
-        spans: within `batch_invariant` the first and the last key that each token sees without a window, as
-            `invariant_attention` numbers them, [B · T] int32 each; otherwise None.
+        masks: maps the window of a layer (None: no window) to its mask.
+        causal: whether tokens attend only to themselves and earlier tokens.
+        attention_mask: [B, S], as passed to the forward.
+        bounds: [n + 1] int32, the start of each packed document in the B · T flattened tokens, and the end of the last.
+            Each row starts a document, and documents may be empty. None if rows are not packed, or if no layer reads
+            it.
+        experts: for each layer with routed experts, [B, T, K] experts that replace the router's choice, see
+            ``routed_experts`` of `Decoder.forward`. A block gets the entries of its own layers. Empty: routers choose.
+        pages: in a decoding step on a paged cache, the location of each row's tokens; the layout then has no masks.
+        spans: within `batch_invariant`, the first and the last key that each token sees without a window, [B · T] int32
+            each, numbered as in `invariant_attention`; otherwise None.
     """
 
     position_ids: Tensor
@@ -69,13 +70,13 @@ class BatchLayout:
         rotary: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]],
         segments: Tensor | None,
     ) -> "Self":
-        """The layout of image patches, which attend to all patches of their own segment.
+        """Build the layout of image patches, which attend to all patches of their own segment.
 
         Args:
             position_ids: [..., 1, N] int64.
-            rotary: name -> function from positions to (cos, sin).
-            segments: [N] int64, ascending, the number of each patch's image, frame or window. None: one segment, in
-                which case ``position_ids`` may have several rows.
+            rotary: maps a name to a function from positions to (cos, sin).
+            segments: [N] int64, ascending, the number of each patch's image, frame or window. None: one segment; only
+                then may ``position_ids`` have several rows.
         """
         tables = {name: table(position_ids) for name, table in rotary.items()}
         mask = Mask()
@@ -101,34 +102,34 @@ class BatchLayout:
         needs_bounds: bool = False,
         **extra: Any,
     ) -> "Self":
-        """The layout of a batch of text.
+        """Build the layout of a batch of text.
 
         Args:
             shape: (B, T).
-            device: where positions and masks are created.
-            rotary: name -> function from positions to (cos, sin).
-            windows: window of the attention layers (None: no window) -> whether one of these layers needs a mask even
-                for plainly causal attention. Default: no window, no such layer. {} builds no masks.
-            position_ids: [T], [1, T] or [B, T], or [3, 1 or B, T]. Default: counted from 0, from the cached length, or
-                from the start of each document. Padding is counted like any token, as in transformers' forward. Without
-                ``cu_seqlens`` and cached tokens the positions of a text must rise along each row, except next to
-                padding, because restarts alone do not separate documents.
+            device: device of positions and masks.
+            rotary: maps a name to a function from positions to (cos, sin).
+            windows: maps each window of the attention layers (None: no window) to whether one of its layers needs a
+                mask even for plainly causal attention. Default: no window, and no such layer. {} builds no masks.
+            position_ids: [T], [1, T], [B, T] or [3, 1 or B, T]. By default positions are counted from 0, from the
+                cached length, or from the start of each document. Padding is counted like any token, as in
+                transformers' forward. Without ``cu_seqlens`` and cached tokens, the positions of a text must rise along
+                each row, except next to padding, because a restart of positions alone does not separate documents.
             attention_mask: [B, S] integers or bool, nonzero for tokens, 0 for padding. Tokens and padding do not attend
                 to each other.
             cu_seqlens: [n + 1] integers that start with 0 and do not fall, boundaries of packed documents over the
                 B · T flattened tokens. Tokens after the last boundary are another document; documents never span rows
                 of the batch.
             cache: the decode cache that holds the preceding tokens.
-            visible_until: [B, T] int64, ascending along T, the index of the last of these T tokens that each token
-                attends to, itself or a later one (the tokens of an image attend to each other). Default: itself.
-            dtype: dtype of the activations, which allows masks that only some kernels support; None for masks that
-                every kernel supports.
+            visible_until: [B, T] int64, ascending along T, the index of the last token that each token attends to. It
+                may be a later token, because the tokens of an image attend to each other. Default: the token itself.
+            dtype: dtype of the activations, which allows masks that only the kernels for this dtype support. None: only
+                masks that every kernel supports.
             needs_bounds: whether a layer reads ``bounds``.
-            extra: the fields that a derived class adds.
+            extra: further fields of a derived class.
 
         Raises:
-            ValueError: shapes or values are wrong, or arguments exclude each other. On CUDA and ROCm a wrong value is
-                a device-side assertion, because the host does not wait for it.
+            ValueError: shapes or values are wrong, or arguments exclude each other. On CUDA and ROCm a wrong value
+                triggers a device-side assertion instead, so that the host does not wait.
         """
         B, T = shape
         past = cache.length if cache is not None else 0
@@ -151,11 +152,11 @@ class BatchLayout:
                     f"forward: attention_mask must be [{B}, {past + T}] (cached and new tokens), got "
                     f"{list(attention_mask.shape)}."
                 )
-            kind = attention_mask.dtype
-            if kind.is_floating_point or kind.is_complex:
+            mask_dtype = attention_mask.dtype
+            if mask_dtype.is_floating_point or mask_dtype.is_complex:
                 raise ValueError(
-                    f"forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got {kind}. "
-                    "Pass mask.bool(); of a mask that is added to scores (0 and -inf), pass mask == 0."
+                    "forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got "
+                    f"{mask_dtype}. Pass mask.bool(); of a mask that is added to scores (0 and -inf), pass mask == 0."
                 )
             # Reading the mask synchronizes once, which costs far less than attention with a needless mask. Single
             # tokens and compiled graphs skip the check.
@@ -217,7 +218,7 @@ class BatchLayout:
         return cls(positions, tables, documents, past, cache, masks, **options)
 
     def mask(self, window: int | None, q: Tensor, *, explicit: bool = False) -> Mask:
-        """The mask of the layers with this window, in a form that the kernel for q [B, T, H, D] supports.
+        """The mask for a window, in a form that the kernel for q [B, T, H, D] supports.
 
         Args:
             window: window of the layers.
@@ -236,24 +237,26 @@ class BatchLayout:
         return mask
 
     def padding(self, T: int) -> Tensor | None:
-        """Which of the last T tokens are padding, [B, T] bool; None if none are."""
+        """Which of the last T tokens are padding, [B, T] bool; None without padding."""
         if self.attention_mask is None or self.documents is None:
             return None
         return self.documents[:, -T:] < 0
 
     def shift(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
-        """The target of each token: the label of the next token of its document.
+        """Compute the target of each token, which is the label of the next token of its document.
 
         Args:
             labels: [B, T] int64, unshifted.
-            ignore_index: the target of the last token of each row and document, and of padding.
+            ignore_index: target of padding and of the last token of each row and document.
 
         Returns:
             [B, T] int64.
         """
+        # The label of the next token, and nothing for the last one.
         target = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), ignore_index)], 1)
         if self.documents is None:
             return target
+        # The next token of a document's last token is in another document.
         last = torch.ones_like(labels[:, :1], dtype=torch.bool)
         ends = torch.cat([self.documents[:, 1:] != self.documents[:, :-1], last], 1)
         return target.masked_fill(ends | (self.documents < 0), ignore_index)
@@ -262,8 +265,9 @@ class BatchLayout:
 def _spans(
     documents: Tensor | None, B: int, T: int, past: int, device: torch.device, pages: Pages | None
 ) -> tuple[Tensor, Tensor]:
-    """`BatchLayout.spans` of a batch [B, T] after ``past`` cached tokens."""
+    """Compute `BatchLayout.spans` of a batch [B, T] after ``past`` cached tokens."""
     if pages is not None:
+        # A row's pages hold its tokens from key 0 on.
         return torch.zeros_like(pages.lengths), pages.lengths - 1
     key = torch.arange(B * (past + T), dtype=torch.int32, device=device).view(B, -1)
     begins = torch.zeros_like(key, dtype=torch.bool)
@@ -275,6 +279,7 @@ def _spans(
             "forward: attention_mask must have no holes with deterministic_forward, got padding between tokens. Pack "
             "the tokens.",
         )
+    # The last beginning at or before each token. Of the cached tokens only keys are needed.
     first = key.where(begins, 0).cummax(1).values
     return first[:, past:].flatten(), key[:, past:].flatten()
 
@@ -286,10 +291,10 @@ def mark_padding(attention_mask: Tensor, device: torch.device) -> Tensor:
 
 def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The document number of each token and its position in the document, both [B, T] int64."""
-    kind = cu_seqlens.dtype
-    integers = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+    dtype = cu_seqlens.dtype
+    integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not integers:
-        raise ValueError(f"forward: cu_seqlens must hold n + 1 >= 2 integers, got {list(cu_seqlens.shape)} {kind}.")
+        raise ValueError(f"forward: cu_seqlens must hold n + 1 >= 2 integers, got {list(cu_seqlens.shape)} {dtype}.")
     check_values(
         (cu_seqlens[0] == 0) & (cu_seqlens.diff() >= 0).all(),
         "forward: cu_seqlens must start with 0 and not fall, got other bounds. Pass the start of each packed document "
@@ -299,8 +304,10 @@ def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -
     flat = torch.arange(B * T, device=device)
     # Not torch.bucketize: Inductor 2.11 fuses it with a maximum over the positions and gives wrong numbers.
     ends = bounds[1:].clamp(max=B * T)
+    # How many documents end at or before each token, which is the token's document.
     number = torch.zeros(B * T + 1, dtype=torch.int64, device=device).index_add(0, ends, torch.ones_like(ends))
     number = number[:-1].cumsum(0)
+    # A document never spans rows, so positions start anew at the start of a row.
     row_start = flat // T * T if T else flat
     positions = flat - torch.maximum(bounds[number], row_start)
     return number.view(B, T), positions.view(B, T)

@@ -1,4 +1,4 @@
-"""The config fields that all decoders share, and checks of fields."""
+"""The config fields that all decoders share, and checks of config values."""
 
 import math
 from collections.abc import Mapping
@@ -42,11 +42,12 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 
 
 def check_numbers(where: str, values: Mapping[str, Any]) -> None:
-    """Check the numbers of a config: floats are finite, and fields of known names are within `LIMITS`.
+    """Check that all floats of a config are finite, and that fields with known names are within `LIMITS`.
 
     Args:
-        where: name of the config, for the error.
-        values: name -> value of its fields; of dataclasses the fields are checked, of lists the elements.
+        where: name of the config, for the error message.
+        values: maps the names of fields to values. The fields of dataclasses and the elements of lists are checked,
+            too.
 
     Raises:
         ValueError: a number is NaN, infinite or out of range.
@@ -76,8 +77,8 @@ _TODO = "Check config.json."
 class DecoderConfig:
     """Sizes and constants of a decoder, named as in Hugging Face's config.json.
 
-    The config of each architecture derives from it. It adds its own fields, and its defaults are those of transformers'
-    config class, which apply to keys that a config.json omits.
+    The config of each architecture derives from this class and adds its own fields. Its defaults equal those of
+    transformers' config class, because they apply to keys that a config.json omits.
 
     Raises:
         ValueError: a number is out of range, sizes do not fit together, or the architecture does not have the
@@ -144,7 +145,7 @@ class DecoderConfig:
 
     @property
     def rotary_width(self) -> int:
-        """Number of dimensions of a head that are rotated: all, or the share ``partial_rotary_factor`` of a family."""
+        """Number of dimensions of a head that are rotated: all, or the share ``partial_rotary_factor``."""
         share = getattr(self, "partial_rotary_factor", None)
         return int(self.head_size * (share or 1))
 
@@ -157,7 +158,7 @@ class RMSNormDecoderConfig(DecoderConfig):
 
 
 def _let_use_cache_be_set(cls: Any) -> None:
-    """Make the frozen config ignore assignments to ``use_cache``, which transformers' Trainer makes on every config."""
+    """Make the frozen config ignore assignments to ``use_cache``, because transformers' Trainer assigns it."""
     frozen = cls.__setattr__
     if getattr(frozen, "drops_use_cache", False):
         return
@@ -192,5 +193,5 @@ def check_layer_types(
 
 
 def is_sliding(layer: int, layer_types: list[str] | None, *, default: bool) -> bool:
-    """Whether a layer has an attention window, according to ``layer_types`` or else ``default``."""
+    """Whether a layer has an attention window, by ``layer_types`` if they are given and else by ``default``."""
     return default if layer_types is None else layer_types[layer] == "sliding_attention"

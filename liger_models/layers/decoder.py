@@ -41,14 +41,15 @@ if TYPE_CHECKING:
 
 
 class CausalLMOutput(NamedTuple):
-    """The result of `Decoder.forward`; None for everything that was not computed. ``out["loss"]`` is ``out.loss``.
+    """The result of `Decoder.forward`, with None for results that were not computed. ``out["loss"]`` is ``out.loss``.
 
     Attributes:
-        loss: [] fp32, or what ``loss_function`` returned.
+        loss: [] fp32, or the result of ``loss_function``.
         logits: [B, T, V] in the dtype of the weights.
         aux_loss: [], the part of ``loss`` that mixture-of-experts layers add; None with a decode cache.
         log_probs: [B, T] fp32, the log-probability of each token's target, 0 where it has none.
-        hidden_states: [B, T, C] each: what the head reads, last; before it, if asked for, the input of each block.
+        hidden_states: tensors [B, T, C]. The last one is the input of the head; if requested, the inputs of all blocks
+            precede it.
         router_logits: [B, T, X] for each layer with X routed experts; empty without such layers.
     """
 
@@ -78,10 +79,10 @@ class CausalLMConfig(Protocol):
 
 
 def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tensor | None:
-    """``cu_seqlens``, by that name or those of transformers' collator, which are removed from ``options``.
+    """Return ``cu_seqlens``, passed under its own name or under the names of transformers' collator in ``options``.
 
     Raises:
-        ValueError: both are given, the names of transformers in part, or no tensors.
+        ValueError: both are given, only a part of transformers' names is given, or a value is not a tensor.
     """
     q, k, *_ = (options.pop(f"{name}_{side}", None) for name in ("cu_seq_lens", "max_length") for side in "qk")
     check_tensors(cu_seqlens=cu_seqlens, cu_seq_lens_q=q)
@@ -101,8 +102,8 @@ def check_policy(name: str, policy: str) -> None:
 class Decoder(nn.Module):
     """A decoder with a language-model head.
 
-    A subclass with a ``block_class`` is built by the ``build_`` methods, of which it overrides those that differ. One
-    without sets the parts in its own constructor, after this one, and calls `post_init` last.
+    A subclass with a ``block_class`` is built by the ``build_`` methods, and overrides those that differ. A subclass
+    without a ``block_class`` calls this constructor first, then sets the parts, and calls `post_init` last.
 
     Args:
         config: sizes and constants.
@@ -131,6 +132,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config: Any = config
         self.kernels = kernels or KernelOptions()
+        # What the backward recomputes, and what is kept in host memory meanwhile.
         self.checkpointing: str | list[str] = "none"
         self.recomputed: frozenset[int] = frozenset()
         """Blocks that are recomputed as a whole."""
@@ -138,6 +140,7 @@ class Decoder(nn.Module):
         """Blocks whose activations are offloaded to host memory."""
         self.visual: Any = None
         """The vision tower, whose blocks are in ``visual.blocks``; None for models without one."""
+        # How the model is distributed, and what its layers need of every batch.
         self.groups = ParallelGroups()
         """The process groups that the model is distributed over."""
         self._needs_bounds = False
@@ -146,6 +149,7 @@ class Decoder(nn.Module):
         """Window of the attention layers -> whether one of these layers always needs a mask; set by `post_init`."""
         self._needs_flash: set[int | None] = set()
         """Windows of the attention layers that need a mask except in half precision."""
+        # What came with the checkpoint and is saved with the next one.
         self.hf_config: dict[str, Any] = {}
         """The config.json that the model was loaded with. Keys that the model does not read are saved again."""
         self.assets: dict[str, bytes] = {}
@@ -161,7 +165,7 @@ class Decoder(nn.Module):
             self.post_init()
 
     def build(self, config: Any) -> None:
-        """Set the parts of the model, in the order of their parameters in the state dict."""
+        """Build the parts of the model, in the order of their parameters in the state dict."""
         self.visual = self.build_visual(config)
         self.embed_tokens = self.build_embedding(config)
         self.layers = self.build_blocks(config)
@@ -170,42 +174,42 @@ class Decoder(nn.Module):
         self.rotary = nn.ModuleDict(self.build_rotary(config))
 
     def build_visual(self, config: Any) -> nn.Module | None:
-        """The vision tower; None for a model of text."""
+        """Build the vision tower; None for a model of text."""
         return None
 
     def build_embedding(self, config: Any) -> LigerEmbedding:
-        """The embedding of the tokens."""
+        """Build the embedding of the tokens."""
         return LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
 
     def build_blocks(self, config: Any) -> nn.ModuleList:
-        """All blocks."""
+        """Build all blocks."""
         return nn.ModuleList(self.build_block(config, layer) for layer in range(config.num_hidden_layers))
 
     def build_block(self, config: Any, layer: int) -> nn.Module:
-        """The block number ``layer``."""
+        """Build block number ``layer``."""
         block: nn.Module = self.block_class(config, layer, self.kernels)
         return block
 
     def build_norm(self, config: Any) -> Norm:
-        """The norm after the last block."""
+        """Build the norm after the last block."""
         return LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
 
     def build_head(self, config: Any) -> LigerLMHead:
-        """The language-model head."""
+        """Build the language-model head."""
         return LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
 
     def build_rotary(self, config: Any) -> dict[str, nn.Module]:
-        """The rotary embeddings, by the names that attention layers give them."""
+        """Build the rotary embeddings, under the names that attention layers use."""
         rotary = RotaryEmbedding(
             config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
         )
         return {"default": rotary}
 
     def post_init(self) -> None:
-        """Check the parts, tie and initialize the weights. A constructor that sets parts of its own calls it last.
+        """Check the parts, and tie and initialize the weights. A constructor that sets its own parts calls this last.
 
         Raises:
-            ValueError: an attribute is missing, there is a buffer, or attention layers share a cache slot.
+            ValueError: a part is missing, the model has a buffer, or attention layers share a cache slot.
         """
         name = type(self).__name__
         parts = ("embed_tokens", "layers", "norm", "lm_head", "rotary")
@@ -245,7 +249,7 @@ class Decoder(nn.Module):
             self.reset_parameters()
 
     def check_buffers(self) -> None:
-        """Raise ValueError if there is a buffer. Loading calls it, too: subclasses may add buffers later."""
+        """Raise ValueError if the model has a buffer. Loading checks again, since subclasses may add buffers."""
         buffers = [buffer for buffer, _ in self.named_buffers()]
         if buffers:
             raise ValueError(
@@ -262,12 +266,12 @@ class Decoder(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize all weights.
 
-        Linear layers and embeddings are drawn from a normal distribution with ``initializer_range``; their biases and
-        the embedding's row of the padding token are 0. Layers initialize their parameters by `Layer.draw`, all other
-        modules by ``reset_parameters``, submodules first.
+        The weights of linear layers and embeddings are drawn from a normal distribution with ``initializer_range``;
+        biases and the embedding of the padding token are set to 0. Other layers initialize their parameters by
+        `Layer.draw`, and all other modules by ``reset_parameters``, submodules first.
 
         Raises:
-            ValueError: a module has parameters of its own but no method ``reset_parameters``.
+            ValueError: a module has parameters but no method ``reset_parameters``.
         """
         std = self.config.initializer_range
         # First what is drawn by a rule of its own; seeds give the same numbers in this order alone.
@@ -299,7 +303,7 @@ class Decoder(nn.Module):
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:
-        """Context in which parameters may be replaced name by name; names that shared one share it again afterwards."""
+        """Context in which parameters may be replaced name by name; afterwards, shared parameters are shared again."""
         first_names: dict[int, str] = {}  # identity of a parameter -> its first name
         aliases = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
@@ -308,6 +312,7 @@ class Decoder(nn.Module):
                 aliases[name] = first
         yield
         for name, first in aliases.items():
+            # The parameter under the first name may be a new one: set it again under the other names.
             owner, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
 
@@ -317,12 +322,12 @@ class Decoder(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As `torch.nn.Module.load_state_dict`, but shared parameters stay shared with ``assign``."""
+        """`torch.nn.Module.load_state_dict`, except that shared parameters stay shared with ``assign``."""
         with self._sharing() if assign else nullcontext():
             return super().load_state_dict(state_dict, strict, assign)
 
     def current_assets(self) -> dict[str, bytes]:
-        """The current content of the files that are saved with the checkpoint."""
+        """The current content of the files that are saved with a checkpoint."""
         return self.assets
 
     def current_kept_tensors(self) -> dict[str, Tensor]:
@@ -341,12 +346,13 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> list[Any]:
-        """All blocks in execution order: those of the vision tower, if there is one, then those of the decoder."""
+        """All blocks in execution order: the blocks of the vision tower, if there is one, then of the decoder."""
         return [*([] if self.visual is None else self.visual.blocks), *self.layers]
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Number of parameters, or of trainable ones, with or without the embedding's; tied parameters count once."""
+        """Number of all or all trainable parameters, with or without the embedding; tied parameters count once."""
         excluded = self.embed_tokens.weight if exclude_embeddings else None
+        # Keyed by the parameter, so that a tied one counts once.
         sizes = {weight: size for module in self.modules() for weight, size in own_parameters(module).items()}
         return sum(
             size
@@ -355,8 +361,9 @@ class Decoder(nn.Module):
         )
 
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
-        """The weights of all linear layers but the head, and the stacked weights of experts, by name."""
+        """The weights of all linear layers except the head, and the stacked weights of experts, by name."""
         linear = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Linear)}
+        # The matrices of all experts are one parameter [X, O, C], which belongs to no `nn.Linear`.
         routed = tuple(path for path, layer in named_layers(self) if layer.router is not None)
         return {
             name: weight
@@ -366,7 +373,7 @@ class Decoder(nn.Module):
         }
 
     def print_trainable_parameters(self) -> None:
-        """Print how many parameters are trainable, of how many."""
+        """Print the number of trainable parameters and of all parameters."""
         trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()
         print(f"{trainable:,} of {total:,} parameters are trainable ({trainable / total:.3%})")
 
@@ -374,14 +381,15 @@ class Decoder(nn.Module):
         """Choose which activations are saved for the backward, and where. The gradients are always the same.
 
         Args:
-            policy: one policy for all blocks, or a list with one for each. "none" saves what the fused ops need.
-                "selective" recomputes the gate and up projections of the MLP, the largest activations. "full" saves
-                only the block's input and recomputes the rest, except the last projection, whose output the backward
-                does not need. With "full", blocks with routed experts also save the input of the experts, so that the
-                backward cannot route differently, and compiled blocks and models also save the input of the MLP.
-            offload_layers: number of blocks whose activations are offloaded to host memory, copied while the GPU
-                computes. They are spread evenly, and exclude the last two blocks if possible: the other blocks give the
-                copies time. Not supported within a compiled model, but with compiled blocks.
+            policy: one policy for all blocks, or a list with a policy for each block. "none" saves all tensors that the
+                fused ops need. "selective" recomputes the gate and up projections of the MLP, whose outputs are the
+                largest activations. "full" saves only the block's input and recomputes the rest, except the last
+                projection, whose output the backward does not need. With "full", blocks with routed experts also save
+                the input of the experts, so that the backward cannot route differently, and compiled blocks and models
+                also save the input of the MLP.
+            offload_layers: number of blocks whose activations are offloaded to host memory, with copies that overlap
+                the computation. The blocks are spread evenly and exclude the last two if possible, so that the copies
+                have time during the other blocks. A compiled model does not support offloading; compiled blocks do.
 
         Raises:
             ValueError: a policy is unknown, the list does not have one policy for each block, or ``offload_layers``
@@ -395,6 +403,7 @@ class Decoder(nn.Module):
             )
         if not 0 <= offload_layers <= blocks:
             raise ValueError(f"set_checkpointing: offload_layers must be 0 to {blocks}, got {offload_layers}.")
+        # All checks come before the first change.
         for block_policy in policies:
             check_policy("policy", block_policy)
 
@@ -436,31 +445,31 @@ class Decoder(nn.Module):
 
         Args:
             input_ids: [B, T] int64.
-            labels: [B, T] int64, unshifted; −100 is ignored. The last token of a row or of a packed document, and
-                padding, have no target.
+            labels: [B, T] int64, unshifted; −100 is ignored. Padding and the last token of a row or of a packed
+                document have no target.
             position_ids, attention_mask, cu_seqlens: see `BatchLayout.build`.
             inputs_embeds: [B, T, C] instead of ``input_ids``.
-            num_items_in_batch: divisor of the summed loss: the number of targets in all accumulation steps and on all
-                ranks, a number or a tensor of one element, 0 only if this batch has no targets. Default: the number of
-                targets in this batch. The auxiliary loss is multiplied by the batch's targets divided by this number,
-                so that the weights of all batches of a step add up to 1.
-            return_logits: True to return logits in addition to the loss. Default: logits only without ``labels``. False
-                without ``labels``: the head is not run, and what it would read is returned in ``hidden_states``.
+            num_items_in_batch: divisor of the summed loss, a number or a tensor of one element: the number of targets
+                in all accumulation steps and on all ranks. It may be 0 only if this batch has no targets. Default: the
+                number of targets in this batch. The auxiliary loss is multiplied by the number of targets in the batch
+                divided by this number, so that the weights of all batches of a step add up to 1.
+            return_logits: True returns logits in addition to the loss. The default returns logits only without
+                ``labels``. False without ``labels`` skips the head, and returns its input in ``hidden_states``.
             return_log_probs: with ``labels``, return the log-probabilities of the targets instead of the loss, for
-                losses of your own. The targets are ``labels`` shifted by `BatchLayout.shift`.
+                custom losses. The targets are ``labels`` shifted by `BatchLayout.shift`.
             loss_function: with ``labels``, replaces the loss. It is called with ``(hidden, weight, target)``: the
                 normed output of the last block [B, T, C], the head's weight [V, C] and the shifted labels [B, T]. It
-                may return anything. It is called inside the head, where FSDP has gathered the weight. It must apply a
-                softcap or a scale of the logits itself, and ``aux_loss`` is not added to its result.
-            logits_to_keep: return the logits of only the last so many tokens; 0 for all. Not with ``labels``.
+                may return any object. It is called inside the head, where FSDP has gathered the weight. It must itself
+                apply the model's softcap and logit scale, and ``aux_loss`` is not added to its result.
+            logits_to_keep: number of last tokens whose logits are returned; 0 for all. Not with ``labels``.
             output_hidden_states: return the hidden states before each block and after the last norm.
-            routed_experts: [B, T, L, K] integers, the K experts of each token in each of the L layers with routed
-                experts, in place of the routers' choice (routing replay): what `rollout` recorded. The weights of these
-                experts follow from the router's logits, as do its gradients and the auxiliary loss. For a token whose
-                numbers are negative the routers choose.
+            routed_experts: [B, T, L, K] integers, recorded by `rollout`: the K experts of each token in each of the L
+                layers with routed experts. They replace the routers' choice (routing replay). The routers' logits still
+                determine the weights of these experts, the routers' gradients and the auxiliary loss. For a token with
+                negative numbers the routers choose.
             cache: decode cache, to which the tokens are appended.
-            cu_seq_lens_q, cu_seq_lens_k: ``cu_seqlens`` under the names of transformers'
-                ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, which are the same tensor.
+            cu_seq_lens_q, cu_seq_lens_k: ``cu_seqlens`` under the two names that transformers'
+                ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` gives the same tensor.
             max_length_q, max_length_k: ignored; accepted because that collator passes them.
 
         Returns:
@@ -490,7 +499,7 @@ class Decoder(nn.Module):
         inputs_embeds: Tensor | None = None,
         cache: DecodeCache | None = None,
     ) -> tuple[Tensor, BatchLayout]:
-        """The embeddings of this rank's share of the tokens, and the layout of the batch: the arguments of `run`.
+        """Return the arguments of `run`: the embeddings of this rank's tokens, and the layout of the batch.
 
         Args: as in `forward`.
         """
@@ -502,7 +511,7 @@ class Decoder(nn.Module):
         return embeds, layout
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, tuple[int, int]]:
-        """The embeddings of this rank's share of the tokens, and the shape (B, T) of the whole batch."""
+        """Return the embeddings of this rank's share of the tokens, and the shape (B, T) of the whole batch."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("forward: exactly one of input_ids and inputs_embeds must be given.")
         check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
@@ -516,35 +525,35 @@ class Decoder(nn.Module):
         return self.embed_tokens(self.groups.context_share(input_ids)), (B, T)
 
     def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
-        """The fields that ``layout_class`` adds, from the T tokens of a row; ``embeds`` are this rank's share."""
+        """Values of the fields that ``layout_class`` adds, for rows of T tokens; ``embeds`` is this rank's share."""
         return {}
 
     def stand_ins(self, layout: BatchLayout, like: Tensor) -> BatchLayout:
-        """The layout with tensors in place of what other blocks add to it, so that a block runs by itself.
+        """The layout with stand-ins for the tensors that other blocks add to it, so that a block runs alone.
 
         Args:
             layout: as `layout` returns it.
-            like: [B, T, C], the stream, in whose dtype they are.
+            like: [B, T, C], the residual stream, whose dtype the stand-ins have.
         """
         return layout
 
     @property
     def held_elements(self) -> int:
-        """Number of elements per token that the forward holds for the backward besides what the blocks save."""
+        """Number of elements per token that the forward holds for the backward outside the blocks."""
         return 0
 
     def carry(self, index: int, more: list[Tensor], layout: BatchLayout) -> tuple[list[Tensor], BatchLayout]:
-        """The router logits of a block, and the layout for the blocks after it.
+        """Return the router logits of a block, and the layout for the blocks after it.
 
         Args:
             index: index of the block.
-            more: what the block returned besides x and the stream.
-            layout: the layout that the block was given.
+            more: the block's results after x and the stream.
+            layout: the layout that was passed to the block.
         """
         return more, layout
 
     def layout(self, shape: tuple[int, int], embeds: Tensor, **options: Any) -> BatchLayout:
-        """The layout of a batch of ``shape`` (B, T); options as in `BatchLayout.build`."""
+        """Build the layout of a batch of ``shape`` (B, T), with options as in `BatchLayout.build`."""
         if self._windows is None:
             raise ValueError(
                 f"{type(self).__name__}: the constructor must end with self.post_init(), got no call of it. Add it."
@@ -560,7 +569,7 @@ class Decoder(nn.Module):
         )  # fmt: skip
 
     def run(self, embeds: Tensor, layout: BatchLayout, **options: Any) -> CausalLMOutput:
-        """Run everything after the embedding.
+        """Run blocks, norm, head and loss.
 
         Args:
             embeds: [B, T, C], or only this rank's share of the tokens.
@@ -609,7 +618,7 @@ class Decoder(nn.Module):
         return output._replace(loss=loss)
 
     def _apply_head(self, hidden: Tensor, request: HeadRequest, targets: LossTargets | None) -> tuple[Any, Any]:
-        """The loss, or the log-probabilities of the targets, and the logits, of this rank's tokens."""
+        """Return the loss (or the log-probabilities of the targets) and the logits of this rank's tokens."""
         if targets is None:
             kept = request.logits_to_keep
             return None, self.lm_head(hidden[:, -kept:] if kept else hidden)
@@ -629,7 +638,7 @@ class Decoder(nn.Module):
     def _shared_auxiliary_loss(
         self, router_logits: list[Tensor], layout: BatchLayout, request: HeadRequest, targets: LossTargets | None
     ) -> Tensor | None:
-        """`auxiliary_loss`, weighted by the share of this batch in the targets of the step."""
+        """`auxiliary_loss`, times the share of the step's targets that are in this batch."""
         mask = None if layout.attention_mask is None else self.groups.context_share(layout.attention_mask)
         aux_loss = self.auxiliary_loss(router_logits, mask)
         if aux_loss is None or targets is None or request.num_items_in_batch is None:
@@ -642,7 +651,7 @@ class Decoder(nn.Module):
         return routed_layers(self.layers)
 
     def choose_experts(self, router_logits: Sequence[Tensor]) -> Tensor:
-        """The experts that the layers choose by the router logits of a forward, [N, L, K] int16, N = B · T."""
+        """The experts that the layers choose for the router logits of a forward: [N, L, K] int16, N = B · T."""
         chosen = [layer.choose(logits) for layer, logits in zip(self.routers, router_logits, strict=True)]
         return torch.stack(chosen, 1).to(torch.int16)
 
@@ -667,7 +676,7 @@ class Decoder(nn.Module):
         return parts
 
     def _by_block(self, experts: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:
-        """Index of a block -> what belongs to its layers with routed experts, of one tensor for each of the model's."""
+        """Map the index of a block to the tensors of its layers with routed experts; ``experts`` has one per layer."""
         left = iter(experts)
         routers = map(routed_layers, self.layers)
         return {index: tuple(next(left) for _ in layers) for index, layers in enumerate(routers) if layers}
@@ -675,7 +684,7 @@ class Decoder(nn.Module):
     def run_blocks(
         self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The normed output of the last block, [B, T, C], and the router logits of the blocks with routed experts.
+        """Return the normed output of the last block, [B, T, C], and the router logits of all blocks.
 
         The residual stream before each block, [B, T, C], is appended to ``states``.
         """
@@ -692,11 +701,13 @@ class Decoder(nn.Module):
         if layout.experts:
             experts, layout = self._by_block(layout.experts), replace(layout, experts=())
 
-        x: Tensor | None = None  # what is yet to be added to the stream, [B, T, C]
+        # x [B, T, C] is yet to be added to the stream: the norm of the next block adds it in its kernel.
+        x: Tensor | None = None
         residual = embeds
         router_logits: list[Tensor] = []
         for index, block in enumerate(self.layers):
             if states is not None:
+                # The input of a block is the stream with the pending branch added.
                 states.append(residual if x is None else residual + x)
             run: Any = block
             if index in recomputed and not is_compiled(block):
@@ -734,9 +745,9 @@ class Decoder(nn.Module):
         return (nn.functional.pad(mask, (0, new), value=1).cumsum(1) - 1).clamp_min(0)
 
     def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
-        """The weighted loss that is added to the cross entropy; None for none.
+        """The weighted loss that is added to the cross entropy, or None.
 
-        This is the load-balancing loss of all layers with routed experts together, if the config enables it.
+        It is the load-balancing loss of all layers with routed experts together, if the config enables it.
         """
         if not (router_logits and getattr(self.config, "output_router_logits", False)):
             return None

@@ -1,6 +1,6 @@
-"""Tensors that follow from weights alone: while tokens are decoded they are computed once, not for every token.
+"""Tensors that depend only on weights. Decoding computes them once instead of for every token.
 
-A layer asks for them by `derive`. Outside of decoding, and in compiled code, each call computes them, with gradients.
+A layer gets them from `derive`. Outside of decoding, and in compiled code, every call computes them, with gradients.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -17,10 +17,10 @@ _USED: ContextVar["DerivedTensors | None"] = ContextVar("derived", default=None)
 
 
 class DerivedTensors:
-    """What layers have derived from their weights since the last `renew`, in memory that stays.
+    """Tensors that layers have derived from their weights since the last `renew`, at fixed addresses.
 
-    It belongs to a generation, during which the weights are taken to be the same, or to a step that is captured as a
-    CUDA graph and reads it. Layers have no state of it, so nothing outside of `used` sees it.
+    An instance belongs to one generation, during which the weights must not change, or to a captured CUDA graph that
+    reads these tensors. Layers hold no reference to it, so it has no effect outside of `used`.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class DerivedTensors:
         return sum(x.nbytes for tensors in self._tensors.values() for x in tensors if x is not None)
 
     def renew(self) -> None:
-        """Compute everything again when it is asked for, into the same memory: the weights may have changed."""
+        """Recompute each tensor at its next use, into the same memory, because the weights may have changed."""
         self._current.clear()
 
     @contextmanager
@@ -46,7 +46,7 @@ class DerivedTensors:
             _USED.reset(token)
 
     def find(self, key: tuple[nn.Module, Hashable], compute: Callable[[], Tensors]) -> Tensors:
-        """What ``compute`` returns, from the first call after `renew`."""
+        """The result of ``compute``, which is called only once after each `renew`."""
         if key not in self._current:
             computed = compute()
             for old, new in zip(self._tensors.setdefault(key, computed), computed, strict=True):
@@ -58,12 +58,12 @@ class DerivedTensors:
 
 
 def derive(layer: nn.Module, purpose: Hashable, compute: Callable[[], Tensors]) -> Tensors:
-    """Tensors that ``compute`` makes of the weights of a layer and of nothing else, or what it made of them before.
+    """Return the tensors that ``compute`` derives from the weights of a layer alone, from a previous call if possible.
 
     Args:
-        layer: whose weights they are.
-        purpose: what tells them from others of the layer, such as their dtype.
-        compute: returns a tuple of new tensors, always of the same shapes for a purpose.
+        layer: the layer with the weights.
+        purpose: key that distinguishes several derived tensors of a layer, such as their dtype.
+        compute: function that returns a tuple of new tensors, with the same shapes in every call for a purpose.
     """
     used = None if torch.compiler.is_compiling() else _USED.get()
     return compute() if used is None else used.find((layer, purpose), compute)

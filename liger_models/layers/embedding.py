@@ -14,13 +14,13 @@ from liger_models.layers.linear import is_sharded, local
 
 
 class LigerEmbedding(nn.Embedding, Layer):
-    """`nn.Embedding` whose errors name the wrong token id if the ids are on the CPU.
+    """`nn.Embedding` whose errors name the invalid token id if the ids are on the CPU.
 
     Args:
         num_embeddings, embedding_dim: V and C.
-        padding_idx: id whose row gets no gradient from the lookup, and is 0 in a new model; −1 is the last row. None or
-            an id outside the table: no such row. A tied head still trains the row.
-        scale: factor of the embeddings, rounded to the dtype of the weight (Gemma); None for 1.
+        padding_idx: id whose row is 0 in a new model and gets no gradient from the lookup; −1 is the last row. None, or
+            an id outside the table, means no such row. A tied head still trains the row.
+        scale: factor of the embeddings, which is rounded to the dtype of the weight (Gemma); None for 1.
 
     Raises:
         ValueError: an id on the CPU is outside the vocabulary. (On an accelerator the lookup itself fails.)
@@ -66,7 +66,7 @@ class LigerEmbedding(nn.Embedding, Layer):
 
 @torch.no_grad()
 def resize_rows(embedding: nn.Embedding | nn.Linear, count: int) -> None:
-    """Give an embedding or a head ``count`` rows, in a new parameter; new rows are the mean of the old ones."""
+    """Resize an embedding or a head to ``count`` rows, in a new parameter; new rows are the mean of the old rows."""
     old = embedding.weight
     mean = old.mean(0, dtype=torch.promote_types(old.dtype, torch.float32)).to(old.dtype)
     kept = old[:count]
@@ -82,7 +82,7 @@ def resize_rows(embedding: nn.Embedding | nn.Linear, count: int) -> None:
 
 @torch.no_grad()
 def zero_padding_row(embedding: nn.Embedding) -> None:
-    """Set the row of ``padding_idx`` to 0, if there is one. The weight may be sharded."""
+    """Set the row of ``padding_idx``, if there is one, to 0. The weight may be sharded."""
     if embedding.padding_idx is None:
         return
     weight: Any = embedding.weight

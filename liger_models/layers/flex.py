@@ -1,6 +1,6 @@
-"""Attention by flex_attention, for the masks, softcaps and dtypes that other kernels do not take.
+"""Attention by flex_attention, for masks, softcaps and dtypes that no other kernel supports.
 
-The module is imported where it is first needed: it imports torch's compiler.
+The module is imported on first use, because it imports torch's compiler.
 """
 
 import functools

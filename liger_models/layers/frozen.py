@@ -1,25 +1,25 @@
-"""A frozen weight in fewer bits as the parameters of a layer.
+"""The parameters of a layer whose frozen weight is stored in fewer bits.
 
-A layer's parameter holds the codes, and its submodule ``stored`` the other tensors of the format, as bytes. FSDP
-shards, gathers, casts nothing and offloads them like any other parameters::
+The layer's parameter holds the codes, and its submodule ``stored`` holds the other tensors of the format, as bytes.
+FSDP shards, gathers and offloads them like any other parameters, without casts::
 
     layer.weight             codes     NF4 [blocks, bytes of a block]    float8 [O, C]
     layer.stored.scales                NF4 [blocks, 1]                   float8 [O, bytes of the scales of a row]
     layer.stored.factors               NF4: factors, mean and table, [numbers, bytes of one]
 
 The matrices of routed experts are stored in the same way, with the experts in the first dimension. ``stored`` then
-holds the tensors of both parameters, by their names::
+holds the tensors of both parameters, under the parameters' names::
 
     layer.gate_up_weight                     codes     NF4 [X, O, C / 2]    float8 [X, O, C]
     layer.stored.gate_up_weight.scales                 [X, bytes of an expert's scales]
     layer.stored.gate_up_weight.factors      ...       NF4 [X, bytes of an expert's factors]
 
-`apply_fsdp` shards each tensor by its first dimension, and gathers all of them before the weight is used: the weight is
-the same on any number of ranks. After `apply_tp` and `apply_ep` each rank uses its own slice or its own experts without
-gathering them. A slice has whole blocks, so its numbers are those of the weight.
+`apply_fsdp` shards each tensor along its first dimension, and gathers all tensors before the weight is used, so the
+weight is the same on any number of ranks. After `apply_tp` and `apply_ep` each rank uses its own slice or its own
+experts without gathering. A slice consists of whole blocks, so it has the same numbers as that part of the weight.
 
-A rank that reads its part of a checkpoint quantizes only that part. The scales of NF4 are quantized together, so the
-ranks exchange the largest number of each block, which is 1/64 of the weight.
+A rank that reads its part of a checkpoint quantizes only this part. The scales of NF4 are quantized together, so the
+ranks exchange the largest number of each block, which are 1/64 of the weight's numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,14 +43,15 @@ from liger_models.layers.linear import (
 
 
 class FrozenParameters(nn.Module):
-    """The tensors of a frozen weight besides its codes, as parameters of bytes, and what the weight is.
+    """The tensors of a frozen weight except its codes, as parameters of bytes, and the weight's format and shape.
 
-    `freeze` makes one and puts it into a layer. ``codes`` is always the layer's parameter that holds the codes.
+    `freeze` adds an instance to a layer. The argument ``codes`` of a method is always the layer's parameter with the
+    codes.
 
     Args:
-        weight: the weight, whose memory the parameters share; on the meta device for a layer that is to be loaded.
-        like: a weight that `apply_ep` has sharded, of which ``weight`` has this rank's experts. Default: ``weight`` is
-            the whole weight.
+        weight: the weight, whose memory the parameters share; on the meta device for a layer that is loaded later.
+        like: a dense weight that `apply_ep` has sharded; ``weight`` then has only this rank's experts. Default:
+            ``weight`` is the whole weight.
     """
 
     def __init__(self, weight: FrozenWeight, like: Tensor | None = None) -> None:
@@ -78,7 +79,7 @@ class FrozenParameters(nn.Module):
         return {name: nn.Parameter(_bytes_of(tensor), requires_grad=False) for name, tensor in tensors.items()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenParameters":
-        """Move the bytes, and change the dtype of the dense weight as that of any other weight (``model.to``)."""
+        """Move the bytes, and change the dtype of the dense weight, for ``model.to``."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -89,7 +90,7 @@ class FrozenParameters(nn.Module):
 
     @property
     def local_shape(self) -> torch.Size:
-        """Shape of this rank's slice or of its experts; without `apply_tp` and `apply_ep`, of the whole weight."""
+        """Shape of this rank's slice or experts; without `apply_tp` and `apply_ep`, shape of the whole weight."""
         sizes = list(self.shape)
         if self.sharded is not None:
             sizes[self.sharded[0]] //= self.sharded[1]
@@ -98,8 +99,8 @@ class FrozenParameters(nn.Module):
     def join(self, codes: Tensor) -> FrozenWeight:
         """The weight as ops take it.
 
-        It is gathered from all ranks if it is sharded, except after `apply_tp` and `apply_ep`, when each rank uses its
-        own part.
+        A sharded weight is gathered from all ranks, except after `apply_tp` and `apply_ep`, when each rank uses its own
+        part.
         """
         # FSDP adds a dimension of the mesh to the parameters that it shards. In the forward they are gathered.
         if self.sharded is None or not is_sharded(codes) or codes.device_mesh.ndim > 1:  # type: ignore[attr-defined]
@@ -107,7 +108,7 @@ class FrozenParameters(nn.Module):
         return self._join(local, codes, self.local_shape)
 
     def whole(self, codes: Tensor) -> FrozenWeight:
-        """As `join`, but always gathered from all ranks."""
+        """The whole weight as ops take it, gathered from all ranks if it is sharded."""
         return self._join(_whole, codes, self.shape)
 
     def _join(self, take: Callable[[Tensor], Tensor], codes: Tensor, shape: torch.Size) -> FrozenWeight:
@@ -121,21 +122,22 @@ class FrozenParameters(nn.Module):
 
     @torch.no_grad()
     def shard(self, layer: nn.Module, name: str, dim: int, ranks: int) -> dict[str, int]:
-        """Expect the parameters to be sharded by `apply_tp` or `apply_ep`.
+        """Prepare the parameters for sharding by `apply_tp` or `apply_ep`.
 
         Args:
-            layer: whose weight it is.
-            name: of the layer's parameter that holds the codes, with the path of the layer, for errors.
-            dim: of the weight, along which it is sharded.
+            layer: the layer with the weight.
+            name: name of the layer's parameter with the codes, including the path of the layer.
+            dim: dimension along which the weight is sharded.
             ranks: number of slices.
 
         Returns:
-            Name of each parameter that is to be sharded, with its path -> the dimension along which it is sharded.
+            A map from the path of each parameter that will be sharded to the dimension along which it is sharded.
 
         Raises:
-            ValueError: a slice would end within a block that shares a scale.
+            ValueError: a slice would end inside a block that shares a scale.
         """
         path, _, attribute = name.rpartition(".")
+        # A slice must not end inside a block, whose numbers share a scale.
         *_, rows, columns = self.shape
         by_rows, by_columns = dim == len(self.shape) - 2, dim == len(self.shape) - 1
         if by_rows or by_columns:  # a slice of whole experts has whole blocks anyway
@@ -164,11 +166,11 @@ class FrozenParameters(nn.Module):
 
     @torch.no_grad()
     def quantize(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> None:
-        """Quantize this rank's part of the weight. `finish` must follow, on all ranks.
+        """Quantize this rank's part of the weight. All ranks must call `finish` afterwards.
 
         Args:
-            codes: the parameter of the layer.
-            read: first row, last row + 1 -> these rows [n, C], or experts [n, O, C], of the dense weight.
+            codes: the layer's parameter with the codes.
+            read: maps first row and last row + 1 to these rows [n, C], or experts [n, O, C], of the dense weight.
         """
         first, count = offset_of(codes)[0], len(local(codes))
 
@@ -185,22 +187,24 @@ class FrozenParameters(nn.Module):
         self._copy_parts({"codes": codes, **self._parameters}, weight, first)
 
     def _copy_parts(self, parameters: dict[str, Any], weight: FrozenWeight, first: int = 0) -> None:
-        """Copy this rank's part of a weight, whose first dimension begins at ``first``, into some parameters."""
+        """Copy this rank's part of a weight that begins at row or expert ``first`` into the parameters."""
         tensors = self.format.pack(weight)
         if self.sharded is not None:
+            # Rearranged as the parameters are, so that this rank's slice is contiguous.
             tensors, *_ = self.format.slices(tensors, weight.shape, list(weight.layout), *self.sharded)
         for name, parameter in parameters.items():
-            own, part = local(parameter), _bytes_of(tensors[name])
+            target, part = local(parameter), _bytes_of(tensors[name])
             # Tensors that all experts share have no experts in their first dimension.
             begin = 0 if name in self.format.shared else first
             for dim, start in enumerate(offset_of(parameter)):
-                part = part.narrow(dim, start - begin if dim == 0 else start, own.shape[dim])
-            own.copy_(part)
+                part = part.narrow(dim, start - begin if dim == 0 else start, target.shape[dim])
+            target.copy_(part)
 
     def _numbers(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
-        """The numbers [n, K] that this rank's rows of the codes stand for: successive ones, or slices of rows."""
+        """The numbers [n, K] of this rank's rows of the codes, which are contiguous numbers or slices of rows."""
         (first, column), (count, width) = offset_of(codes), local(codes).shape
         columns, per_byte = self.shape[1], self.shape.numel() // codes.numel()
+        # Numbers of the dense weight in a row of the codes, which may differ from a row of the weight.
         of_a_row = codes.shape[1] * per_byte
 
         # Rows of the codes may begin and end within rows of the weight.
@@ -211,7 +215,7 @@ class FrozenParameters(nn.Module):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Quantize the numbers that ranks quantize together, if there are any."""
+        """Quantize the tensors that all ranks quantize together, if the format has any."""
         if self._statistics is None:
             return
         statistics, self._statistics = self._statistics, None
@@ -234,11 +238,11 @@ class FrozenParameters(nn.Module):
 
 
 class FrozenLinear(nn.Linear, Layer):
-    """A linear layer with a frozen weight [O, C] in fewer bits.
+    """A linear layer with a frozen weight [O, C] that is stored in fewer bits.
 
     Args:
-        linear: the layer that it replaces, whose bias it takes.
-        weight: its weight.
+        linear: the layer to replace, whose bias is kept.
+        weight: the frozen weight.
     """
 
     is_low_rank = True
@@ -294,12 +298,12 @@ FrozenLinear.parallel_kinds = {
 
 
 def freeze(layer: nn.Module, name: str, weight: FrozenWeight) -> None:
-    """Replace a layer's parameter by the codes of a frozen weight; the submodule ``stored`` gets the other tensors.
+    """Replace a layer's parameter by the codes of a frozen weight, and add its other tensors as submodule ``stored``.
 
     Args:
         layer: a linear layer, or a layer with routed experts.
-        name: of the parameter: "weight", or that of the experts' matrices. It may be sharded by `apply_ep`.
-        weight: the whole weight, or the experts of this rank.
+        name: name of the parameter, "weight" or the name of the experts' matrices. It may be sharded by `apply_ep`.
+        weight: the whole weight, or this rank's experts.
     """
     former = layer._parameters.get(name)
     frozen = FrozenParameters(weight, former if is_sharded(former) else None)
@@ -314,14 +318,14 @@ def freeze(layer: nn.Module, name: str, weight: FrozenWeight) -> None:
 
 
 def frozen_parts(layer: nn.Module) -> dict[str, FrozenParameters]:
-    """The frozen weights of a layer, by the names of its parameters that hold their codes."""
+    """The frozen weights of a layer, by the names of the parameters with their codes."""
     stored = layer._modules.get("stored")
     parts = {"weight": stored} if isinstance(stored, FrozenParameters) else getattr(stored, "_modules", {})
     return {name: part for name, part in parts.items() if isinstance(part, FrozenParameters)}
 
 
 def frozen_weights(model: nn.Module) -> dict[str, FrozenParameters]:
-    """The frozen weights of a model, by the names of the parameters that hold their codes."""
+    """The frozen weights of a model, by the names of the parameters with their codes."""
     parts = ((path, frozen_parts(layer)) for path, layer in model.named_modules())
     return {f"{path}.{name}": frozen for path, of_layer in parts for name, frozen in of_layer.items()}
 
@@ -340,7 +344,7 @@ def dequantized_to(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def frozen_format(linear: nn.Linear) -> Format | None:
-    """The format of a linear layer's weight, which may be a tensor of torchao's; None for a dense weight."""
+    """The format of a linear layer's weight, which may be a torchao tensor; None for a dense weight."""
     frozen = frozen_parts(linear).get("weight")
     if frozen is not None:
         return frozen.format
@@ -349,13 +353,13 @@ def frozen_format(linear: nn.Linear) -> Format | None:
 
 
 def dtype_of(linear: nn.Linear) -> torch.dtype:
-    """The dtype of a layer's weight, also if the parameter ``weight`` holds codes."""
+    """The dtype of a layer's weight, even if the parameter ``weight`` holds codes."""
     frozen = frozen_parts(linear).get("weight")
     return linear.weight.dtype if frozen is None else frozen.dtype
 
 
 def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
-    """A module's own parameters, and the number of elements of each; of codes, the number of those of the weight."""
+    """A module's own parameters with their numbers of elements; codes count as the elements of their dense weight."""
     if isinstance(module, FrozenParameters):
         return {}
     frozen = frozen_parts(module)
@@ -366,7 +370,7 @@ def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def offset_of(parameter: Any) -> tuple[int, ...]:
-    """Where this rank's part of a parameter starts in each dimension."""
+    """The index in each dimension at which this rank's part of a parameter begins."""
     if not is_sharded(parameter):
         return (0,) * int(parameter.dim())
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
@@ -376,7 +380,7 @@ def offset_of(parameter: Any) -> tuple[int, ...]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor [rows, ...], which keeps its dimensions; of a flat one: [rows, bytes of one]."""
+    """The bytes of a tensor: [rows, ...] keeps its dimensions, and [rows] becomes [rows, bytes of an element]."""
     tensor = tensor.detach()
     return (tensor[:, None] if tensor.dim() == 1 else tensor).contiguous().view(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: linear attention whose state is a matrix for each head, with a short convolution before it."""
+"""Gated DeltaNet: linear attention with one state matrix per head, after a short convolution."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class LigerGatedRMSNorm(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True: the gradient is all-reduced over ``group``, whose ranks have heads of their own."""
+        """Return True, because the gradient is all-reduced over ``group``, whose ranks have different heads."""
         self.group = group
         return True
 
@@ -52,7 +52,7 @@ class LigerGatedRMSNorm(Layer):
 
 
 def _run(op: Any, reference: Any, *args: Tensor, kernel: bool, stateful: bool, **options: Any) -> tuple[Tensor, Any]:
-    """``(result, final state)`` of an op, or of its reference without ``kernel``; the state only if ``stateful``."""
+    """``(result, final state)`` of an op or its reference; the op returns the state only if ``stateful``."""
     if not kernel:
         result, state = reference(*args, **options)
     elif stateful:
@@ -63,7 +63,7 @@ def _run(op: Any, reference: Any, *args: Tensor, kernel: bool, stateful: bool, *
 
 
 class _Sizes(NamedTuple):
-    """Widths of what `LigerGatedDeltaNet` projects for one key head."""
+    """Widths of the parts of `LigerGatedDeltaNet`'s projection for one key head."""
 
     query: int
     key: int
@@ -74,23 +74,23 @@ class _Sizes(NamedTuple):
 
 
 class LigerGatedDeltaNet(Layer):
-    """Linear attention by the gated delta rule, with one projection for all that it takes.
+    """Linear attention by the gated delta rule, with one packed input projection.
 
-    The rows of ``in_proj`` are grouped by key head: its query, its key, then of each of its Hv / Hk value heads the
-    value, then the gates, then one row each for the update rate β and for the decay. The rows of ``conv_weight``
-    are grouped in the same way, over queries, keys and values.
+    The rows of ``in_proj`` are grouped by key head: its query, its key, the values of its Hv / Hk value heads, their
+    gates, their update rates β (one row each), and their decays (one row each). The rows of ``conv_weight`` are grouped
+    in the same way, over queries, keys and values.
 
     Args:
         hidden_size: C.
         num_key_heads, num_value_heads: Hk and Hv; Hv is a multiple of Hk.
         key_dim, value_dim: Dk and Dv.
         conv_size: K, number of tokens that the convolution sees.
-        layer: index of the layer, its slot in the decode cache.
-        eps: of the output norm.
+        layer: index of the layer, which is also its slot in the decode cache.
+        eps: eps of the output norm.
         kernel: False for plain torch.
 
     Raises:
-        ValueError: Hv is not a multiple of Hk, or K is 1, or more than the kernel takes.
+        ValueError: Hv is not a multiple of Hk, or K is below 2 or more than the kernel supports.
 
     Source: https://arxiv.org/abs/2412.06464.
     """
@@ -142,7 +142,7 @@ class LigerGatedDeltaNet(Layer):
 
     @property
     def token_flops(self) -> int:  # type: ignore[override]
-        """Three products of a vector and the state for each value head: its reading, its update, its result."""
+        """The operations of three products of a vector and the state per value head: read, update and result."""
         return 6 * self.num_value_heads * self.key_dim * self.value_dim
 
     def set_policy(self, policy: str) -> None:
@@ -150,7 +150,7 @@ class LigerGatedDeltaNet(Layer):
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
-        """All of the layer under "full"."""
+        """1 under "full", 0 otherwise."""
         return float(policy == "full")
 
     def can_shard(self, size: int) -> bool:
@@ -205,9 +205,10 @@ class LigerGatedDeltaNet(Layer):
     def add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
-        """``residual = residual + x; layer(norm(residual))``: ``(y, residual)``, each [B, T, C].
+        """``residual = residual + x``, then ``y = layer(norm(residual))``. Returns ``(y, residual)`` [B, T, C].
 
-        The backward recomputes the normed activations; with ``recompute`` everything except the output projection.
+        The backward recomputes the normed activations; with ``recompute`` it recomputes everything except the output
+        projection.
         """
         if recomputes(self) and layout.cache is None:
             random = draws(self, 0.0)
@@ -230,12 +231,12 @@ class LigerGatedDeltaNet(Layer):
         return y
 
     def _own(self, parameter: Tensor) -> Tensor:
-        """The part of a parameter that belongs to this rank's heads."""
+        """The part of a parameter for this rank's heads."""
         context = self.groups.context
         return local(parameter) if context is None else local(parameter).chunk(context.size)[context.rank]
 
     def _mix(self, projected: Tensor, layout: BatchLayout) -> Tensor:
-        """The heads' results [B, T, Hv · Dv] from the projection's output for all tokens."""
+        """The outputs of the heads, [B, T, Hv · Dv], from the projection's output for all tokens."""
         B, T, _ = projected.shape
         padding, bounds = layout.padding(T), layout.bounds
         if padding is not None:  # padding writes nothing into the state

@@ -1,4 +1,4 @@
-"""The decode cache: keys and values of the tokens so far, and states of linear attention."""
+"""The decode cache: keys and values of all previous tokens, and states of linear attention."""
 
 import sys
 from collections.abc import Hashable
@@ -11,11 +11,11 @@ LEAST_GROWTH = 256
 
 
 class Pages(NamedTuple):
-    """Where the tokens of each row are, in a step that decodes one token of each.
+    """The location of each row's tokens in the cache, in a step that decodes one token per row.
 
     Attributes:
         table: [B, N] int32, the pages of each row.
-        lengths: [B] int32, number of tokens of each row, the new one included.
+        lengths: [B] int32, number of tokens of each row, including the new one.
     """
 
     table: Tensor
@@ -23,16 +23,16 @@ class Pages(NamedTuple):
 
 
 class DecodeCache:
-    """What layers keep of the tokens so far, for decoding. Memory grows by a quarter, so that tokens are rarely copied.
+    """The tensors that layers keep of previous tokens. Memory grows by a quarter at a time, to copy tokens rarely.
 
     Args:
-        capacity: maximum number of tokens per sequence; by default there is none.
+        capacity: maximum number of tokens per sequence; unlimited by default.
     """
 
     pages: Pages | None = None
     """Set if keys and values are in pages, which `extend` then returns; see `PagedCache`."""
     takes_documents = False
-    """Whether packed documents may be cached, whose next tokens are then given row by row; see `PagePool`."""
+    """Whether packed documents may be cached. Their next tokens are then rows of a batch; see `PagePool`."""
 
     def __init__(self, capacity: int = sys.maxsize) -> None:
         self.capacity, self.length = capacity, 0
@@ -44,9 +44,9 @@ class DecodeCache:
         """States after the tokens of a forward that has not ended: one that fails leaves the cache as it was."""
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [B, T, G, D] of one layer, and return all keys and values of it, [B, length + T, G, D] each.
+        """Append a layer's k and v [B, T, G, D], and return all its keys and values, [B, length + T, G, D] each.
 
-        This does not change ``length``; `advance` does so after all layers.
+        This does not change ``length``; `advance` does, after all layers.
 
         Raises:
             ValueError: there are more tokens than ``capacity``.
@@ -69,22 +69,22 @@ class DecodeCache:
         return keys[:, :end], values[:, :end]
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """The states of a layer of linear attention after the tokens so far, [B, ...] each; None before the first."""
+        """A layer's states of linear attention after all previous tokens, [B, ...] each; None in an empty cache."""
         return self._states[layer] if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """Store the states of a layer after its new tokens; unlike keys and values they replace what was there."""
+        """Replace the states of a layer by its states after the new tokens."""
         self._new_states[layer] = states
 
     def advance(self, tokens: int) -> None:
-        """Count the tokens of a forward that ends: all layers have stored their keys, values and states."""
+        """Count the tokens of a forward after all layers have stored their keys, values and states."""
         self._states.update(self._new_states)
         self._new_states.clear()
         self.length += tokens
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether there are such states, from which the last tokens cannot be removed."""
+        """Whether the cache has states of linear attention, from which the last tokens cannot be removed."""
         return bool(self._states)
 
     def select(self, rows: Tensor) -> None:
@@ -95,7 +95,7 @@ class DecodeCache:
 
 
 def _longer(x: Tensor, tokens: int) -> Tensor:
-    """Memory for so many tokens, of which the first ones are x [B, T, ...]."""
+    """Allocate memory for ``tokens`` tokens and copy x [B, T, ...] to its beginning."""
     longer = x.new_empty(len(x), tokens, *x.shape[2:])
     longer[:, : x.shape[1]] = x
     return longer

@@ -1,4 +1,4 @@
-"""The base class of layers, through which generic code asks a layer instead of checking its class."""
+"""The base class of layers. Generic code calls its methods instead of checking classes."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,17 +12,17 @@ CHECKPOINTING_POLICIES = ("none", "selective", "full")
 
 
 class AttentionSpec(NamedTuple):
-    """What an attention layer requires from the model, and what it computes.
+    """The requirements of an attention layer on the model, and its cost.
 
     Attributes:
-        cache_slot: index of the layer's keys and values in the decode cache; None for a layer that has none of its own.
+        cache_slot: index of the layer's keys and values in the decode cache; None for a layer without keys and values.
         rotary: name of the rotary embedding that rotates queries and keys; None for no rotation.
         window: number of tokens that a token attends to, itself included; None for all.
         needs_mask: whether the kernel needs a mask even for plainly causal attention (softcaps).
-        pair_flops: floating-point operations in the forward per pair of a query and a key it attends to.
-        needs_flash: whether an accelerator needs a mask even for plainly causal attention, except in half precision
+        pair_flops: floating-point operations of the forward per pair of a query and a visible key.
+        needs_flash: whether plainly causal attention needs a mask on accelerators unless it runs in half precision
             (sinks).
-        takes_pages: whether keys and values may be pages of a `PagedCache` in a decoding step. `attention` takes them.
+        takes_pages: whether keys and values may be pages of a `PagedCache` in a decoding step, as `attention` allows.
     """
 
     cache_slot: int | None
@@ -35,11 +35,11 @@ class AttentionSpec(NamedTuple):
 
 
 class Layer(nn.Module):
-    """A module that defines how it recomputes, how it is sharded and how its weights are drawn.
+    """A module that defines its recomputation, its sharding and the initialization of its weights.
 
-    The defaults are right for a layer without parameters of its own that recomputes nothing. A module that is not a
-    `Layer` is treated the same way, except where that would silently give wrong results: `apply_tp` rejects parameters
-    whose gradients nothing would sum.
+    The defaults suit a layer that has no parameters and recomputes nothing. A module that is not a `Layer` is treated
+    by the defaults, except where that would silently give wrong results: `apply_tp` rejects parameters whose gradients
+    would not be summed.
     """
 
     replayable: bool = True
@@ -66,14 +66,13 @@ class Layer(nn.Module):
     top_k: int = 0
     """Number of experts that a token passes through, in a layer with a router."""
     switch_length: int | None = None
-    """Length beyond which a rotary embedding changes the frequencies of all positions, including those of cached keys
-    (longrope); None for layers without such a length."""
+    """Length beyond which a rotary embedding changes all frequencies, also of cached keys; None if it never does."""
     groups: ParallelGroups = ParallelGroups()
     """The process groups that the layer is distributed over."""
 
     @property
     def attention(self) -> AttentionSpec | None:
-        """What a self-attention layer over the text requires; None for other layers."""
+        """The requirements of a self-attention layer over the text; None for other layers."""
         return None
 
     def set_policy(self, policy: str) -> None:
@@ -82,8 +81,8 @@ class Layer(nn.Module):
     def recomputed_share(self, policy: str) -> float | None:
         """Fraction of the forward's operations that the backward repeats under a policy.
 
-        It holds for the layer and its submodules, unless these answer for themselves. None: the layer repeats nothing
-        by itself, and everything as a part of a block that is recomputed as a whole.
+        The fraction covers the layer and its submodules, except submodules that return a fraction themselves. None
+        means that the layer repeats nothing on its own, and everything if its whole block is recomputed.
         """
         return None
 
@@ -92,14 +91,14 @@ class Layer(nn.Module):
         return True
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Turn the layer into this rank's shard of it (tensor parallelism).
+        """Turn the layer into this rank's shard (tensor parallelism).
 
         Args:
             group: the process group to shard over.
 
         Returns:
-            Name of each sharded parameter, relative to the layer -> the dimension along which it is sharded. All other
-            parameters are replicated.
+            A map from the name of each sharded parameter, relative to the layer, to the dimension along which it is
+            sharded. All other parameters are replicated.
 
         Raises:
             ValueError: the layer cannot be split into equal shards.
@@ -107,7 +106,7 @@ class Layer(nn.Module):
         return {}
 
     def shard_experts(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the experts of a layer that has a router (expert parallelism); otherwise as `shard`."""
+        """Keep 1 / R of the experts of a layer with a router (expert parallelism), with arguments as in `shard`."""
         return {}
 
     def shard_tokens(self, group: Group) -> None:
@@ -135,20 +134,21 @@ class Layer(nn.Module):
         """Initialize the layer's own parameters; ``std`` is the config's ``initializer_range``.
 
         Returns:
-            Whether the layer has done so. If not, its ``reset_parameters`` is called after those of its submodules.
+            Whether the layer has initialized them. If not, its ``reset_parameters`` is called after those of its
+            submodules.
         """
         return False
 
     def choose(self, router_logits: Tensor) -> Tensor:
-        """The experts [N, K] int64 that a layer with a router chooses by the logits [N, X] of its router."""
+        """The experts [N, K] int64 that a layer with a router chooses for router logits [N, X]."""
         raise AttributeError(f"{type(self).__name__} has no router")
 
     def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
-        """The parameter ``name`` of `adapted`, with its adapters or without, as a plain layer would hold it."""
+        """The parameter ``name`` of `adapted`, as in a plain layer, with its adapters merged or without them."""
         raise AttributeError(f"{type(self).__name__} has no adapters")
 
     def reset_adapters(self) -> None:
-        """Initialize adapters that were added to the layer, which the model's own checkpoint does not hold."""
+        """Initialize the layer's adapters, which the checkpoint of the model does not contain."""
 
 
 def layers_of(module: nn.Module) -> Iterator[Layer]:
@@ -168,7 +168,7 @@ def named_layers(module: nn.Module, *, remove_duplicate: bool = True) -> list[tu
 
 
 def draw(module: nn.Module, std: float) -> bool:
-    """Initialize a module's own parameters by `Layer.draw`, and return whether it has done so."""
+    """Initialize a module's own parameters by `Layer.draw`, and return whether that initialized them."""
     return isinstance(module, Layer) and module.draw(std)
 
 

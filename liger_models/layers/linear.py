@@ -1,9 +1,9 @@
-"""Linear layers that are sharded over ranks (tensor parallelism), and access to local shards of weights.
+"""Linear layers for tensor parallelism, and access to the local shards of weights.
 
 A layer that can be sharded implements `Layer.shard`, which turns it into one rank's shard and returns the dimension
-along which each of its parameters is to be sharded. `liger_models.parallel.apply_tp` then shards these parameters. All
-other parameters are replicated, as DTensors too. Code that uses a parameter directly takes it by `local`, or by
-`replicated` if each rank computes its gradient from its own tokens only.
+along which each of its parameters is sharded. `liger_models.parallel.apply_tp` then shards these parameters, and
+replicates all other parameters, also as DTensors. Code that reads a parameter directly calls `local`, or `replicated`
+if each rank computes the gradient from only its own tokens.
 
 Source: https://arxiv.org/abs/1909.08053.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(weight: Any) -> bool:
-    """Whether the weight is a DTensor, of which `local` returns the local shard."""
+    """Whether the weight is a DTensor; `local` then returns its local shard."""
     if type(weight) in (nn.Parameter, Tensor):
         return False
     from torch.distributed.tensor import DTensor  # slow to import, and not in every build of PyTorch
@@ -37,12 +37,12 @@ def local(weight: Tensor) -> Tensor:
 
 
 def sharded_as(like: Any, part: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """A tensor that is distributed as ``like`` is, from this rank's part of it; the part itself if that is no DTensor.
+    """Make a tensor that is distributed like ``like`` from this rank's part; without a DTensor it is the part itself.
 
     Args:
         like: any tensor.
         part: this rank's shard.
-        shape: of the whole tensor. Default: that of ``like``.
+        shape: shape of the whole tensor; by default the shape of ``like``.
     """
     if not is_sharded(like):
         return part
@@ -60,7 +60,7 @@ def local_or_none(weight: Tensor | None) -> Tensor | None:
 
 
 def replicated(weight: Tensor, group: Group | None) -> Tensor:
-    """A replicated weight, whose gradient is summed over the ranks if each of them has different tokens."""
+    """A replicated weight, whose gradient is summed over the ranks if they have different tokens."""
     return sum_gradient(local(weight), group) if group is not None and group.sequence_parallel else local(weight)
 
 
@@ -71,7 +71,7 @@ def check_divisible(where: str, name: str, count: int, group: Group, more: str =
 
 
 class PartialLinear(nn.Linear, Layer):
-    """Base class of the linear layers below, whose forward contains collectives."""
+    """Base class of linear layers with collectives in their forward."""
 
     group: Group | None
     """The process group of the collectives; None for no communication."""
@@ -81,18 +81,21 @@ class PartialLinear(nn.Linear, Layer):
         """Convert a linear layer, reusing its parameters.
 
         Args:
-            linear: an `nn.Linear`, or one with adapters, whose ``parallel_kinds`` say what this class is with them.
+            linear: an `nn.Linear`, or a layer with adapters, whose ``parallel_kinds`` map this class to its adapted
+                class.
             group: the process group of the collectives; None for no communication.
 
         Raises:
             ValueError: ``linear`` is another wrapper or replacement of a linear layer, or has hooks.
         """
+        # A layer with adapters or a frozen weight stays one: its class names the parallel class for each kind.
         kinds: dict[type, Any] = {cls: cls} if type(linear) is nn.Linear else getattr(linear, "parallel_kinds", {})
         if cls not in kinds or (linear._forward_hooks or linear._forward_pre_hooks):
             raise ValueError(
                 f"{cls.__name__}: the layer must be an nn.Linear without hooks, got {type(linear).__name__}. Shard the "
                 "model first, and do not wrap or replace its linear layers, except by apply_lora."
             )
+        # The attributes are shared, so the parameters keep their identity for an optimizer.
         layer: Self = kinds[cls].__new__(kinds[cls])
         layer.__dict__ = dict(linear.__dict__)
         layer.group = group
@@ -103,7 +106,7 @@ class PartialLinear(nn.Linear, Layer):
         return F.linear(x, local(self.weight), bias)
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True: the forward sums the gradients of replicated parameters."""
+        """Return True, because the forward sums the gradients of replicated parameters."""
         return True
 
 
@@ -123,7 +126,8 @@ class RowParallelLinear(PartialLinear):
         return self.sum(self.product(x, None))
 
     def sum(self, parts: Tensor) -> Tensor:
-        """The output of the layer, from this rank's partial sum over the inputs."""
+        """Compute the output of the layer from this rank's partial sum over the inputs."""
+        # The bias is added after the sum, so that it is added once.
         y = reduce_from_region(parts, self.group)
         return y if self.bias is None else y + replicated(self.bias, self.group).to(y.dtype)
 
@@ -146,5 +150,5 @@ def ranks_of(linear: nn.Linear) -> Group | None:
 
 
 def row_parallel(linear: nn.Linear) -> RowParallelLinear | None:
-    """The layer if its inputs are sharded, so that its output and bias need `RowParallelLinear.sum`; None otherwise."""
+    """The layer if its inputs are sharded; a fused op must then call `RowParallelLinear.sum`. None otherwise."""
     return linear if isinstance(linear, RowParallelLinear) else None

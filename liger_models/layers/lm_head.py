@@ -46,11 +46,11 @@ def _aside(device: torch.device) -> torch.Stream:
 
 
 class LabeledRows:
-    """The rows of targets [...] that are not −100, which alone need logits. Their number is copied to the host.
+    """The rows whose targets [...] are not −100. Only these need logits, and their number is copied to the host.
 
     The copy is asynchronous: if the object is created before the blocks run, the number has arrived when the head needs
-    it, so the head never waits for the device. The copy has a stream of its own, so that it does not queue behind
-    optimizer moments being offloaded.
+    it, so the head never waits for the device. The copy has its own stream, so that it does not queue behind optimizer
+    moments that are being offloaded.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -59,6 +59,7 @@ class LabeledRows:
         self.count = (~self.ignored).sum()
         self.copied: torch.Event | None = None
         if target.device.type in ACCELERATORS:
+            # On a stream of its own, after the count is computed; `select` waits for the event.
             stream, count = _aside(target.device), self.count
             stream.wait_stream(torch.accelerator.current_stream(target.device))
             count.record_stream(stream)
@@ -67,21 +68,21 @@ class LabeledRows:
             self.copied = stream.record_event()
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., C] and the targets [...], or only n rows of both, n a multiple of 256, with all labeled rows."""
+        """Return x [..., C] and targets [...], or n rows of both (a multiple of 256) with all labeled rows."""
         if self.copied is not None:
             self.copied.synchronize()
-        wanted = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
-        if wanted >= len(self.ignored):
+        # Rounded up, so that there are few different shapes.
+        count = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
+        if count >= len(self.ignored):
             return x, self.target
-        rows = self.ignored.to(torch.uint8).argsort(stable=True)[:wanted]  # labeled rows come first
+        rows = self.ignored.to(torch.uint8).argsort(stable=True)[:count]  # labeled rows come first
         return _Rows.apply(x.flatten(0, -2), rows), self.target.flatten()[rows]  # type: ignore[no-untyped-call]
 
 
 class LigerLMHead(nn.Linear, Layer):
-    """Projection to the vocabulary; given targets, it returns their loss without materializing the logits.
+    """Projection to the vocabulary. Given targets, it returns their loss without materializing the logits.
 
-    The loss is computed inside the forward of this module, so that FSDP, which gathers the weight for the forward, has
-    also gathered it for the loss.
+    The loss is computed inside the forward of this module, because FSDP has gathered the weight there.
 
     Args:
         hidden_size: C.
@@ -112,11 +113,11 @@ class LigerLMHead(nn.Linear, Layer):
         return {"weight": 0}
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The logits before scale and cap, without gradients; a head has no bias."""
+        """The logits before scale and cap, without gradients. A head has no bias."""
         return inference_linear(x, local(self.weight), bias)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The input and the weight whose product is the logits before scale and cap; adapters add columns to both."""
+        """Input and weight, whose product is the logits before scale and cap; adapters add columns to both."""
         return x, local(self.weight)
 
     def forward(
@@ -129,7 +130,7 @@ class LigerLMHead(nn.Linear, Layer):
         log_probs: bool = False,
         loss_function: LossFunction | None = None,
     ) -> Any:
-        """The logits; with targets the loss and the logits, which are None unless they are requested.
+        """Return the logits; with targets return the loss and the logits, which are None unless requested.
 
         If the vocabulary is sharded, x must have all tokens and have passed `collectives.copy_to_region`, because each
         rank computes only a partial gradient. Every rank returns the loss and the logits of the whole vocabulary.
@@ -140,10 +141,10 @@ class LigerLMHead(nn.Linear, Layer):
             num_items: divisor of the summed loss; None for the number of targets.
             return_logits: also return the logits [..., V] if there are targets.
             log_probs: instead of the loss, return the log-probability of each target [...], 0 where ignored.
-            loss_function: called with x, the weight and the targets; its result replaces the loss.
+            loss_function: function of x, the weight and the targets, whose result replaces the loss.
 
         Raises:
-            ValueError: ``loss_function`` with a sharded vocabulary.
+            ValueError: ``loss_function`` is given although the vocabulary is sharded.
         """
         scale, cap, vocab_shard = self.logit_scale, self.softcap, self.vocab_shard
         # A sharded vocabulary always needs the fused loss: otherwise the logits would have to be gathered.

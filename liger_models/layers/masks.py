@@ -1,4 +1,4 @@
-"""Attention masks, in the form that each attention kernel takes."""
+"""Attention masks, in the forms that attention kernels take."""
 
 import inspect
 from collections.abc import Callable
@@ -22,14 +22,14 @@ FOR_CPUS = not (torch.version.cuda or torch.version.hip or getattr(torch.version
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Concatenated tokens in segments; a token attends to its own segment only.
+    """Concatenated tokens in segments; a token attends only to its own segment.
 
     Attributes:
         cu_seqlens: [n + 1] int32, the start of each segment and the end of the last. Segments may be empty.
         max_seqlen: upper bound of the length of a segment.
         lengths: length of each segment; None if they were not read from the device.
         at: [N] int64, the index of each token in the flattened batch; None for all tokens in order.
-        keys: the segments of keys, if queries attend to other tokens than their own segment; segment i attends to
+        keys: the segments of keys, if queries and keys are different tokens; segment i of the queries attends to
             segment i of ``keys``.
         recurring: whether every batch has segments of the same lengths.
     """
@@ -43,30 +43,32 @@ class Segments:
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Segments":
-        """From the segment number of each token, [N] int64, ascending. Synchronizes with the device once."""
+        """Build segments from each token's segment number, [N] int64, ascending. Synchronizes with the device once."""
         counts = numbers.unique_consecutive(return_counts=True)[1]
         cu_seqlens, lengths = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), counts.tolist()
         return cls(cu_seqlens, max(lengths), lengths)
 
     @classmethod
     def of_parts(cls, visible: Tensor, part: Tensor, recurring: bool = False) -> "Segments":
-        """Group queries by the parts they attend to; arguments as in `parts_mask`. Synchronizes with the device."""
+        """Group queries by the parts that they attend to, as in `parts_mask`. Synchronizes with the device."""
         B, T, _ = visible.shape
         row = torch.arange(B, device=visible.device)[:, None, None].expand(-1, T, -1)
+        # Queries of a row that see the same parts form one segment.
         alike, number, counts = (
             torch.cat([row, visible], 2).flatten(0, 1).unique(dim=0, return_inverse=True, return_counts=True)
         )
+        # The keys of each segment, in order, and the bounds of queries and keys.
         which, key = alike[:, 1:].bool()[:, part].nonzero(as_tuple=True)
         ends = torch.stack([counts, torch.zeros_like(counts).index_add(0, which, torch.ones_like(which))]).cumsum(1)
         bounds = torch.nn.functional.pad(ends, (1, 0))
         lengths = bounds.diff().tolist()
-        queries, keys = (cls(bound.int(), max(each), each) for bound, each in zip(bounds, lengths, strict=True))
+        queries, keys = (cls(bound.int(), max(sizes), sizes) for bound, sizes in zip(bounds, lengths, strict=True))
         keys = replace(keys, at=alike[which, 0] * len(part) + key)
         return replace(queries, at=number.argsort(stable=True), keys=keys, recurring=recurring)
 
     @classmethod
     def of_rows(cls, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device) -> "Segments":
-        """The rows of a batch [B, T], split into their packed documents."""
+        """Build segments from the rows of a batch [B, T], split into packed documents."""
         bounds = torch.arange(0, (B + 1) * T, max(T, 1), device=device)
         if cu_seqlens is not None:
             bounds = torch.cat([bounds, cu_seqlens.to(device, torch.int64).clamp(max=B * T)]).sort()[0]
@@ -101,25 +103,25 @@ def takes_flash(dtype: torch.dtype | None, head_dim: int) -> bool:
 
 
 def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: int = 0) -> bool:
-    """Whether variable-length attention supports such heads; it is flash attention and needs torch 2.11."""
+    """Whether variable-length attention, which is flash attention and needs torch 2.11, supports such heads."""
     return takes_flash(dtype, head_dim) and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The mask of the layers with one window, in one of several forms.
+    """The mask of all layers with the same window, in one of several forms.
 
-    If none is set, attention is plainly causal, or bidirectional over all tokens.
+    If no form is set, attention is plainly causal, or bidirectional over all tokens.
 
     Attributes:
-        block: for flex_attention.
-        dense: [1 or B, 1, T, S] bool, for the CPU and for single-token decoding.
-        segments: for variable-length attention: image patches, and in half precision on an accelerator also packed
-            rows, tiles and windows.
-        counted: for memory estimates on tensors without values: attention computes nothing and saves what a fused
-            kernel saves, which is q, k, v, the output and one number per head and token. Flash attention saves heads
+        block: the form for flex_attention.
+        dense: [1 or B, 1, T, S] bool, the form for the CPU and for single-token decoding.
+        segments: the form for variable-length attention, used for image patches, and in half precision on an
+            accelerator also for packed rows, tiles and windows.
+        counted: set for memory estimates on tensors without values. Attention then computes nothing, and saves what a
+            fused kernel saves: q, k, v, the output and one number per head and token. Flash attention saves heads
             padded to a multiple of 8.
-        later: whether some tokens attend to later ones (images).
+        later: whether some tokens attend to later tokens (images).
     """
 
     block: "BlockMask | None" = None
@@ -140,14 +142,14 @@ def text_mask(
     visible_until: Tensor | None = None,
     segments: Segments | None = None,
 ) -> Mask:
-    """The mask of a batch of text for the layers with one window.
+    """Build the mask of a batch of text for the layers with one window.
 
     Args:
         documents: [B, S] int64, S = past + T; see `BatchLayout`.
         past: number of cached tokens.
         window: number of tokens that a token attends to, itself included; None for all.
         B, T: shape of the batch.
-        device: where the mask is created.
+        device: device of the mask.
         needed: whether a mask is required even for plainly causal attention.
         visible_until: [B, T] int64; see `BatchLayout.build`.
         segments: the packed documents as segments, if variable-length attention supports the batch.
@@ -177,7 +179,7 @@ def text_mask(
 
 
 def document_mask(documents: Tensor) -> Mask:
-    """The mask of bidirectional attention within documents; ``documents`` [B, N] are their numbers, ascending."""
+    """Build the mask of bidirectional attention within documents; ``documents`` [B, N] has ascending numbers."""
     if documents.device.type not in ACCELERATORS:
         return Mask(dense=(documents[:, :, None] == documents[:, None, :])[:, None])
     return Mask(block=_document_block_mask(documents))
@@ -189,8 +191,10 @@ def _document_block_mask(documents: Tensor) -> "BlockMask":
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return documents[b, q] == documents[b, k]
 
+    # A block of 128 tokens is compared by its first and last document.
     N = documents.shape[1]
     first, end = _block_bounds(0, N, documents.device)
+    # Numbers ascend, so a block's documents are a range: two blocks meet if their ranges do.
     low, high = _block_range(documents)
     some = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
     whole = (low == high) & (end - first == BLOCK)
@@ -210,10 +214,11 @@ def _block_mask(
 ) -> "BlockMask":
     """The block mask of `text_mask`.
 
-    It is computed from the first and last token and document of each block, not from all pairs of tokens. The window
-    and the cached length are tensors, so that flex_attention is compiled once for all their values.
+    It is computed from the first and last token and document of each block instead of from all pairs of tokens. The
+    window and the cached length are tensors, so that flex_attention is compiled once for all values.
     """
     S = past + T
+    # Tensors, not numbers: a number would be a constant of the compiled kernel.
     reach = torch.full((), S if window is None else window, device=device)
     start = torch.full((), past, device=device)
 
@@ -249,13 +254,13 @@ def _block_mask(
 def parts_mask(
     visible: Tensor, part: Tensor, *, dense: bool = False, segments: bool = False, recurring: bool = False
 ) -> Mask:
-    """The mask of keys in parts, such as tiles of images; a query attends to all keys of a part or to none.
+    """Build the mask of keys in parts, such as tiles of images; a query attends to all keys of a part or to none.
 
     Args:
-        visible: [B, T, N] bool, which of the N parts each query attends to.
+        visible: [B, T, N] bool, whether each query attends to each of the N parts.
         part: [S] int64, ascending, the part of each key.
-        dense: make a dense mask on every device, for single-token decoding.
-        segments: otherwise make segments, except in a compiled graph, which cannot read their lengths.
+        dense: whether to make a dense mask on every device, for single-token decoding.
+        segments: whether to make segments if not dense, except in a compiled graph, which cannot read their lengths.
         recurring: see `Segments`.
     """
     if segments and not dense and not torch.compiler.is_compiling():
@@ -275,9 +280,11 @@ def _parts_block_mask(visible: Tensor, part: Tensor) -> "BlockMask":
     query, query_end = _block_bounds(0, T, visible.device)
     key, key_end = _block_bounds(0, S, visible.device)
     low, high = part[key], part[key_end - 1]
+    # Queries in blocks, [B, blocks, BLOCK, N]; the last query stands for those past the end.
     rows = torch.cat([visible, visible[:, -1:].expand(-1, -T % BLOCK, -1)], 1).unflatten(1, (-1, BLOCK))
 
     def count(parts: Tensor) -> Tensor:  # [B, blocks of queries, N] -> [B, blocks of queries, blocks of keys]
+        # Parts low to high of a block of keys: a difference of running sums.
         sums = torch.nn.functional.pad(parts.cumsum(-1), (1, 0))
         return sums[..., high + 1] - sums[..., low]
 
@@ -299,20 +306,21 @@ def _from_blocks(
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """For blocks [B, queries, keys] bool: the number of True keys per query, and the keys ordered with True first.
 
-    Both have an additional axis of heads after the first.
+    Both results have an additional axis of heads after the first.
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int()[:, None], order.int()[:, None]
 
 
 def _block_bounds(start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first token of each block from ``start`` to ``end``, and the token after its last."""
+    """The first token of each block between ``start`` and ``end``, and the token after each block."""
     first = torch.arange(start, end, BLOCK, device=device)
     return first, (first + BLOCK).clamp(max=end)
 
 
 def _block_range(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """The minimum and the maximum of each block of [B, T] integers, both [B, blocks]."""
+    # The last block is filled with its last number, which changes neither result.
     last = numbers[:, -1:].expand(-1, -numbers.shape[1] % BLOCK)
     blocks = torch.cat([numbers, last], 1).unflatten(1, (-1, BLOCK))
     return blocks.amin(-1), blocks.amax(-1)

@@ -1,4 +1,4 @@
-"""Gated MLPs on the packed gate and up projection, and the plain MLP of vision towers."""
+"""Gated MLPs with a packed gate and up projection, and the plain MLP of vision towers."""
 
 import functools
 from typing import Any, Protocol
@@ -59,13 +59,13 @@ class MLPConfig(Protocol):
 
 
 class GatedMLP(Layer):
-    """``down(act(gate(x)) · up(x))`` with gate and up in one projection, their rows interleaved.
+    """``down(act(gate(x)) · up(x))``, where one projection has the interleaved rows of gate and up.
 
     Args:
         hidden_size: C.
         intermediate_size: F.
         act: "silu", "gelu" or "gelu_tanh".
-        bias: biases in all three projections.
+        bias: whether all three projections have biases.
         kernel: False for plain torch.
 
     Raises:
@@ -94,7 +94,7 @@ class GatedMLP(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Gate and up are two thirds of the layer."""
+        """Two thirds, the share of gate and up in the layer."""
         return 0.0 if policy == "none" else 2 / 3
 
     def can_shard(self, size: int) -> bool:
@@ -105,7 +105,7 @@ class GatedMLP(Layer):
         """Keep 1 / R of the gates and ups: see `Layer.shard`.
 
         Raises:
-            ValueError: there is no equal part of them.
+            ValueError: they cannot be divided equally.
         """
         check_divisible("GatedMLP", "intermediate_size", self.parts, group)
         self.gate_up_proj = ColumnParallelLinear.of(self.gate_up_proj, group)
@@ -119,7 +119,7 @@ class GatedMLP(Layer):
         return y if scale == 1.0 else y * scale
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether `gated_mlp` computes the whole MLP, or `float8_gated_mlp`."""
+        """Whether `gated_mlp` or `float8_gated_mlp` computes the whole MLP."""
         linears = self.gate_up_proj, self.down_proj
         fusible = self.multipliers == (1.0, 1.0) and (is_fusible(*linears) or float8_recipe(*linears) is not None)
         return self.kernel and fusible and use_triton(x)
@@ -127,18 +127,20 @@ class GatedMLP(Layer):
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C].
 
-        Without a norm, the MLP takes the sum itself. The normed activations and the gated product are recomputed in the
-        backward; with ``recompute`` the gate and up projection too.
+        Without a norm, the MLP reads the sum. The backward recomputes the normed activations and the gated product, and
+        with ``recompute`` also the gate and up projection.
         """
         fused = None
         if self._fuses(residual):
             fused = FusedNorm(None) if norm is None else fused_norm(norm)
+        # A layer or norm must be called, or there is no kernel.
         if fused is None:
             if recomputes(self):
                 residual, _ = add_norm(None, x, residual)  # only the sum is saved
                 return run_twice(self._of_sum, norm, residual), residual
             normed, residual = add_norm(norm, x, residual)
             return self(normed), residual
+        # Fused. With sharded inputs the op returns this rank's part of a sum, and the bias is added to the sum.
         partial = row_parallel(self.down_proj)
         gate_up, down = weight_of(self.gate_up_proj, residual), weight_of(self.down_proj, residual)
         gate_up_bias, down_bias = autocast_weights(
@@ -148,6 +150,7 @@ class GatedMLP(Layer):
         )
         recipe = float8_recipe(self.gate_up_proj, self.down_proj)
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
+        # In float8, weights that FSDP gathered in rounded form are passed along.
         if recipe:
             assert isinstance(gate_up, Tensor)
             assert isinstance(down, Tensor)
@@ -185,7 +188,7 @@ class LigerMLP(Layer):
         intermediate_size: F.
         out_size: width of the result; None for C.
         act: "gelu", "gelu_tanh", "quick_gelu" or "relu2" (the square of ReLU).
-        bias: biases in both layers.
+        bias: whether both layers have biases.
         kernel: False for plain torch.
 
     Raises:
@@ -220,7 +223,7 @@ class LigerMLP(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """The first product is half of the layer."""
+        """One half, the share of the first product in the layer."""
         return 0.0 if policy == "none" else 1 / 2
 
     def can_shard(self, size: int) -> bool:
@@ -231,7 +234,7 @@ class LigerMLP(Layer):
         """Keep 1 / R of the width between the two layers: see `Layer.shard`.
 
         Raises:
-            ValueError: there is no equal part of it.
+            ValueError: it cannot be divided equally.
         """
         check_divisible("LigerMLP", "intermediate_size", self.parts, group)
         self.fc1 = ColumnParallelLinear.of(self.fc1, group)
@@ -243,7 +246,7 @@ class LigerMLP(Layer):
         return self._second(self.fc1(x))
 
     def _second(self, hidden: Tensor) -> Tensor:
-        """hidden [..., F], the first layer's output -> [..., out]."""
+        """Map the first layer's output, hidden [..., F], to [..., out]."""
         if not (self.kernel and is_plain(self.fc2)):
             y: Tensor = self.fc2(act_reference(hidden, self.act))
             return y
@@ -257,7 +260,7 @@ class LigerMLP(Layer):
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C].
 
-        The normed activations are recomputed in the backward; with ``recompute`` everything but the sum.
+        The backward recomputes the normed activations; with ``recompute`` it recomputes everything but the sum.
         """
         if recomputes(self):
             residual, _ = add_norm(None, x, residual)  # only the sum is saved
@@ -296,7 +299,7 @@ class LigerSwiGLUMLP(GatedMLP):
 
 
 class LigerGEGLUMLP(GatedMLP):
-    """``down(gelu(gate(x)) · up(x))``, GELU by its tanh approximation unless ``hidden_act`` is "gelu".
+    """``down(gelu(gate(x)) · up(x))``, with the tanh approximation of GELU unless ``hidden_act`` is "gelu".
 
     Args:
         config, intermediate_size, kernel: as in `LigerSwiGLUMLP`.
@@ -311,14 +314,14 @@ class LigerGEGLUMLP(GatedMLP):
 
 
 class TiledMLP(GatedMLP):
-    """A gated MLP that saves only its input; the kernels compute long inputs in chunks, forward and backward."""
+    """A gated MLP that saves only its input; kernels process long inputs in chunks, forward and backward."""
 
     def set_policy(self, policy: str) -> None:
         """Recompute under every policy."""
         self.recompute = True
 
     def recomputed_share(self, policy: str) -> float:
-        """Gate and up are two thirds of the layer."""
+        """Two thirds, the share of gate and up in the layer."""
         return 2 / 3
 
     def forward(self, x: Tensor) -> Tensor:
@@ -332,14 +335,14 @@ class TiledMLP(GatedMLP):
 
 
 class LigerTiledSwiGLUMLP(TiledMLP, LigerSwiGLUMLP):
-    """`LigerSwiGLUMLP` that saves only its input; the kernels compute long inputs in chunks, forward and backward.
+    """`LigerSwiGLUMLP` that saves only its input; kernels process long inputs in chunks, forward and backward.
 
     Args:
         config, kernel: as in `LigerSwiGLUMLP`.
         num_shards: accepted for Liger-Kernel's sake and ignored; `gated_mlp` chooses the chunks.
 
     Raises:
-        ValueError: as `LigerSwiGLUMLP`.
+        ValueError: as in `LigerSwiGLUMLP`.
     """
 
     def __init__(self, config: MLPConfig, num_shards: int | None = None, *, kernel: bool = True) -> None:
@@ -348,14 +351,14 @@ class LigerTiledSwiGLUMLP(TiledMLP, LigerSwiGLUMLP):
 
 
 class LigerTiledGEGLUMLP(TiledMLP, LigerGEGLUMLP):
-    """`LigerGEGLUMLP` that saves only its input; the kernels compute long inputs in chunks, forward and backward.
+    """`LigerGEGLUMLP` that saves only its input; kernels process long inputs in chunks, forward and backward.
 
     Args:
         config, kernel: as in `LigerGEGLUMLP`.
         num_shards: accepted for Liger-Kernel's sake and ignored; `gated_mlp` chooses the chunks.
 
     Raises:
-        ValueError: as `LigerGEGLUMLP`.
+        ValueError: as in `LigerGEGLUMLP`.
     """
 
     def __init__(self, config: MLPConfig, num_shards: int | None = None, *, kernel: bool = True) -> None:
@@ -364,7 +367,7 @@ class LigerTiledGEGLUMLP(TiledMLP, LigerGEGLUMLP):
 
 
 def _configured_act(name: str, config: MLPConfig, default: str, allowed: tuple[str, ...]) -> str:
-    """The kernels' name for the activation of a configuration; without the field the default."""
+    """The kernels' name for the activation of a configuration; a default if the configuration has no such field."""
     hidden_act = getattr(config, "hidden_act", default)
     if hidden_act not in allowed:
         raise ValueError(f"{name}: hidden_act must be one of {allowed}, got {hidden_act!r}.")

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router sends each token through a few of many gated MLPs, and a gate through a shared one."""
+"""Mixture of experts: a router sends each token through a few of many gated MLPs; a shared expert is optional."""
 
 from dataclasses import replace
 from functools import partial
@@ -33,19 +33,20 @@ MATRICES = ("gate_up_weight", "down_weight")
 
 
 class LigerMoE(Layer):
-    """``Σ_k w_k · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts e that the router selects for a token.
+    """``Σ_k w_k · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts e that the router selects per token.
 
     Args:
         hidden_size: C.
         intermediate_size: F of one expert.
         num_experts: X.
         top_k: K.
-        normalize: divide the K routing weights of a token by their sum.
-        round_weights: round the routing weights to the dtype of the router logits; otherwise they stay in fp32.
+        normalize: whether to divide the K routing weights of a token by their sum.
+        round_weights: whether to round the routing weights to the dtype of the router logits; otherwise they stay in
+            fp32.
         act: "silu", "gelu", "gelu_tanh" or "clamped_swiglu", as in `liger_models.kernels.moe.moe_mlp`.
-        limit: of "clamped_swiglu".
+        limit: limit of "clamped_swiglu".
         bias: whether the router and both projections of each expert have biases.
-        router_jitter: in training, multiply the input by uniform noise in 1 ± router_jitter.
+        router_jitter: in training the input is multiplied by uniform noise in 1 ± router_jitter.
         kernel: False for plain torch.
 
     Raises:
@@ -73,6 +74,7 @@ class LigerMoE(Layer):
         check_expert_act("LigerMoE", act, limit)
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"LigerMoE: top_k ({top_k}) must be 1 to num_experts ({num_experts}). Check config.json.")
+        # Router: [N, C] -> logits [N, X].
         self.gate: nn.Module = nn.Linear(hidden_size, num_experts, bias=bias)
         # The matrices of all experts, stacked: one grouped product computes them.
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
@@ -112,12 +114,12 @@ class LigerMoE(Layer):
         return self.lora.merged(name, weight) if merge else dense(weight)
 
     def matrices(self, name: str) -> Weight:
-        """The matrices in the parameter ``name``, as ops take them; if they are sharded, this rank's part."""
+        """The matrices in the parameter ``name``, as ops take them; only this rank's part if they are sharded."""
         frozen, parameter = frozen_parts(self).get(name), getattr(self, name)
         return local(parameter) if frozen is None else frozen.join(parameter)
 
     def shape_of(self, name: str) -> torch.Size:
-        """``[X, O, C]`` of the matrices in the parameter ``name``, on all ranks together."""
+        """Shape ``[X, O, C]`` of the matrices in the parameter ``name``, over all ranks."""
         shape: torch.Size = frozen_parts(self).get(name, getattr(self, name)).shape
         return shape
 
@@ -126,7 +128,7 @@ class LigerMoE(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Gate and up are two thirds of an expert."""
+        """Two thirds, the share of gate and up in an expert."""
         return 0.0 if policy == "none" else 2 / 3
 
     def can_shard(self, size: int) -> bool:
@@ -137,8 +139,8 @@ class LigerMoE(Layer):
         """Keep 1 / R of the intermediate size of each expert; see `liger_models.parallel.apply_tp`.
 
         Raises:
-            ValueError: the intermediate size is not a multiple of the number of ranks, or ``router_jitter`` is set,
-                whose noise would differ between ranks.
+            ValueError: the intermediate size is not a multiple of the number of ranks, or ``router_jitter`` is not 0,
+                so that noise would differ between ranks.
         """
         check_divisible("LigerMoE", "intermediate_size", self.shape_of("down_weight")[2], group)
         if self.router_jitter != 0:
@@ -148,6 +150,7 @@ class LigerMoE(Layer):
         if isinstance(self.gate, nn.Linear):  # a router that is more than that shards itself
             self.gate = ReplicatedLinear.of(self.gate, group)
         self.groups = replace(self.groups, tensor=group)
+        # Each rank has all experts, with its part of their intermediate size; the bias of down is replicated.
         biased = {} if self.gate_up_bias is None else {"gate_up_bias": 1}
         return {"gate_up_weight": 1, "down_weight": 2, **biased}
 
@@ -159,12 +162,13 @@ class LigerMoE(Layer):
         """
         check_divisible("LigerMoE", "num_experts", self.down_weight.shape[0], group)
         self.groups = replace(self.groups, expert=group)
+        # Each rank has some experts, with all of their parameters and adapters.
         biased = {} if self.gate_up_bias is None else {"gate_up_bias": 0, "down_bias": 0}
         adapters = {} if self.lora is None else {f"lora.{name}": 0 for name, _ in self.lora.named_parameters()}
         return {"gate_up_weight": 0, "down_weight": 0, **biased, **adapters}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True: `forward` sums the gradient of the replicated bias."""
+        """Return True, because `forward` sums the gradient of the replicated bias."""
         return True
 
     def draw(self, std: float) -> bool:
@@ -191,7 +195,7 @@ class LigerMoE(Layer):
     def add_norm(
         self, norm: Norm, x: Tensor | None, residual: Tensor, experts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``residual = residual + x; experts(norm(residual))``: ``(y, residual, router_logits)``.
+        """``residual = residual + x``, then the layer after ``norm``. Returns ``(y, residual, router_logits)``.
 
         ``experts`` [..., K] replace the router's choice.
         """
@@ -202,6 +206,7 @@ class LigerMoE(Layer):
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [..., C], experts [..., K] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
         if self.training and self.router_jitter:
+            # The noise reaches the experts, too.
             x = x * torch.empty_like(x).uniform_(1 - self.router_jitter, 1 + self.router_jitter)
         return self._mix(x, *self._route(call_linear(self.gate, x.reshape(-1, x.shape[-1])), experts))
 
@@ -210,17 +215,18 @@ class LigerMoE(Layer):
         return self._route(router_logits)[1]
 
     def _route(self, logits: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """``(weights [N, K], experts [N, K], logits [N, X])`` by the router's logits; ``experts`` replace its choice.
+        """``(weights [N, K], experts [N, K], logits [N, X])`` for logits; ``experts`` replace the router's choice.
 
-        Routing is not recomputed, because the backward must not select other experts.
+        Routing is never recomputed, because the backward must not select other experts.
         """
         experts = None if experts is None else experts.flatten(0, -2)
         choose = route if self.kernel and use_triton(logits) else route_reference
         return *choose(logits, self.top_k, self.normalize, self.round_weights, experts), logits
 
     def _mix(self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of x [..., C], weighted: ``(y [..., C], logits [N, X])`` of all tokens."""
+        """The weighted sum of the experts of x [..., C]: ``(y [..., C], logits [N, X])`` of all tokens."""
         rows = x.reshape(-1, x.shape[-1])
+        # The parameters as ops take them: this rank's parts, in autocast's dtype, with the factors of adapters.
         fused = self.kernel and use_triton(rows)
         group, expert = self.groups.tensor, self.groups.expert
 
@@ -266,7 +272,7 @@ class LigerMoE(Layer):
     def _of_all_tokens(
         self, weights: Tensor, experts: Tensor, logits: Tensor, shape: torch.Size, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The router's results for all tokens, gathered if each rank has its own; ``shape`` is [B, T]."""
+        """The router's results for all tokens, gathered if ranks have different tokens; ``shape`` is [B, T]."""
         if not group.sequence_parallel:
             return sum_gradient(weights, group), experts, logits
         # Tokens are gathered along the second of the dimensions [B, T / R].
@@ -281,9 +287,9 @@ class LigerMoE(Layer):
 
 
 class LigerSharedExpertMoE(Layer):
-    """`LigerMoE` beside an expert that every token passes: ``experts(x) + sigmoid(g · x) · shared_expert(x)``.
+    """`LigerMoE` plus an expert for all tokens: ``experts(x) + sigmoid(g · x) · shared_expert(x)``.
 
-    The routed experts are a layer of their own, because expert parallelism distributes them alone.
+    The routed experts are a separate layer, because expert parallelism distributes only them.
 
     Args:
         hidden_size, intermediate_size, num_experts, top_k: as in `LigerMoE`.
@@ -312,14 +318,14 @@ class LigerSharedExpertMoE(Layer):
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Replicate the gate of the shared expert; the experts are sharded by themselves."""
+        """Replicate the gate of the shared expert; both kinds of experts shard themselves."""
         self.shared_expert_gate = ReplicatedLinear.of(self.shared_expert_gate, group)
         return {}
 
     def add_norm(
         self, norm: Norm, x: Tensor | None, residual: Tensor, experts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `LigerMoE.add_norm`."""
+        """See `LigerMoE.add_norm`."""
         normed, residual = add_norm(norm, x, residual)
         y, router_logits = self(normed, experts)
         return y, residual, router_logits

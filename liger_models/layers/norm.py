@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, and the projection after them."""
+"""RMSNorm and LayerNorm, and norms fused with the projection that follows."""
 
 from collections.abc import Callable
 from functools import partial
@@ -50,14 +50,14 @@ class LigerRMSNorm(Layer):
         eps: added to the mean of squares.
         offset: added to the weight (Gemma: 1.0).
         casting_mode: "llama" casts back to the input dtype before the multiplication by the weight, "gemma" after it.
-            "none" is the same as "gemma": the norm is always computed in fp32.
+            "none" is the same as "gemma", because the norm is always computed in fp32.
         init_fn: "ones" or "zeros".
-        in_place, row_mode: accepted for Liger-Kernel's sake and ignored; nothing is ever overwritten.
-        elementwise_affine: False for a norm without weight, which has no such parameter.
+        in_place, row_mode: accepted for compatibility with Liger-Kernel and ignored; nothing is ever overwritten.
+        elementwise_affine: False for a norm without a weight parameter.
         kernel: False for plain torch.
 
     Raises:
-        ValueError: an unknown casting_mode or init_fn, or an offset without a weight.
+        ValueError: casting_mode or init_fn is unknown, or there is an offset but no weight.
 
     Source: https://arxiv.org/abs/1910.07467.
     """
@@ -90,23 +90,23 @@ class LigerRMSNorm(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight to what ``init_fn`` says."""
+        """Initialize the weight by ``init_fn``."""
         if self.weight is None:
             return
         nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
 
     def draw(self, std: float) -> bool:
-        """Set the parameters as at construction."""
+        """Initialize the parameters as at construction."""
         self.reset_parameters()
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradients of the parameters over ``group``, whose ranks have tokens of their own."""
+        """All-reduce the gradients of the parameters over ``group``, whose ranks have different tokens."""
         self.group = group
         return True
 
     def local_weight(self, x: Tensor) -> Tensor:
-        """The weight [C], or the calling rank's part of it; ones like x for a norm without weight."""
+        """The weight [C], or this rank's part of it; ones like x for a norm without weight."""
         if self.weight is None:
             return x.new_ones(self.hidden_size)
         weight = local(self.weight)
@@ -125,6 +125,7 @@ class LigerRMSNorm(Layer):
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
+        # A replaced or hooked norm must be called, so the sum is computed apart.
         if x is None or not is_plain(self):
             _, residual = add_norm(None, x, residual)
             return self(residual), residual
@@ -132,14 +133,14 @@ class LigerRMSNorm(Layer):
         return function(x, residual, self.local_weight(residual), self.eps, self.offset, self.scale_in_fp32)
 
     def as_fused(self) -> FusedNorm | None:
-        """The norm as fused ops take it; None where it must be called instead."""
+        """The norm as fused ops take it; None if the norm must be called."""
         if self.weight is None or not (self.kernel and is_plain(self)):
             return None
         return FusedNorm(self.local_weight(self.weight), None, "rms_norm", self.eps, self.offset, self.scale_in_fp32)
 
 
 def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Makes RMSNorms of a width that scale by 1 + weight, in fp32 (Gemma, Qwen3-Next)."""
+    """Function from a width to an RMSNorm that scales by 1 + weight, in fp32 (Gemma, Qwen3-Next)."""
     return partial(
         LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
         kernel=kernels.rms_norm,
@@ -147,7 +148,7 @@ def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> 
 
 
 def fp32_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Makes RMSNorms of a width whose weight multiplies in fp32 (OLMo, Gemma 4, GPT-OSS)."""
+    """Function from a width to an RMSNorm whose weight multiplies in fp32 (OLMo, Gemma 4, GPT-OSS)."""
     return partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
 
 
@@ -157,14 +158,14 @@ class LigerLayerNorm(Layer):
     Args:
         hidden_size: C.
         eps: added to the variance.
-        bias: what the bias starts from: False zeros, True a normal distribution (Liger-Kernel's signature).
-        init_fn: "ones" or "zeros", what the weight starts from.
-        use_bias: False for a norm without bias, which has no such parameter.
+        bias: initialization of the bias: zeros if False, a normal distribution if True (Liger-Kernel's signature).
+        init_fn: initialization of the weight, "ones" or "zeros".
+        use_bias: False for a norm without a bias parameter.
         offset: added to the weight, in its dtype (Nemotron: 1.0).
         kernel: False for plain torch.
 
     Raises:
-        ValueError: an unknown init_fn.
+        ValueError: init_fn is unknown.
 
     Source: https://arxiv.org/abs/1607.06450.
     """
@@ -191,18 +192,18 @@ class LigerLayerNorm(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set weight and bias to what ``init_fn`` and ``bias`` say."""
+        """Initialize weight and bias by ``init_fn`` and ``bias``."""
         nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
         if self.bias is not None:
             nn.init.normal_(self.bias) if self.random_bias else nn.init.zeros_(self.bias)
 
     def draw(self, std: float) -> bool:
-        """Set the parameters as at construction."""
+        """Initialize the parameters as at construction."""
         self.reset_parameters()
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradients of the parameters over ``group``, whose ranks have tokens of their own."""
+        """All-reduce the gradients of the parameters over ``group``, whose ranks have different tokens."""
         self.group = group
         return True
 
@@ -217,6 +218,7 @@ class LigerLayerNorm(Layer):
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
+        # A replaced or hooked norm must be called, so the sum is computed apart.
         if x is None or not is_plain(self):
             _, residual = add_norm(None, x, residual)
             return self(residual), residual
@@ -224,7 +226,7 @@ class LigerLayerNorm(Layer):
         return function(x, residual, *self._own(), self.eps)
 
     def as_fused(self) -> FusedNorm | None:
-        """The norm as fused ops take it; None where it must be called instead."""
+        """The norm as fused ops take it; None if the norm must be called."""
         return FusedNorm(*self._own(), "layer_norm", self.eps) if self.kernel and is_plain(self) else None
 
     def _own(self) -> tuple[Tensor, Tensor | None]:
@@ -244,8 +246,8 @@ PLAIN_MODULES = frozenset(
 def add_norm(norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
     """``residual + x`` and its norm: ``(normed, residual)``, each [..., C].
 
-    A norm with a method ``add`` does both at once; any other module is called with the sum. Without a norm (OLMo 2: a
-    branch takes the stream itself) the sum is returned twice.
+    A norm with a method ``add`` computes both at once; any other module is called with the sum. Without a norm the sum
+    is returned twice (OLMo 2, whose branches read the stream).
     """
     add = getattr(norm, "add", None)
     if add is not None:
@@ -256,31 +258,31 @@ def add_norm(norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tupl
 
 
 def fused_norm(norm: nn.Module | None) -> FusedNorm | None:
-    """A norm as fused ops take it, by its method ``as_fused``; None for one that has none or must be called."""
+    """A norm as fused ops take it, from its method ``as_fused``; None if it has no such method or must be called."""
     as_fused = getattr(norm, "as_fused", None)
     return None if as_fused is None else as_fused()
 
 
 def is_plain(*modules: nn.Module) -> bool:
-    """True if a fused op may read these modules' weights itself instead of calling them.
+    """Whether a fused op may read these modules' weights instead of calling the modules.
 
-    False for anything that replaces or wraps a linear layer (adapters, quantized or float8 linears, weights that are
-    cut by others than `apply_tp`) and for modules with hooks or a forward of their own: those are called.
+    False for modules that replace or wrap a linear layer (adapters, quantized or float8 linears), for weights that were
+    not sharded by `apply_tp`, and for modules with hooks or a replaced forward.
     """
     for module in modules:  # a loop, since every layer asks in every step
-        kind = type(module)
-        if kind not in PLAIN_MODULES or is_hooked(module):
+        module_class = type(module)
+        if module_class not in PLAIN_MODULES or is_hooked(module):
             return False
         weight = module.weight
-        if type(weight) not in PLAIN_WEIGHTS and (kind is nn.Linear or not is_sharded(weight)):
+        if type(weight) not in PLAIN_WEIGHTS and (module_class is nn.Linear or not is_sharded(weight)):
             return False
-        if kind is ReplicatedLinear and module.group is not None:
+        if module_class is ReplicatedLinear and module.group is not None:
             return False
     return True
 
 
 def call_linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """``layer(x)``; an ordinary linear layer computes few rows as `inference_linear` does."""
+    """``layer(x)``, by `inference_linear` for an ordinary linear layer without gradients."""
     if type(layer) is nn.Linear and not torch.is_grad_enabled() and is_plain(layer):
         return inference_linear(x, layer.weight, layer.bias)
     y: Tensor = layer(x)
@@ -288,12 +290,12 @@ def call_linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def is_fusible(*linears: nn.Module) -> bool:
-    """`is_plain`, or with adapters whose two matrices a fused op takes beside the weight (`LoRALinear.low_rank`)."""
+    """Whether linear layers are plain, or have adapters whose two matrices a fused op takes (`LoRALinear.low_rank`)."""
     return all(is_plain(x) or (getattr(x, "is_low_rank", False) and not is_hooked(x)) for x in linears)
 
 
 def float8_recipe(*linears: nn.Module) -> str | None:
-    """The recipe by which a fused op may compute these layers in float8; None if they have none or several."""
+    """The recipe for computing these layers in float8 in a fused op; None without a common recipe."""
     recipes = {getattr(linear, "float8_recipe", None) for linear in linears}
     if len(recipes) > 1 or None in recipes:
         return None
@@ -303,7 +305,7 @@ def float8_recipe(*linears: nn.Module) -> str | None:
 
 
 def gathered_float8(linear: nn.Module) -> Float8 | None:
-    """The weight of a float8 layer as ranks have rounded it (`apply_fsdp`), if they have."""
+    """The weight of a float8 layer that `apply_fsdp` gathered in rounded form; None if it was not."""
     gathered: Float8 | None = getattr(linear, "gathered", None)
     return gathered
 
@@ -315,7 +317,7 @@ def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
 
 
 def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
-    """The weight as fused ops take it, in autocast's dtype: this rank's part of it, which may be a `FrozenWeight`."""
+    """This rank's part of the weight in autocast's dtype, as fused ops take it; it may be a `FrozenWeight`."""
     frozen: FrozenWeight | None = getattr(linear, "frozen_weight", None)
     weight = local(linear.weight) if frozen is None else frozen
     device = x.device.type
@@ -323,7 +325,7 @@ def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
 
 
 def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
-    """The weights in autocast's dtype for the device of ``x``, or as they are where autocast is off."""
+    """The weights in autocast's dtype for the device of ``x``; unchanged if autocast is off."""
     if not torch.is_autocast_enabled(x.device.type):
         return list(weights)
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -333,22 +335,24 @@ def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
 def add_norm_linear(
     norm: nn.Module | None, linear: nn.Linear, x: Tensor | None, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``residual = residual + x; linear(norm(residual))``; a fused norm's activations are recomputed in the backward.
+    """``residual = residual + x; linear(norm(residual))``; the backward of a fused norm recomputes its activations.
 
     Args:
-        norm: of width C, any module; None for no norm.
-        linear: [C] -> [O].
-        x: [..., C], the output of the last branch, which is added to the stream; None at the start of the stream.
+        norm: any module of width C; None for no norm.
+        linear: linear layer from [C] to [O].
+        x: [..., C], the output of the previous branch, which is added to the stream; None at the start of the stream.
         residual: [..., C].
 
     Returns:
         ``(y [..., O], residual [..., C])``.
     """
+    # A fused op reads the weights itself. It cannot where the norm or the layer must be called.
     recipe = float8_recipe(linear)
     fused = fused_norm(norm) if recipe or is_fusible(linear) else None
     if fused is None:
         normed, residual = add_norm(norm, x, residual)
         return linear(normed), residual
+    # Fused ops do not cast: the weights are cast to autocast's dtype for them.
     weight, (bias,) = weight_of(linear, residual), autocast_weights(residual, local_or_none(linear.bias))
     if recipe:
         assert isinstance(weight, Tensor)

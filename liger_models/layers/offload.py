@@ -1,4 +1,4 @@
-"""Offloading of activations: what blocks save for the backward is copied to host memory and back asynchronously."""
+"""Asynchronous offloading of the activations that blocks save for the backward to host memory."""
 
 import functools
 from collections import deque
@@ -28,22 +28,22 @@ SLICE = 2**24
 
 
 def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:
-    """Which ``count`` of a model's blocks are offloaded: evenly spread, without the last two if possible.
+    """Choose ``count`` of a model's blocks for offloading: evenly spread, without the last two if possible.
 
-    The other blocks give the copies time.
+    The copies overlap with the other blocks.
     """
     span = max(blocks - 2, count)
     return frozenset(index * span // count for index in range(count))
 
 
 class Inbound:
-    """Copies from host memory to an accelerator, one after the other, alternating between two streams.
+    """Sequential copies from host memory to an accelerator, on two alternating streams.
 
-    A GPU processes all queued copies of a stream before those of other streams. With one stream, copies of the
-    computation would wait for everything in flight; FSDP2 has one such copy in the backward of each block.
+    A GPU processes all queued copies of a stream before the copies of other streams. With a single stream, a copy in
+    the computation would wait for everything in flight, and FSDP2 has such a copy in the backward of each block.
 
     Attributes:
-        streams: the two streams; the next copy runs on the first.
+        streams: the two streams; the next copy runs on the first one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,9 +55,10 @@ class Inbound:
         self.streams[0].wait_event(event)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event:
-        """Start copying the second tensor of each pair to the first, both [N] uint8; returns the completion event."""
-        for place, host in pairs:
-            for part, piece in zip(place.split(SLICE), host.split(SLICE), strict=True):
+        """Start copying each pair's second tensor to the first, both [N] uint8; return the completion event."""
+        for target, host in pairs:
+            for part, piece in zip(target.split(SLICE), host.split(SLICE), strict=True):
+                # Each slice waits for the one before, on the other stream, so that other copies can run in between.
                 stream = self.streams[0]
                 if self._last is not None:
                     stream.wait_event(self._last)
@@ -76,7 +77,7 @@ class Inbound:
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.Stream, Inbound]:
-    """The streams for copies to the host, and for copies back."""
+    """The stream for copies to the host, and the streams for copies back."""
     return torch.Stream(device), Inbound(device)
 
 
@@ -85,12 +86,12 @@ class Kept:
 
     Attributes:
         device: the device that the storage was copied from.
-        host: its bytes in pieces; pinned memory if it comes from an accelerator.
-        left: event after the copy to the host; None on the CPU.
-        before: the storage offloaded just before this one, which the backward needs just after it.
+        host: the bytes of the storage in pieces; pinned memory if they come from an accelerator.
+        left: event that is recorded after the copy to the host; None on the CPU.
+        before: the storage that was offloaded just before this one; the backward needs it just after this one.
         nbytes: size of the storage.
         uses: number of saved tensors in the storage.
-        rounds: number of backward passes that have read all of these tensors.
+        rounds: number of backward passes that have read all saved tensors of the storage.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Kept:
         self._arrived: torch.Event | None = None
 
     def fetch(self) -> None:
-        """Start copying the storage back, unless that has been started already."""
+        """Start copying the storage back, unless this copy was already started."""
         if self._back is not None:
             return
         self._unused = self.uses
@@ -118,7 +119,7 @@ class Kept:
         self._arrived = inbound.copy(zip(self._back.split(PIECE), self.host, strict=True))
 
     def take(self) -> Tensor:
-        """The bytes on the device. After ``uses`` calls the copy is released; another backward fetches it again."""
+        """Return the bytes on the device, which are released after ``uses`` calls and fetched by another backward."""
         assert self._back is not None
         data = self._back
         if self._arrived is not None:
@@ -146,9 +147,9 @@ class Place(NamedTuple):
 
 
 class Offload:
-    """Moves the tensors that one forward saves under `saving` to the host, and back for its backward.
+    """Moves the tensors that one forward saves under `saving` to the host, and back to the device for its backward.
 
-    Each storage is copied once, however many views of it are saved. Parameters and small tensors stay on the device.
+    Each storage is copied once, even if several views of it are saved. Parameters and small tensors stay on the device.
     Copies run on separate streams. The memory of a tensor can only be freed once the computation has waited for its
     copy, because the allocator reuses memory in the order of the computation.
     """
@@ -160,14 +161,14 @@ class Offload:
         self._last: Kept | None = None
 
     def saving(self, leave: bool) -> saved_tensors_hooks:
-        """Context in which to run a block. With ``leave`` its saved tensors are offloaded.
+        """Context for running a block; with ``leave`` its saved tensors are offloaded.
 
-        The backward of every block that ran in such a context prefetches tensors of the blocks before it.
+        The backward of every block that ran in such a context prefetches tensors of earlier blocks.
         """
         return saved_tensors_hooks(self._pack if leave else self._keep, self._unpack)
 
     def settle(self, most: int = 0) -> None:
-        """Make the computation wait until at most ``most`` bytes are in flight to the host, and free the others."""
+        """Make the computation wait until at most ``most`` bytes are in flight to the host; free the others."""
         under_way = sum(data.nbytes for data, _ in self._leaving)
         while under_way > most:
             data, kept = self._leaving.popleft()

@@ -1,4 +1,4 @@
-"""A paged cache for rows that come and go: a row holds pages for the tokens that it has, and gives them back."""
+"""A paged cache for a changing set of rows, which hold pages for their tokens and return them."""
 
 import torch
 from torch import Tensor
@@ -10,20 +10,19 @@ from liger_models.layers.paged_cache import PagedCache
 
 
 class PagePool(PagedCache):
-    """A `PagedCache` whose pages are taken and freed one by one. Several rows may hold the same page.
+    """A `PagedCache` whose pages are allocated and freed one by one. Several rows may hold the same page.
 
-    The host decides which pages a row has, and writes them into a table of its own, which `resume` copies to the
-    device. A step is captured as with `PagedCache`: ``lengths``, ``remaining`` and the table stay where they are. Rows
-    with nothing remaining do no harm in a step: they write to page 0, which nobody is given, and see one token. Their
-    states of linear attention become useless.
+    The host assigns pages to rows in its own table, which `resume` copies to the device. A step can be captured as with
+    `PagedCache`, because ``lengths``, ``remaining`` and the table stay at the same addresses. Finished rows are
+    harmless in a step: they write to page 0, which is never assigned, and see one token. Their states of linear
+    attention become invalid.
 
-    Call `fill` before a forward of tokens of prompts, `resume` before the first of several steps, and `step` before
-    each step.
+    Call `fill` before a forward of prompts, `resume` before a series of steps, and `step` before each step.
 
     Args:
         rows, capacity, device: as for `PagedCache`.
-        pages: number of pages, page 0 included.
-        like: a cache with the layers of the model; keys, values and states get their shapes and dtypes.
+        pages: number of pages, including page 0.
+        like: a cache with all layers of the model, from which keys, values and states take their shapes and dtypes.
     """
 
     takes_documents = True
@@ -45,7 +44,7 @@ class PagePool(PagedCache):
         self._holders = [0] * pages
 
     def resize(self, kept: list[int]) -> None:
-        """Keep these rows only, as rows 0, 1, .... Pages are to be assigned anew, and the step captured anew."""
+        """Keep only the rows ``kept``, as rows 0, 1, .... The caller must assign pages and capture the step again."""
         rows = self.upload(kept)
         self._states = {layer: tuple(state[rows] for state in states) for layer, states in self._states.items()}
         self._make_tables(len(kept))
@@ -65,32 +64,32 @@ class PagePool(PagedCache):
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Free pages, which are then held by one row."""
+        """Allocate ``count`` free pages for one row."""
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
         return pages
 
     def share(self, pages: list[int]) -> list[int]:
-        """The same pages, which are then held by one more row."""
+        """Let one more row hold these pages."""
         for page in pages:
             self._holders[page] += 1
         return list(pages)
 
     def give_back(self, pages: list[int]) -> None:
-        """Take these pages from a row. Those that no other row holds are free."""
+        """Release a row's hold on these pages. A page that no other row holds becomes free."""
         for page in pages:
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._free.append(page)
 
     def assign(self, row: int, pages: list[int]) -> None:
-        """Write the pages of a row, in the order of its tokens, into the table of the host."""
+        """Write the pages of a row, in the order of its tokens, to the host's table."""
         self._host_table[row] = 0
         self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def copy(self, pages: list[tuple[int, int]], rows: list[tuple[int, int]]) -> None:
-        """Copy pages, and states of rows: for each pair what belongs to the first to the second."""
+        """Copy pages, and states of rows; each pair is (source, target)."""
         for tensors, pairs in ((self._layers, pages), (self._states, rows)):
             if tensors and pairs:
                 source, target = self.upload(pairs).unbind(1)
@@ -98,15 +97,15 @@ class PagePool(PagedCache):
                     x[target] = x[source]
 
     def clear_states(self, row: int) -> None:
-        """Give a row the states before its first token."""
+        """Reset a row's states to those before its first token."""
         for state in (x for states in self._states.values() for x in states):
             state[row].zero_()
 
     def fill(self, parts: list[tuple[int, int, int]]) -> None:
-        """Announce a forward of tokens of several rows, one after the other in a single row of the batch.
+        """Prepare a forward of tokens of several rows, concatenated in a single row of the batch.
 
         Args:
-            parts: (row, first token, token after the last) each. Only a part by itself may follow cached tokens.
+            parts: (row, first token, token after the last) of each row. Only a single part may follow cached tokens.
         """
         slots = []
         for row, begin, end in parts:
@@ -119,23 +118,24 @@ class PagePool(PagedCache):
         self.pages = None
 
     def resume(self, lengths: Tensor, remaining: Tensor) -> None:
-        """Announce steps.
+        """Prepare a series of steps.
 
         Args:
             lengths: [rows], number of cached tokens of each row.
-            remaining: [rows], number of tokens that each row is still to be given; 0 for idle rows.
+            remaining: [rows], number of tokens that each row still needs; 0 for finished rows.
         """
+        # In place: a captured step reads these tensors.
         self._table.copy_(self._host_table, non_blocking=True)
         self.lengths.copy_(lengths)
         self.remaining.copy_(remaining)
 
     @property
     def positions(self) -> Tensor:
-        """The positions of the next token of each row, [rows, 1] int64."""
+        """The position of each row's next token, [rows, 1] int64."""
         return (self.lengths * (self.remaining > 0)).long()[:, None]
 
     def step(self) -> None:
-        """As `PagedCache.step`, for the rows that are not idle."""
+        """`PagedCache.step` for the rows with remaining tokens."""
         positions = self.positions
         self._slots = self._slots_of(self._table, positions)[:, 0] * (self.remaining > 0)  # idle rows write to page 0
         self.lengths.copy_(positions[:, 0] + 1)
@@ -145,7 +145,7 @@ class PagePool(PagedCache):
         """Store k and v [B, T, G, D] of one layer.
 
         Returns:
-            In a step all pages of the layer [pages, P, G, D]; else the keys and values [1, cached + T, G, D].
+            In a step, all pages of the layer [pages, P, G, D]; otherwise keys and values [1, cached + T, G, D].
         """
         keys, values = self._layers[layer]
         write_pages(keys, values, k.flatten(0, 1), v.flatten(0, 1), self._slots)
@@ -157,13 +157,13 @@ class PagePool(PagedCache):
         return keys[self._history].flatten(0, 1)[None, :end], values[self._history].flatten(0, 1)[None, :end]
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """As `DecodeCache.states`, of the rows in the forward."""
+        """`DecodeCache.states` of the rows in the forward."""
         if self.pages is not None:
             return self._states[layer]
         return tuple(state[self._filled] for state in self._states[layer]) if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """As `DecodeCache.replace_states`, for the rows in the forward."""
+        """`DecodeCache.replace_states` for the rows in the forward."""
         n = len(self._filled)
         for held, state in zip(self._states[layer], states, strict=True):
             if self.pages is not None:
@@ -172,7 +172,7 @@ class PagePool(PagedCache):
                 held[self._filled] = state[(len(state) - n) // 2 :][:n]
 
     def upload(self, values: "Tensor | list[tuple[int, int]] | list[list[int]] | list[int]") -> Tensor:
-        """Integers of the host as int64 on the device, without waiting for it."""
+        """Copy integers of the host to the device as int64, without waiting for the copy."""
         host = torch.as_tensor(values, dtype=torch.int64)
         if self.lengths.device.type in ACCELERATORS:
             host = host.pin_memory()

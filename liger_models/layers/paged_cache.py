@@ -1,4 +1,4 @@
-"""The decode cache in pages, for steps that depend on no number of the host, so that they can be captured once."""
+"""The paged decode cache, whose steps depend on no number of the host, so that a captured step can be replayed."""
 
 from collections.abc import Hashable
 
@@ -13,21 +13,21 @@ PAGE = 64
 
 
 class PagedCache(DecodeCache):
-    """A decode cache that stores prompts without their padding, and then one token of each row at a time.
+    """A decode cache that stores prompts without their padding, and then one token per row and step.
 
-    Keys and values of a layer are [pages, P, G, D], and a table says which pages belong to a row. Where the next tokens
-    go and which tokens they see follows from tensors on the device. Everything that the forward of a step reads or
-    writes stays where it is: pages, table, lengths, states of linear attention and ``extra``. So a captured forward can
-    be replayed for the following tokens, and for other prompts.
+    Keys and values of a layer are [pages, P, G, D], and a table lists the pages of each row. Tensors on the device
+    determine where new tokens are stored and which tokens they see. Everything that the forward of a step reads or
+    writes stays at the same address: pages, table, lengths, states of linear attention and ``extra``. A captured
+    forward can therefore be replayed for the following tokens, and for other prompts.
 
-    Call `start` before a forward of prompts, `settle` after it, and `step` before each forward of one token of each
-    row. ``length`` is the number of tokens, padding included, that the host knows of, and a step that is replayed does
-    not count. In a step it only says that there are some.
+    Call `start` before a forward of prompts, `settle` after it, and `step` before each forward of one token per row.
+    ``length`` is the number of tokens, including padding, that the host has counted; replayed steps are not counted. In
+    a step only whether it is 0 matters.
 
     Args:
-        rows: number of rows of a step. There may be fewer: further ones then do the same as the last one.
-        capacity: maximum number of tokens per row, rounded up to whole pages; `grow` makes it larger.
-        device: where the tensors are.
+        rows: number of rows of a step. If there are fewer rows of prompts, the remaining rows repeat the last one.
+        capacity: maximum number of tokens per row, rounded up to whole pages; `grow` increases it.
+        device: device of the tensors.
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
@@ -37,14 +37,15 @@ class PagedCache(DecodeCache):
         self.rows = rows
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         """Number of tokens of each row, without padding."""
+        # Each row starts with pages of its own, [rows, pages]; the table changes when rows share a prompt.
         self._own = torch.arange(rows * count, dtype=torch.int32, device=device).view(rows, count)
         self._table = self._own.clone()
         self._row: Tensor | None = None
-        """The row that each row does the same as, [rows] int64; None if all are different."""
+        """The row whose tokens each row repeats, [rows] int64; None if all rows are different."""
         self._prompt: Tensor | None = None
         """The prompt of each row, [rows] int64; None if each row has its own."""
         self._shared: tuple[Tensor, Tensor] | None = None
-        """Pages [rows] with the last tokens of a prompt, which each row continues in its own, and those of the rows."""
+        """The partly filled page of each row's prompt, and the row's page into which it is copied, [rows] each."""
         self._slots = self.lengths
         """Where the tokens of the forward go, [B · T] int64; negative for padding."""
         self._fixed: dict[Hashable, Tensor] = {}
@@ -56,13 +57,13 @@ class PagedCache(DecodeCache):
         return sum(x.nbytes for x in (*self._fixed.values(), *(x for tensors in of_layers for x in tensors)))
 
     def start(self, B: int, T: int, mask: Tensor | None = None, repeats: int = 1) -> None:
-        """Forget everything. The next forward is one of B prompts of T tokens.
+        """Empty the cache, and prepare a forward of B prompts of T tokens.
 
         Args:
             B: number of prompts.
-            T: number of tokens of each, padding included.
+            T: number of tokens of each prompt, including padding.
             mask: [B, T], 0 for padding, which must be on the left; None for no padding.
-            repeats: number of rows of each prompt, one after the other. They share the pages that the prompt fills.
+            repeats: number of consecutive rows per prompt, which share the pages that the prompt fills.
 
         Raises:
             ValueError: there are more rows or tokens than the cache holds.
@@ -99,7 +100,7 @@ class PagedCache(DecodeCache):
             self._shared = self._own[first].gather(1, begun)[:, 0], self._own[row].gather(1, begun)[:, 0]
 
     def grow(self, capacity: int) -> None:
-        """Make room for so many tokens per row. Pages and table are then elsewhere: a step must be captured anew."""
+        """Grow to ``capacity`` tokens per row. Pages and table get new addresses, so a step must be captured again."""
         (rows, count), new = self._own.shape, -(-capacity // self.page)
         pages = torch.arange(rows * count, rows * new, dtype=torch.int32, device=self._own.device).view(rows, -1)
         self._own, self._table = (torch.cat([table, pages], 1) for table in (self._own, self._table))
@@ -109,24 +110,25 @@ class PagedCache(DecodeCache):
         self.capacity = new * self.page
 
     def of_rows(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Something of each row that `start` announced -> of each row of a step; ``dim`` is their dimension."""
+        """Expand x from the rows that `start` prepared to the rows of a step, along dimension ``dim``."""
         return x if self._row is None else x.index_select(dim, self._row)
 
     def _of_prompts(self, x: Tensor) -> Tensor:
-        """Something of each prompt [B, ...] -> of each row of a step [rows, ...]."""
+        """Expand x [B, ...] from prompts to the rows of a step [rows, ...]."""
         return x if self._prompt is None else x[self._prompt]
 
     def settle(self) -> bool:
-        """Give every row what its prompt left: the begun page, and its part of ``extra`` in memory that stays.
+        """Copy each prompt's partly filled page and its part of ``extra`` to its rows, at fixed addresses.
 
         Returns:
-            Whether the memory is that of earlier prompts, so that a captured step reads it.
+            Whether the addresses are the same as for earlier prompts, so that a captured step remains valid.
         """
         if self._shared is not None:
             begun, copies = self._shared
             for pages in (x for keys_values in self._layers.values() for x in keys_values):
                 pages[copies] = pages[begun]
 
+        # Written in place if the shapes are those of earlier prompts, whose addresses a captured step reads.
         extra = {name: self._of_prompts(x) for name, x in self.extra.items()}
         formats, fixed_formats = (
             {name: (x.shape, x.dtype) for name, x in tensors.items()} for tensors in (extra, self._fixed)
@@ -142,12 +144,12 @@ class PagedCache(DecodeCache):
 
     @property
     def is_settled(self) -> bool:
-        """Whether ``extra`` is what `settle` left: nothing was stored there that a captured step would not see."""
+        """Whether ``extra`` is unchanged since `settle`, so that a captured step sees all of it."""
         same = all(self.extra.get(name) is x for name, x in self._fixed.items())
         return same and len(self.extra) == len(self._fixed)
 
     def step(self) -> None:
-        """Announce one token of each row: its place is after all others."""
+        """Prepare a forward of one token per row, which is stored after the row's other tokens."""
         self._slots = self._slots_of(self._table, self.lengths[:, None].long()).flatten()
         self.lengths += 1
         self.pages = Pages(self._table, self.lengths)
@@ -156,10 +158,10 @@ class PagedCache(DecodeCache):
         """Store k and v [B, T, G, D] of one layer.
 
         Returns:
-            In a step all pages of the layer [pages, P, G, D]; with prompts their own keys and values, k and v.
+            In a step, all pages of the layer [pages, P, G, D]; for prompts, k and v.
 
         Raises:
-            ValueError: these are not the tokens that `start` or `step` announced.
+            ValueError: these are not the tokens that `start` or `step` prepared.
         """
         if k.shape[0] * k.shape[1] != len(self._slots) or (self.pages is None and self.length):
             raise ValueError(
@@ -174,7 +176,7 @@ class PagedCache(DecodeCache):
         return (k, v) if self.pages is None else (keys, values)
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """As `DecodeCache.replace_states`, in memory that stays."""
+        """`DecodeCache.replace_states`, at fixed addresses."""
         states = states if self.pages is not None else tuple(map(self._of_prompts, states))
         if layer not in self._states:
             self._states[layer] = tuple(torch.empty_like(state) for state in states)
@@ -182,10 +184,10 @@ class PagedCache(DecodeCache):
             fixed.copy_(state)
 
     def select(self, rows: Tensor) -> None:
-        """Raise ValueError: what a captured step reads must stay where it is."""
+        """Raise ValueError, because tensors that a captured step reads must keep their addresses."""
         raise ValueError("PagedCache: rows can't be selected. Use a DecodeCache.")
 
     def _slots_of(self, table: Tensor, position: Tensor) -> Tensor:
-        """The slots of tokens at these positions [B, T] of their rows, [B, T] int64."""
+        """The slots [B, T] int64 of tokens at positions [B, T] of their rows."""
         position = position.clamp_min(0)
         return table.gather(1, position // self.page).long() * self.page + position % self.page

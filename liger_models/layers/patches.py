@@ -1,8 +1,8 @@
-"""Positions of patches in their images, and of image tokens in a text, computed without a loop over images.
+"""Positions of patches in images, and of image tokens in a text, computed without a loop over images.
 
 The images and videos of a batch are concatenated, each with a grid of frames, rows and columns of patches
-(``grid_thw``, as in Hugging Face's processors). Patches that are merged into one token are adjacent: they are ordered
-block by block, and row by row within a block.
+(``grid_thw``, as in Hugging Face's processors). Patches that are merged into one token are adjacent, since patches are
+ordered by block, and within a block by row.
 """
 
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from liger_models.layers.batch import number_documents
 
 
 class Patches(NamedTuple):
-    """The location of each patch of a batch, [N] int64 each.
+    """The locations of all patches of a batch, in tensors [N] int64.
 
     Attributes:
-        item: index of its image or video.
-        frame: index of its frame, counted over the batch.
-        row, column: its position in the frame.
-        height, width: number of rows and columns of its frame.
+        item: index of the patch's image or video.
+        frame: index of the patch's frame, counted over the batch.
+        row, column: position of the patch in the frame.
+        height, width: number of rows and columns of the frame.
     """
 
     item: Tensor
@@ -36,8 +36,8 @@ class Patches(NamedTuple):
         return torch.stack([self.row, self.column])[:, None]
 
     def take(self, order: Tensor, unit: int) -> "Patches":
-        """The patches reordered in groups of ``unit``; ``order`` [N / unit] int64 indexes the groups."""
-        return Patches(*(place.unflatten(0, (-1, unit))[order].flatten() for place in self))
+        """Reorder the patches in groups of ``unit``; ``order`` [N / unit] int64 indexes the groups."""
+        return Patches(*(column.unflatten(0, (-1, unit))[order].flatten() for column in self))
 
 
 def locate_patches(grid_thw: Tensor, count: int, merge: int) -> Patches:
@@ -68,7 +68,7 @@ def order_by_window(patches: Patches, merge: int, side: int) -> tuple[Tensor, Te
     Args:
         patches: the patches of a batch.
         merge: side of the blocks of patches that become one token.
-        side: side of a window in tokens; windows at the lower and right border may be smaller.
+        side: side of a window in tokens. Windows at the lower and right border may be smaller.
 
     Returns:
         ``(order, window)``, each [N / merge²] int64: the indices of the tokens sorted by window, and the window number
@@ -94,17 +94,19 @@ def mrope_positions(
 ) -> tuple[Tensor, Tensor]:
     """Positions of tokens in time, height and width (M-RoPE).
 
-    A text token advances all three positions by one. The tokens of an image or a video have the position of its start
-    plus their frame, row and column. The next token advances from the start by the larger of the numbers of rows and
-    columns of tokens.
+    A text token advances all three positions by one. A token of an image or a video has the position of the image's
+    start plus its frame, row and column. The token after the image advances from the start by the larger one of the
+    numbers of token rows and columns.
 
     Args:
         kinds: [B, T] int64: 0 text, 1 image, 2 video.
-        grids: ``grid_thw`` [n, 3] of all images, and of all videos, in the order of the text; None for none.
+        grids: ``grid_thw`` [n, 3] of all images, and of all videos, in the order of the text; None without any.
         merge: side of the blocks of patches that become one token.
         mask: [B, T], 0 for padding, which is not counted and has position 0.
-        cu_seqlens: [n + 1], boundaries of packed documents; positions start from 0 in each. See `BatchLayout.build`.
-        frames_apart: treat each frame of a video like an image (its timestamp precedes it in the text).
+        cu_seqlens: [n + 1], boundaries of packed documents, see `BatchLayout.build`. Positions start from 0 in each
+            document.
+        frames_apart: whether each frame of a video is positioned like an image, because a timestamp precedes it in the
+            text.
         interval: [videos] fp32, distance in time between frames of a video; None for 1.
 
     Returns:
@@ -115,11 +117,11 @@ def mrope_positions(
     offset = kinds.new_zeros(3, B, T)
 
     # How far each token moves the positions on, and where it is within its image.
-    for kind, grid in enumerate(grids, start=1):
+    for medium, grid in enumerate(grids, start=1):
         if grid is None or len(grid) == 0:
             continue
         grid = grid.to(kinds.device)
-        here = kinds == kind
+        here = kinds == medium
         tokens = (grid[:, 0], grid[:, 1] // merge, grid[:, 2] // merge)
         size = tokens[0] * tokens[1] * tokens[2]
         # The image of each token, and its frame, row and column there.
@@ -129,11 +131,11 @@ def mrope_positions(
         row, column = _divide(cell, width)
         # Only the last token of an image, or of a video, moves the positions on.
         last = cell == height * width - 1
-        if kind == 2 and frames_apart:
+        if medium == 2 and frames_apart:
             frame = torch.zeros_like(frame)
         else:
             last = last & (index == size[item] - 1)
-            if kind == 2 and interval is not None:
+            if medium == 2 and interval is not None:
                 frame = (frame.float() * interval.to(kinds.device)[item]).long()
         step = torch.where(here, torch.where(last, torch.maximum(height, width), 0), step)
         offset = torch.where(here, torch.stack([frame, row, column]), offset)
@@ -153,10 +155,10 @@ def mrope_positions(
 
 
 def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Count image tokens that do not directly follow the previous token of the same contiguous part.
+    """Count image tokens that should directly follow the previous token of their part, but do not.
 
     Args:
-        here: [B, T] bool, which tokens belong to images (or videos).
+        here: [B, T] bool, whether tokens belong to images (or videos).
         sizes: [n] int64, number of tokens of each image, in the order of the text.
         parts: [n] int64, number of tokens of each image that must be contiguous.
         cu_seqlens: [documents + 1], boundaries of packed documents, which parts must not cross.
@@ -173,7 +175,7 @@ def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | 
 
 
 def ends_of_runs(inside: Tensor) -> Tensor:
-    """For each True of ``inside`` [B, T], the index of the last True of its run; elsewhere its own index. int64."""
+    """For each True of ``inside`` [B, T], the index of the last True of its run; otherwise its own index (int64)."""
     T = inside.shape[1]
     index = torch.arange(T, device=inside.device).expand_as(inside)
     last = inside & ~torch.nn.functional.pad(inside, (0, 1))[:, 1:]
@@ -182,7 +184,7 @@ def ends_of_runs(inside: Tensor) -> Tensor:
 
 
 def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
-    """Interpolate the learned positions of a square grid bilinearly to the grid of each image, with aligned corners.
+    """Interpolate learned positions of a square grid to each image's grid, bilinearly and with aligned corners.
 
     Args:
         weight: [side², C].
@@ -209,7 +211,7 @@ def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 
 def _between(index: Tensor, length: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The two neighbors of each position on a line of ``side`` points, and the distance from the first of them."""
+    """The two neighbors of each position on a line of ``side`` points, and the distance from the first neighbor."""
     position = index.float() * (side - 1) / (length - 1).clamp_min(1)
     first = position.floor()
     return first.long(), (first.long() + 1).clamp_max(side - 1), position - first
@@ -221,13 +223,13 @@ def _divide(index: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share_out(here: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Assign the tokens marked in ``here`` [B, T] to consecutive items of these sizes; returns as `_split_by`."""
+    """Assign the tokens marked in ``here`` [B, T] to consecutive items of ``sizes``; results as in `_split_by`."""
     rank = (here.flatten().cumsum(0) - 1).view(here.shape).clamp_min(0)  # among all tokens of its kind
     return _split_by(sizes, rank)
 
 
 def _split_by(sizes: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """For each index into concatenated items of these sizes: the number of the item, and the index within it."""
+    """For each index into concatenated items of ``sizes``, the number of its item and the index within the item."""
     ends = sizes.cumsum(0)
     item = torch.searchsorted(ends, index, right=True).clamp_max(len(sizes) - 1)
     return item, index - (ends - sizes)[item]

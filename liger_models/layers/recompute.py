@@ -1,4 +1,4 @@
-"""Recomputation of blocks and layers: they save only their input, and the backward recomputes the rest."""
+"""Recomputation of blocks and layers, which save only their input and recompute the rest in the backward."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -14,17 +14,17 @@ _REPEATS: ContextVar[bool | None] = ContextVar("repeats", default=None)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether calling the module runs more than the forward of its class, such as hooks or a replaced forward.
+    """Whether a call of the module runs more than its class's forward: hooks, or a replaced forward.
 
-    Hooks with ``only_checks`` set to True, which raise errors and change nothing, don't count.
+    Hooks with ``only_checks`` set to True don't count, since they can only raise errors.
     """
-    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    hooks = (hook for kind in kinds for hook in kind.values())
+    registries = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    hooks = (hook for registry in registries for hook in registry.values())
     return "forward" in vars(module) or not all(getattr(hook, "only_checks", False) for hook in hooks)
 
 
 def repeats() -> bool | None:
-    """Whether the running block is being recomputed in the backward; None outside of blocks run by `run_again`.
+    """Whether the running block is being recomputed in the backward; None outside of blocks in `run_again`.
 
     Recomputation stops at the last tensor that the backward needs.
     """
@@ -32,12 +32,12 @@ def repeats() -> bool | None:
 
 
 def recomputes(part: Any) -> bool:
-    """Whether a part of a block is to be recomputed by itself. It is not if the whole block is recomputed."""
+    """Whether a part of a block recomputes on its own, which it does not if the whole block is recomputed."""
     return bool(part.recompute) and torch.is_grad_enabled() and repeats() is None
 
 
 def draws(part: nn.Module, dropout: float) -> bool:
-    """Whether a part of a block may draw random numbers: in its dropout, or in hooks or wrappers of its layers."""
+    """Whether a part of a block may draw random numbers, in dropout or in hooks or wrappers of its layers."""
     return (part.training and dropout > 0) or any(
         is_hooked(module) or (isinstance(module, nn.Dropout) and module.training and module.p > 0)
         for module in part.modules()
@@ -50,17 +50,17 @@ def is_compiled(block: nn.Module) -> bool:
 
 
 def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...] = (), **options: Any) -> Any:
-    """``function(*args)``, of which only the tensors in ``args`` are saved; the backward calls it again.
+    """Call ``function(*args)`` and save only the tensors in ``args``; the backward calls it again.
 
     Args:
-        function: the second call must compute the same.
-        args: what it is called with.
-        modules: the modules whose parameters it reads, besides those in ``args`` and the owner of a method.
-        options: as for `torch.utils.checkpoint.checkpoint`.
+        function: function whose second call computes the same results.
+        args: the function's arguments.
+        modules: modules whose parameters the function reads, if they are neither in ``args`` nor the owner of a method.
+        options: further options of `torch.utils.checkpoint.checkpoint`.
 
     Raises:
-        RuntimeError: (in the backward) a parameter was changed in place after the first call. The gradient would belong
-            to other values than the loss.
+        RuntimeError: (in the backward) a parameter was changed in place after the first call, so the gradient would not
+            belong to the loss.
     """
     if torch.compiler.is_compiling():
         return checkpoint(function, *args, use_reentrant=False, **options)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of every scaling type, and fp32 tables of cos and sin per token.
+"""Rotary position embedding: frequencies for all scaling types, and fp32 tables of cos and sin per token.
 
 Source: RoFormer (https://arxiv.org/abs/2104.09864), YaRN (https://arxiv.org/abs/2309.00071), and transformers'
 ``modeling_rope_utils.py`` for the frequency rules that the released checkpoints were trained with.
@@ -23,14 +23,14 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicScaling:
-    """Dynamic NTK: beyond ``max_position_embeddings`` the base grows with the length of the current sequence."""
+    """Dynamic NTK: beyond ``max_position_embeddings`` the base grows with the length of the sequence."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Divides low frequencies by ``factor``, keeps high ones, and ramps between (Llama 3.1 and later)."""
+    """Divides low frequencies by ``factor``, keeps high frequencies, and ramps in between (Llama 3.1 and later)."""
 
     factor: float
     low_freq_factor: float
@@ -40,7 +40,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """Divides low frequencies, keeps high ones, and ramps between, by the number of turns over the original length."""
+    """Divides low frequencies, keeps high ones, and ramps in between, by their turns over the original length."""
 
     factor: float
     original_max_position_embeddings: int
@@ -54,7 +54,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
-    """One divisor per frequency, from the short set, or from the long set if a position exceeds the original length."""
+    """One divisor per frequency, from a short set, or from a long set if a position exceeds the original length."""
 
     short_factor: list[float]
     long_factor: list[float]
@@ -65,7 +65,7 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class NtkAlphaScaling:
-    """Multiplies the base by ``alpha`` to the power of width / (width − 2) (Hunyuan); other fields change nothing."""
+    """Multiplies the base by ``alpha`` to the power of width / (width − 2) (Hunyuan); other fields are ignored."""
 
     alpha: float
     factor: float | None = None
@@ -96,13 +96,14 @@ def yarn_attention_factor(scaling: YarnScaling) -> float:
     def mscale(m: float) -> float:
         return 0.1 * m * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
+    # With both constants only the ratio of their factors remains.
     if scaling.mscale and scaling.mscale_all_dim:
         return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
     return mscale(1.0)
 
 
 def longrope_attention_factor(scaling: LongRopeScaling, max_position_embeddings: int) -> float:
-    """The factor of cos and sin, which is the same for both sets of divisors."""
+    """The factor of cos and sin, the same for both sets of divisors."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     original = scaling.original_max_position_embeddings
@@ -128,6 +129,7 @@ def _longrope_frequencies(width: int, theta: float, divisors: list[float]) -> Te
 
 
 def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
+    # Wavelengths beyond original / low are divided, those below original / high are kept, and others are blended.
     wavelength = 2 * math.pi / base
     original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -139,13 +141,14 @@ def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScaling) -> Tensor:
     def pair_of(rotations: float) -> float:
-        """Index of the pair that makes this many turns over the original length."""
+        """Index of the pair that makes ``rotations`` turns over the original length."""
         turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return width * math.log(turns) / (2 * math.log(theta))
 
     first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
+    # The ramp over pairs: 0 up to the first, 1 from the last. Its length must not be 0.
     first, last = max(first, 0), min(last, width - 1)
     if first == last:
         last += 0.001
@@ -155,16 +158,16 @@ def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScali
 
 
 class RotaryEmbedding(Layer):
-    """cos and sin of the position of every token, in fp32.
+    """Computes cos and sin of every token's position in fp32.
 
-    The frequencies are computed in fp32 from the config. They are neither parameters nor buffers, so that no cast, meta
+    The frequencies are computed in fp32 from the config. They are neither parameters nor buffers, so no cast, meta
     initialization or checkpoint changes them, but they move with the module to its device.
 
     Args:
         width: number of dimensions that are rotated, even; the head dimension, or less for partial rotary.
         theta: base of the frequencies.
-        scaling: how the frequencies are scaled for longer contexts; None for not at all.
-        max_position_embeddings: length from which on `DynamicScaling` applies, and target length of `LongRopeScaling`.
+        scaling: how the frequencies are scaled for longer contexts; None for no scaling.
+        max_position_embeddings: length beyond which `DynamicScaling` applies, and target length of `LongRopeScaling`.
 
     Raises:
         ValueError: the width is odd, or the number of divisors does not match it.
@@ -219,7 +222,8 @@ class RotaryEmbedding(Layer):
             self.long_inv_freq = None if self.long_inv_freq is None else self.long_inv_freq.to(device)
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
-        """The frequencies for these positions, [width / 2] fp32 on the device of ``position_ids``."""
+        """The frequencies for ``position_ids``, [width / 2] fp32 on the same device."""
+        # The choice by length is made on the device, so that the host does not wait and a graph has no branch.
         inv_freq = self.inv_freq.to(position_ids.device)
         if position_ids.numel() == 0:
             return inv_freq
@@ -241,12 +245,12 @@ class RotaryEmbedding(Layer):
 
 
 class ProportionalRotaryEmbedding(RotaryEmbedding):
-    """`RotaryEmbedding` in which only the pairs of the highest frequencies turn; the others have the frequency 0.
+    """`RotaryEmbedding` in which only the pairs with the highest frequencies rotate; all others have frequency 0.
 
     Args:
         width: head dimension, even.
-        theta: base of the frequencies, which are those of the whole width.
-        share: the share of the pairs that turn.
+        theta: base of the frequencies, which are computed for the whole width.
+        share: the share of the pairs that rotate.
     """
 
     def __init__(self, width: int, theta: float, share: float) -> None:
@@ -255,13 +259,13 @@ class ProportionalRotaryEmbedding(RotaryEmbedding):
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
-    """cos and sin of positions in time, height and width; each frequency belongs to one of the three (M-RoPE).
+    """Computes cos and sin of positions in time, height and width; each frequency belongs to one of them (M-RoPE).
 
     Args:
         width, theta, scaling, max_position_embeddings: as in `RotaryEmbedding`.
         sections: number of frequencies of time, height and width.
-        interleaved: give height and width every third frequency, starting with the second and the third, until they
-            have their number, and all others to time. False: the sections follow each other.
+        interleaved: True gives every third frequency to height and every third one to width, starting with the second
+            and the third, until each has its number; all others belong to time. False: the sections follow each other.
 
     Raises:
         ValueError: there are not three sections, or they do not add up to half the width.
@@ -308,7 +312,7 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
 
 
 class AxialRotaryEmbedding(RotaryEmbedding):
-    """cos and sin of the row and the column of a patch, which have half of the frequencies each.
+    """Computes cos and sin of the row and the column of a patch, each with half of the frequencies.
 
     Args:
         width: head dimension, a multiple of 4.

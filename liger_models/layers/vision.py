@@ -1,4 +1,4 @@
-"""The parts of vision towers, which turn the concatenated patches of any number of images into image tokens."""
+"""Parts of vision towers, which turn the concatenated patches of several images into image tokens."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ class VisionBlock(nn.Module):
     Args:
         hidden_size: C.
         num_heads: number of heads, the same for queries, keys and values.
-        norm: returns a norm.
+        norm: function that returns a norm.
         mlp: the MLP after the second norm.
         kernels: which parts run on fused kernels.
         rotary: name of the rotary embedding; None for no rotation.
@@ -45,7 +45,7 @@ class VisionBlock(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [1, N, C] is yet to be added to residual [1, N, C]; returns the next such pair."""
+        """Run the block on x and residual [1, N, C], whose sum is the stream; returns the next such pair."""
         x, residual = self.attn.add_norm(self.norm1, x, residual, layout)
         return self.mlp.add_norm(self.norm2, x, residual)
 
@@ -54,11 +54,11 @@ class PatchMerger(nn.Module):
     """Merges a square of neighboring patches into one image token: ``fc2(gelu(fc1(concat(norm(patches)))))``.
 
     Args:
-        norm: returns a norm for a width.
+        norm: function that returns a norm of a given width.
         hidden_size: C of a patch.
         out_size: width of an image token.
         merge: side of the square of patches that becomes one token.
-        norm_of_all: normalize the concatenated patches, not each patch.
+        norm_of_all: whether to normalize the concatenated patches instead of each patch.
         kernels: which parts run on fused kernels.
     """
 
@@ -79,7 +79,7 @@ class PatchMerger(nn.Module):
         self.mlp = LigerMLP(wide, wide, out_size, act="gelu", kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor) -> Tensor:
-        """x [1, N, C] is yet to be added to residual [1, N, C] -> [N / merge², out_size]."""
+        """Merge the stream, the sum of x and residual [1, N, C], into [N / merge², out_size]."""
         # The norm of merged patches is no longer that of a row of the stream, so the sum is not fused with it.
         if self.norm_of_all:
             total = residual if x is None else (residual + x).to(residual.dtype)

@@ -1,4 +1,4 @@
-"""Base of every loss that runs over the language-model head instead of over logits."""
+"""Base of all losses that include the language-model head instead of taking logits."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class FusedLinearLoss(nn.Module):
-    """A loss of hidden states and the head's weight; the logits exist one chunk of tokens at a time.
+    """A loss of hidden states and the head's weight, which holds the logits of one chunk of tokens at a time.
 
     Args:
         ignore_index: target value of tokens that the loss skips.

@@ -1,8 +1,8 @@
 """Base of the distillation losses.
 
 The fused losses take hidden states and head weights of student and teacher and run `linear_divergence`. Its module,
-`liger_models.kernels.loss.divergence`, has the formulas. The others take probabilities or log-probabilities [..., V]
-and run `distribution_divergence`. They are exact where a probability is 0.
+`liger_models.kernels.loss.divergence`, has the formulas. The other losses take probabilities or log-probabilities [...,
+V] and run `distribution_divergence`, which is exact where a probability is 0.
 """
 
 from typing import Any, ClassVar
@@ -17,12 +17,12 @@ from liger_models.losses.base import FusedLinearLoss
 
 
 class FusedDivergence(FusedLinearLoss):
-    """A divergence of the student's distribution from the teacher's, over both heads.
+    """A divergence of the student's distribution from the teacher's, fused with both heads.
 
     Args:
         temperature: divisor of both models' logits in the divergence.
-        teacher_softcap, teacher_logit_scale: ``softcap`` and ``logit_scale`` of the teacher.
-        **head: arguments of `FusedLinearLoss`, of the student.
+        teacher_softcap, teacher_logit_scale: ``softcap`` and ``logit_scale`` for the teacher's logits.
+        **head: arguments of `FusedLinearLoss` for the student.
     """
 
     divergence: ClassVar[str]
@@ -50,16 +50,16 @@ class FusedDivergence(FusedLinearLoss):
 
 
 class FusedDistillationLoss(FusedDivergence):
-    """``weight_hard_loss · cross entropy + weight_soft_loss · divergence``, a mean over the tokens with a label.
+    """``weight_hard_loss · cross entropy + weight_soft_loss · divergence``, averaged over the tokens with a label.
 
     Args:
         weight_hard_loss: weight of the cross entropy against the labels, at temperature 1.
         weight_soft_loss: weight of the divergence.
-        beta: β in [0, 1] of the Jensen-Shannon divergence, factor of the cosine loss; leave it out for the others.
+        beta: β in [0, 1] of the Jensen-Shannon divergence, or the factor of the cosine loss; other losses have no beta.
         ignore_index: label of tokens that the loss skips.
         temperature: divisor of both models' logits in the divergence.
-        compiled, chunk_size: accepted for Liger-Kernel's sake and ignored; see ``workspace_mib``.
-        return_soft_hard_loss: return (loss, soft loss, hard loss), the last two without gradients.
+        compiled, chunk_size: accepted for compatibility with Liger-Kernel and ignored; see ``workspace_mib``.
+        return_soft_hard_loss: whether to return (loss, soft loss, hard loss), the last two without gradients.
         softcap, logit_scale: applied to the student's logits, as in `linear_divergence`.
         teacher_softcap, teacher_logit_scale: applied to the teacher's logits.
         workspace_mib: budget in MiB of the logits buffers; None for the default of `linear_divergence`.
@@ -122,6 +122,7 @@ class FusedDistillationLoss(FusedDivergence):
             bias=student_bias, teacher_bias=teacher_bias, beta=self.beta,
             hard_weight=self.weight_hard_loss, soft_weight=self.weight_soft_loss, **self._divergence_options,
         )  # fmt: skip
+        # The two parts are metrics, without gradients.
         if not self.return_soft_hard_loss:
             return loss
         if self.weight_hard_loss == 0.0:  # `linear_divergence` skips a hard loss of weight 0

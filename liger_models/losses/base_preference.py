@@ -1,18 +1,18 @@
-"""Base of the preference losses: log-probabilities of sequences, the reference model, pairs.
+"""Base of the preference losses: log-probabilities of sequences, the reference model, and pairs.
 
 Notation of all preference losses:
 
 - l(y) is the log-probability of a sequence: the sum over its tokens, or their mean with ``average_log_prob``. It is 0
   for a sequence without targets.
 - r(y) = l(y) − l_ref(y); without a reference model r(y) = l(y).
-- y_w is the chosen and y_l the rejected sequence of a pair.
+- y_w is the chosen sequence of a pair, and y_l is the rejected one.
 - NLL is the mean negative log-probability of the chosen tokens.
 
 A loss over pairs is a mean over pairs plus ``alpha`` · NLL.
 
-The reference model takes one pass of `fused_linear_logprobs` without gradients, the policy one pass of
-`loss_of_log_probs`. The loss itself is plain torch on log-probabilities [B, T], differentiated by autograd;
-``from_log_probs`` runs this part alone, on log-probabilities that were computed elsewhere.
+The reference model needs one pass of `fused_linear_logprobs` without gradients, and the policy one pass of
+`loss_of_log_probs`. The loss of log-probabilities [B, T] is plain torch, differentiated by autograd. ``from_log_probs``
+computes only this loss, from log-probabilities that were computed elsewhere.
 """
 
 from abc import ABC, abstractmethod
@@ -34,8 +34,7 @@ class PreferenceMetrics(NamedTuple):
 
     Attributes:
         chosen_logps, rejected_logps: [pairs] l(y) of each sequence.
-        chosen_logits_mean, rejected_logits_mean: [] mean of all logits, before the softcap; None if computed from
-            log-probabilities.
+        chosen_logits_mean, rejected_logits_mean: [] mean of all logits before the softcap; None from `from_log_probs`.
         nll_loss: [] NLL; 0 if the loss does not include it.
         chosen_rewards, rejected_rewards: [pairs] β·r(y).
     """
@@ -50,12 +49,12 @@ class PreferenceMetrics(NamedTuple):
 
     @property
     def accuracies(self) -> Tensor:
-        """[pairs] 1 where the chosen sequence has the larger reward, else 0."""
+        """[pairs], 1 where the chosen sequence has the larger reward and 0 elsewhere."""
         return (self.chosen_rewards > self.rejected_rewards).to(self.chosen_rewards.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """σ(x) with a gradient that stays accurate near 1, where the gradient of `torch.sigmoid`, y · (1 − y), cancels."""
+    """σ(x) with an accurate gradient near 1, where `torch.sigmoid`'s gradient y · (1 − y) cancels."""
     return logsigmoid(x).exp()
 
 
@@ -82,8 +81,8 @@ class PreferenceLoss(FusedLinearLoss):
 
     Args:
         beta: β.
-        average_log_prob: l(y) is the mean over the tokens instead of the sum.
-        use_ref_model: compare the policy with a reference model.
+        average_log_prob: whether l(y) is the mean over the tokens instead of the sum.
+        use_ref_model: whether to compare the policy with a reference model.
         **head: arguments of `FusedLinearLoss`.
     """
 
@@ -111,7 +110,7 @@ class PreferenceLoss(FusedLinearLoss):
         return total / valid.sum(-1).clamp_min(1) if self.average_log_prob else total
 
     def _ratios(self, log_probs: Tensor, target: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        """l(y) without gradient and r(y), [B] each, from the policy's [B, T] and the reference model's l(y) [B]."""
+        """l(y) without gradient and r(y), [B] each, from the policy's log-probabilities [B, T] and l_ref(y) [B]."""
         logps = self._sequence_log_probs(log_probs, target)
         return logps.detach(), logps if reference is None else logps - reference
 
@@ -124,6 +123,7 @@ class PreferenceLoss(FusedLinearLoss):
         ref_bias: Tensor | None = None,
     ) -> Tensor | None:
         """l_ref(y) [B] without gradient; None without a reference model."""
+        # A reference is given once, and only if the loss uses it.
         references = [tensor is not None for tensor in (ref_input, ref_weight, ref_log_probs)]
         allowed = ([True, True, False], [False, False, True]) if self.use_ref_model else ([False] * 3,)
         if references not in allowed or (ref_bias is not None and ref_weight is None):
@@ -152,7 +152,7 @@ class PreferenceLoss(FusedLinearLoss):
             return self._sequence_log_probs(ref_log_probs, target)
 
     def _mean_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Mean of the logits of each sequence [B]; reads x and the weight once and builds no logits."""
+        """Mean of each sequence's logits [B], computed from means of x and of the weight without any logits."""
         # The mean over tokens and vocabulary of x · Wᵀ is the product of the means.
         with torch.no_grad():
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -161,11 +161,11 @@ class PreferenceLoss(FusedLinearLoss):
 
 
 class PairLoss(PreferenceLoss, ABC):
-    """A loss over pairs; the first half of the rows are the chosen sequences, the second half the rejected ones.
+    """A loss over pairs. The first half of the rows are the chosen sequences, the second half the rejected sequences.
 
     Args:
         alpha: weight of the NLL.
-        compute_nll_loss: add the NLL.
+        compute_nll_loss: whether to add the NLL.
         Others: as in `PreferenceLoss`.
     """
 
@@ -188,7 +188,7 @@ class PairLoss(PreferenceLoss, ABC):
 
     @abstractmethod
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Losses [pairs] of r(y_w) and r(y_l) [pairs]."""
+        """Losses [pairs] from r(y_w) and r(y_l) [pairs]."""
 
     def _check_loss_type(self, loss_type: str, allowed: tuple[str, ...], label_smoothing: float) -> None:
         name = self._name
@@ -216,6 +216,7 @@ class PairLoss(PreferenceLoss, ABC):
         self, log_probs: Tensor, target: Tensor, reference: Tensor | None = None, add_nll: bool = True
     ) -> tuple[Tensor, PreferenceMetrics]:
         self._check_rows(log_probs, target, paired=True)
+        # Row i and row i + pairs are a pair.
         pairs = len(target) // 2
         logps, ratios = self._ratios(log_probs, target, reference)  # [2·pairs]
         loss = self.pair_losses(ratios[:pairs], ratios[pairs:]).sum() / max(pairs, 1)
@@ -227,6 +228,7 @@ class PairLoss(PreferenceLoss, ABC):
             nll_loss = -log_probs[:pairs].where(valid, 0).sum() / valid.sum().clamp_min(1)
             loss = loss + self.alpha * nll_loss
 
+        # The implicit rewards of the policy, as metrics.
         rewards = self.beta * ratios.detach()
         return loss, PreferenceMetrics(
             logps[:pairs], logps[pairs:], None, None, nll_loss.detach(), rewards[:pairs], rewards[pairs:]
@@ -246,6 +248,7 @@ class PairLoss(PreferenceLoss, ABC):
             lambda log_probs: self._from_log_probs(log_probs, target, reference, add_nll),
             x, weight, target, together=2, uniform=True, bias=bias, **self._head_options,
         )  # fmt: skip
+        # Metrics of Liger-Kernel that would need all logits are computed from means.
         means = self._mean_logits(x, weight, bias)  # [2·pairs]
         chosen, rejected = means.view(2, len(means) // 2).sum(1) / max(len(target) // 2, 1)
         return loss, metrics._replace(chosen_logits_mean=chosen, rejected_logits_mean=rejected)
@@ -261,5 +264,5 @@ class ReferenceFreePairLoss(PairLoss):
         return self._from_head(_input, lin_weight, target, bias)
 
     def from_log_probs(self, log_probs: Tensor, target: Tensor) -> tuple[Tensor, PreferenceMetrics]:
-        """Same as `forward`, from the policy's log-probability of each token, [2·pairs, T]."""
+        """`forward` from the policy's log-probability of each token, [2·pairs, T]."""
         return self._from_log_probs(log_probs, target)

@@ -4,9 +4,9 @@ from liger_models.losses.base_distillation import FusedDistillationLoss
 
 
 class LigerFusedLinearCosineSimilarityLoss(FusedDistillationLoss):
-    """Cross entropy and ``beta · (1 − cosine)`` of both models' logits, which no temperature changes.
+    """Cross entropy plus ``beta · (1 − cosine)`` of both models' logits, which does not depend on the temperature.
 
-    Arguments as in `FusedDistillationLoss`; ``beta`` is any factor.
+    Arguments are as in `FusedDistillationLoss`, and ``beta`` may be any factor.
     """
 
     divergence = "cosine"

@@ -43,5 +43,5 @@ class LigerFusedLinearCPOLoss(ReferenceFreePairLoss):
         self.loss_type, self.label_smoothing = loss_type, label_smoothing
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Losses [pairs] of l(y_w) and l(y_l) [pairs]."""
+        """Losses [pairs] from l(y_w) and l(y_l) [pairs]."""
         return margin_losses(self.loss_type, self.beta * (chosen - rejected), self.beta, self.label_smoothing)

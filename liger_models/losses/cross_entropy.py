@@ -1,4 +1,4 @@
-"""Cross entropy of logits, and of hidden states over the language-model head."""
+"""Cross entropy of logits, and of hidden states including the language-model head."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ class LigerCrossEntropyLoss(nn.Module):
         lse_square_scale: coefficient of the z-loss.
         label_smoothing: in [0, 1].
         reduction: "mean", "sum" or "none".
-        softcap: None for none.
-        return_z_loss, return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput` with these fields
-            instead of the loss alone.
+        softcap: cap of the logits; None for no cap.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: whether to return a `CrossEntropyOutput` with
+            these fields instead of the loss alone.
     """
 
     weight: Tensor | None
@@ -38,6 +38,7 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
+        # A buffer, so that it moves with the module; not persistent, because it is no part of a checkpoint.
         self.register_buffer("weight", weight, persistent=False)
         self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
         self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
@@ -64,7 +65,7 @@ class LigerCrossEntropyLoss(nn.Module):
         }
 
     def _selected(self, out: CrossEntropyOutput) -> Tensor | CrossEntropyOutput:
-        """The whole output if more than the loss was asked for."""
+        """The whole output if more than the loss was requested."""
         more = self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens
         return out if more else out.loss
 
@@ -74,13 +75,13 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
 
     Args:
         ce_weight: [V] class weights.
-        accum_dtype: None or float32; both sum over chunks as `linear_cross_entropy` does.
-        use_token_scaling: only False; `linear_cross_entropy` has ``token_weight``.
+        accum_dtype: None or float32, with the same effect: sums over chunks as in `linear_cross_entropy`.
+        use_token_scaling: must be False. Use ``token_weight`` of `linear_cross_entropy` instead.
         workspace_mib: budget in MiB of the logits buffer; None for the default of `linear_cross_entropy`.
         Others: as in `LigerCrossEntropyLoss`.
 
     Raises:
-        ValueError: an ``accum_dtype`` or ``use_token_scaling`` that is not supported.
+        ValueError: ``accum_dtype`` or ``use_token_scaling`` is not supported.
     """
 
     def __init__(
@@ -118,5 +119,6 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
         """Compute the loss of lin_weight [V, C], hidden states [..., C], targets [...] int64 and bias [V]."""
+        # Liger-Kernel takes the weight before the hidden states, and the op takes it after them.
         options = {**self._options, "bias": bias, "workspace_mib": self.workspace_mib}
         return self._selected(linear_cross_entropy(_input, lin_weight, target, **options))

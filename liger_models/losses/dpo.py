@@ -36,10 +36,10 @@ class LigerFusedLinearDPOLoss(PairLoss):
         ignore_index: target value of tokens that the loss skips.
         beta: β.
         alpha: weight of the NLL.
-        compute_nll_loss: add the NLL.
-        compiled, chunk_size: accepted for Liger-Kernel's sake and ignored; see ``workspace_mib``.
-        use_ref_model: compare the policy with a reference model; without one r(y) is the log-probability itself.
-        average_log_prob: the log-probability of a sequence is the mean over its tokens instead of the sum.
+        compute_nll_loss: whether to add the NLL.
+        compiled, chunk_size: accepted for compatibility with Liger-Kernel and ignored; see ``workspace_mib``.
+        use_ref_model: whether to compare the policy with a reference model; without one r(y) is the log-probability.
+        average_log_prob: whether the log-probability of a sequence is the mean over its tokens instead of the sum.
         loss_type: one of the above.
         label_smoothing: ε, for sigmoid, robust and exo_pair.
         discopop_tau: τ, for discopop.
@@ -47,7 +47,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
         workspace_mib: budget in MiB of the logits buffer; None for the default of `linear_cross_entropy`.
 
     Raises:
-        ValueError: an unknown loss type, or an option that the loss type does not have.
+        ValueError: the loss type is unknown, or does not have one of the options.
 
     Source: https://arxiv.org/abs/2305.18290, ipo https://arxiv.org/abs/2310.12036, robust
     https://arxiv.org/abs/2403.00409, exo https://arxiv.org/abs/2402.00856, nca https://arxiv.org/abs/2402.05369, bco
@@ -87,8 +87,9 @@ class LigerFusedLinearDPOLoss(PairLoss):
         self.loss_type, self.label_smoothing, self.discopop_tau = loss_type, label_smoothing, discopop_tau
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Losses [pairs] of r(y_w) and r(y_l) [pairs]."""
+        """Losses [pairs] from r(y_w) and r(y_l) [pairs]."""
         loss_type = self.loss_type
+        # Losses that judge chosen and rejected sequences apart; `margin_losses` has the losses of the margin alone.
         w, l = self.beta * chosen, self.beta * rejected  # noqa: E741
         margin = self.beta * (chosen - rejected)
         if loss_type == "nca_pair":
@@ -126,14 +127,16 @@ class LigerFusedLinearDPOLoss(PairLoss):
             _input: [2·pairs, T, C], the chosen sequences first.
             target: [2·pairs, T] int64, already shifted.
             bias: [V].
-            ref_input, ref_weight, ref_bias: the same of the reference model, whose hidden size may differ.
-            ref_log_probs: replaces these three: log-probability of each token [2·pairs, T] or each sequence [2·pairs].
+            ref_input, ref_weight, ref_bias: hidden states, weight and bias of the reference model, whose hidden size
+                may differ.
+            ref_log_probs: log-probability of each token [2·pairs, T] or each sequence [2·pairs], in place of these
+                three.
 
         Returns:
             Loss [] fp32 and `PreferenceMetrics`.
 
         Raises:
-            ValueError: shapes do not match; the reference is missing, given twice, or given and not used.
+            ValueError: shapes do not match, or the reference is missing, given twice, or given but not used.
         """
         reference = self._reference(target, ref_log_probs, ref_input, ref_weight, ref_bias)
         return self._from_head(_input, lin_weight, target, bias, reference)
@@ -141,5 +144,5 @@ class LigerFusedLinearDPOLoss(PairLoss):
     def from_log_probs(
         self, log_probs: Tensor, target: Tensor, *, ref_log_probs: Tensor | None = None
     ) -> tuple[Tensor, PreferenceMetrics]:
-        """Same as `forward`, from the policy's log-probability of each token, [2·pairs, T]."""
+        """`forward` from the policy's log-probability of each token, [2·pairs, T]."""
         return self._from_log_probs(log_probs, target, self._reference(target, ref_log_probs))

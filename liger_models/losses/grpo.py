@@ -1,9 +1,9 @@
-"""Group-relative policy optimization and seven related losses of sampled completions.
+"""Group-relative policy optimization, and seven related losses of sampled completions.
 
-The reference model takes one pass of `fused_linear_logprobs` without gradients, the policy one pass of
-`loss_of_log_probs` over the completions, or one of `cross_entropy` over logits that are held in full. The loss itself
-is plain torch on log-probabilities [B, T], differentiated by autograd; ``from_log_probs`` runs this part alone, on
-log-probabilities that were computed elsewhere, and ``token_losses`` runs it up to the reduction.
+The reference model needs one pass of `fused_linear_logprobs` without gradients. The policy needs one pass of
+`loss_of_log_probs` over the completions, or one pass of `cross_entropy` over logits that are held in full. The loss of
+log-probabilities [B, T] is plain torch, differentiated by autograd. ``from_log_probs`` computes only this loss, from
+log-probabilities that were computed elsewhere, and ``token_losses`` computes it without the reduction.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ LOG_MAX, LOG_MIN = 20.0, -18.420680743952367
 
 
 def _tokens_of_all_ranks(mask: Tensor) -> Tensor:
-    """Number of tokens [] that the masks of all ranks leave, fp32."""
+    """Number of unmasked tokens on all ranks, [] fp32."""
     tokens = mask.sum(dtype=torch.float32)
     if is_distributed():
         dist.all_reduce(tokens)
@@ -40,7 +40,7 @@ def _tokens_of_all_ranks(mask: Tensor) -> Tensor:
 
 
 class LigerFusedLinearGRPOLoss(FusedLinearLoss):
-    """Group-relative policy optimization (GRPO) of sampled completions with given advantages, and related losses.
+    """Group-relative policy optimization (GRPO) for sampled completions with given advantages, and related losses.
 
     For each token, l is its log-probability, l_old and l_ref its log-probabilities under the policy that sampled it and
     under the reference model, A the advantage of its sequence, and w = exp(l − l_old). If
@@ -65,17 +65,17 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
     Args:
         beta: β, weight of the KL term.
-        compiled, chunk_size: accepted for Liger-Kernel's sake and ignored; see ``workspace_mib``.
+        compiled, chunk_size: accepted for compatibility with Liger-Kernel and ignored; see ``workspace_mib``.
         use_ref_model: whether there is a reference model; any ``beta`` other than 0 needs one.
-        epsilon_low, epsilon_high: ε_low and ε_high; a larger ε_high is "clip-higher". Leave out what the loss type does
-            not have: cispo has no ε_low, sapo and vespo have neither.
+        epsilon_low, epsilon_high: ε_low and ε_high; a larger ε_high is "clip-higher". cispo has no ε_low, and sapo and
+            vespo have neither; leave these arguments out there.
         loss_type: one of the above.
-        max_completion_length: divisor of dr_grpo; ignored by the others.
+        max_completion_length: divisor of dr_grpo; other loss types ignore it.
         importance_sampling_level: "token" for one ratio w per token, "sequence" for one per sequence.
         sapo_temperature_pos, sapo_temperature_neg: τ of sapo for A > 0, and for A <= 0.
         temperature: divisor of the logits with which the completions were sampled.
         delta: δ, upper bound of w where clipping leaves it unbounded (two-sided clipping); None for no bound.
-        use_bias_correction_kl: multiply the KL term by w.
+        use_bias_correction_kl: whether to multiply the KL term by w.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: k and λ of vespo for A >= 0, and for A < 0.
         kl_estimator: "k1", "k2" or "k3" (Liger-Kernel's).
         softcap, logit_scale: applied to the policy's and the reference model's logits, as in `fused_linear_logprobs`.
@@ -125,11 +125,12 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
         self.kl_estimator = kl_estimator
+        # Now rather than in the first step.
         self._check_ranges()
         self._check_combinations()
 
     def _check_ranges(self) -> None:
-        """Raise ValueError for an unknown choice, or a number that is out of range."""
+        """Raise ValueError if a choice is unknown or a number is out of range."""
         name = self._name
         for argument, choices in (
             ("loss_type", LOSS_TYPES),
@@ -147,8 +148,9 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
                 raise ValueError(f"{name}: {argument} must not be negative, got {getattr(self, argument)}.")
 
     def _check_combinations(self) -> None:
-        """Raise ValueError for options that do not go together."""
+        """Raise ValueError if options can't be combined."""
         name, loss_type = self._name, self.loss_type
+        # Options of one loss type must not be silently ignored by another.
         if self.importance_sampling_level != "token" and loss_type in ONLY_PER_TOKEN:
             raise ValueError(
                 f"{name}: importance_sampling_level must be 'token' with loss_type {loss_type!r}, got "
@@ -172,6 +174,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
                     f"{name}: options of {owner} must be left at {defaults} with loss_type {loss_type!r}, got {values}."
                 )
 
+        # The same for the bounds of clipping, whose defaults count as left out.
         unused = {"epsilon_low": self.epsilon_low} if loss_type in ONLY_PER_TOKEN else {}
         unused |= {"epsilon_high": self.epsilon_high} if loss_type in UNCLIPPED else {}
         if not all(value == 0.2 for value in unused.values()):
@@ -222,21 +225,21 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             advantages: [B].
             bias: [V].
             ref_per_token_logps: [B, T] log-probabilities under the reference model.
-            old_per_token_logps: [B, T] log-probabilities under the policy that sampled; None for the current policy,
-                so that w = 1.
+            old_per_token_logps: [B, T] log-probabilities under the sampling policy; None for the current policy, so
+                that w = 1.
             ref_input, ref_weight, ref_bias: hidden states, weight and bias of the reference model, which replace
                 ``ref_per_token_logps``.
-            vllm_is_ratio: [B, T], [B, 1] or [B] factor of each token's loss without its KL term; corrects for a sampler
-                whose probabilities differ from the policy's.
-            num_items_in_batch: tokens of all ranks and accumulation steps, for dapo, cispo and vespo.
+            vllm_is_ratio: [B, T], [B, 1] or [B], a factor of each token's loss without the KL term, which corrects for
+                a sampler whose probabilities differ from the policy's.
+            num_items_in_batch: number of tokens over all ranks and accumulation steps, for dapo, cispo and vespo.
 
         Returns:
             Loss [] fp32 and metrics, [] each, without gradients: the mean KL if ``beta`` is not 0, then the share of
             clipped tokens.
 
         Raises:
-            ValueError: shapes do not match; the reference is missing or given twice; ``num_items_in_batch`` is given to
-                a loss type that does not use it.
+            ValueError: shapes do not match, the reference is missing or given twice, or ``num_items_in_batch`` is given
+                although the loss type does not use it.
         """
         # One reference at most: its log-probabilities, or what they are computed from.
         target = self._target(selected_token_ids, attention_mask, _input)
@@ -251,6 +254,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         if not self.use_ref_model and any(references):
             raise ValueError(f"{self._name}: a reference was given with use_ref_model=False. Leave it out.")
 
+        # The reference model needs no gradient, and no logits are kept for it.
         reference = ref_per_token_logps
         if self.beta != 0.0 and ref_input is not None and ref_weight is not None:
             with torch.no_grad():
@@ -258,6 +262,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         if num_items_in_batch is None and self.loss_type in TOKEN_MEANS:
             num_items_in_batch = _tokens_of_all_ranks(attention_mask)
 
+        # The loss of all sequences, which is called again as chunks of them get their log-probabilities.
         def loss_of(log_probs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             return self.from_log_probs(
                 log_probs, attention_mask, advantages, ref_per_token_logps=reference,
@@ -278,7 +283,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Same as `forward`, from the policy's log-probabilities [B, T], computed with the temperature."""
+        """`forward` from the policy's log-probabilities [B, T], computed with the temperature."""
         if num_items_in_batch is not None and self.loss_type not in TOKEN_MEANS:
             raise ValueError(
                 f"{self._name}: num_items_in_batch is for dapo, cispo and vespo, got it with {self.loss_type!r}."
@@ -289,6 +294,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         )  # fmt: skip
         mask = attention_mask.to(log_probs.dtype)
         tokens = mask.sum().clamp_min(1)
+        # Metrics are means over this rank's tokens, whatever the loss type divides by.
         metrics = [values.sum() / tokens for values in (kl, clipped) if values is not None]
         return self._reduced(loss, mask, num_items_in_batch), tuple(metrics)
 
@@ -302,15 +308,15 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         old_per_token_logps: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """L of each token, before ``loss_type`` reduces it, from the policy's log-probabilities.
+        """Compute L of each token from the policy's log-probabilities, before ``loss_type`` reduces it.
 
         Args:
-            log_probs: [B, T], of the policy, computed with the temperature.
+            log_probs: [B, T], the policy's log-probabilities, computed with the temperature.
             Others: as in `forward`.
 
         Returns:
-            Three tensors [B, T], 0 where the mask is: L, which alone has a gradient; the KL term without β, None if
-            ``beta`` is 0; and 1 for clipped tokens, 0 for others.
+            Three tensors [B, T], which are 0 where the mask is 0: L, the only one with a gradient; the KL term without
+            β, or None if ``beta`` is 0; and 1 for clipped and 0 for other tokens.
 
         Raises:
             ValueError: shapes do not match, or the reference is missing.
@@ -332,6 +338,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         else:
             ratio = log_ratio.exp()
 
+        # The policy's loss L without the KL term, [B, T].
         A = advantages.to(log_probs.dtype)[:, None]  # [B, 1]
         loss = self._policy_losses(log_probs, log_ratio, ratio, A, mask, vllm_is_ratio)
         if vllm_is_ratio is not None and self.loss_type != "vespo":  # whose weight has it in the product
@@ -340,6 +347,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         divergence = None
         if self.beta != 0.0:
             assert ref_per_token_logps is not None
+            # The KL term, [B, T]. The mask again keeps out NaN of masked positions.
             kl = self._kl((log_probs - ref_per_token_logps.detach()).where(inside, 0))
             if self.use_bias_correction_kl:
                 kl = kl * ratio
@@ -350,7 +358,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
     def _policy_losses(
         self, log_probs: Tensor, log_ratio: Tensor, ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None
     ) -> Tensor:
-        """First term of L, [B, T], or [B, 1] where one number holds for the whole sequence."""
+        """First term of L, [B, T], or [B, 1] if all tokens of a sequence have the same number."""
         if self.loss_type == "cispo":
             return -ratio.detach().clamp_max(self.epsilon_high) * A * log_probs
         if self.loss_type == "sapo":
@@ -365,6 +373,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
     def _vespo_weight(self, log_ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None) -> Tensor:
         """φ(W) [B, 1] of vespo, computed from log W."""
+        # log W sums over the sequence, so it is clamped twice: each token's share, and the sum.
         log_w = (log_ratio.clamp(-LOG_MAX, LOG_MAX) * mask).sum(-1, keepdim=True)  # [B, 1]
         if vllm_is_ratio is not None:
             correction = vllm_is_ratio.detach().to(log_w.dtype).log().clamp(LOG_MIN, LOG_MAX)
@@ -383,10 +392,11 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             return difference
         if self.kl_estimator == "k2":
             return difference.square() / 2
+        # expm1 is accurate near l = l_ref, where k3 is close to 0.
         return torch.expm1(-difference) + difference
 
     def _clipped(self, ratio: Tensor, A: Tensor) -> Tensor:
-        """Where clipping stops the gradient: bool, in the shape of ``ratio``."""
+        """Where clipping stops the gradient, bool in the shape of ``ratio``."""
         # Clipping stops the gradient only where the step would move w further out of the bounds.
         if self.loss_type in UNCLIPPED:
             return torch.zeros_like(ratio, dtype=torch.bool)
@@ -398,11 +408,13 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         """The loss [] from the masked losses of tokens [B, T]."""
         sequences = max(len(mask), 1)  # B
         if self.loss_type in ("grpo", "sapo"):
+            # Mean over each sequence's tokens, then over sequences.
             return (loss.sum(-1) / mask.sum(-1).clamp_min(1)).sum() / sequences
         if self.loss_type == "bnpo":
             return loss.sum() / mask.sum().clamp_min(1)
         if self.loss_type == "dr_grpo":
             assert self.max_completion_length is not None
+            # A constant, so that long and short completions weigh their tokens alike.
             return loss.sum() / (sequences * self.max_completion_length)
         if self.loss_type == "luspo":
             return loss.sum() / sequences
@@ -412,6 +424,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         else:
             check_num_items(num_items, torch.where(mask != 0, 0, IGNORED))
         tokens = torch.as_tensor(num_items, dtype=mask.dtype, device=mask.device)
+        # Data parallelism averages the gradients of ranks, so the divisor is a rank's share of the tokens.
         return loss.sum() / (tokens / world_size()).clamp_min(1)
 
     def _target(self, ids: Tensor, attention_mask: Tensor, x: Tensor) -> Tensor:
@@ -453,10 +466,10 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
 
 class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
-    """`LigerFusedLinearGRPOLoss` of logits that are held in full, reduced or of each token.
+    """`LigerFusedLinearGRPOLoss` for logits that are held in full, reduced or per token.
 
     Args:
-        softcap, logit_scale: only for logits that have not been through the model's own.
+        softcap, logit_scale: only for logits to which the model has not yet applied them.
         Others: as in `LigerFusedLinearGRPOLoss`; ``workspace_mib`` has no effect.
 
     Raises:
@@ -476,26 +489,26 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
         num_items_in_batch: Tensor | float | None = None,
         reduce: bool = True,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | tuple[Tensor, Tensor | None, Tensor]:
-        """Compute the loss, with the order of arguments of Liger-Kernel's ``triton_grpo_loss``.
+        """Compute the loss. The arguments are ordered as in Liger-Kernel's ``triton_grpo_loss``.
 
         Args:
             logits: [B, T, V] of the positions that predict the completions, or [B, T + 1, V] with the position after
                 them, which is not read. Never written to.
-            old_logp: [B, T] log-probabilities under the policy that sampled; None for the current policy.
+            old_logp: [B, T] log-probabilities under the sampling policy; None for the current policy.
             ref_logp: [B, T] log-probabilities under the reference model; None if ``beta`` is 0.
             completion_ids: [B, T] int64; ids where the mask is 0 are not read.
             advantages: [B].
             completion_mask: [B, T], 1 for tokens that count; None for all.
             vllm_is_ratio, num_items_in_batch: as in `LigerFusedLinearGRPOLoss.forward`.
-            reduce: False for the results of `token_losses`.
+            reduce: False returns the results of `token_losses`.
 
         Returns:
-            Loss [] and metrics as `LigerFusedLinearGRPOLoss.forward`, or with ``reduce=False`` the loss, KL and
-            clipping of each token as `token_losses`.
+            Loss [] and metrics as in `LigerFusedLinearGRPOLoss.forward`, or with ``reduce=False`` the loss, KL and
+            clipping of each token as in `token_losses`.
 
         Raises:
-            ValueError: shapes do not match, the reference is missing, or ``num_items_in_batch`` is given where nothing
-                is divided by it.
+            ValueError: shapes do not match, the reference is missing, or ``num_items_in_batch`` is given although
+                nothing is divided by it.
         """
         if not reduce and num_items_in_batch is not None:
             raise ValueError(
@@ -509,6 +522,7 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
                 f"{list(logits.shape)} and {list(completion_ids.shape)}."
             )
 
+        # Log-probabilities of the completions at the sampling temperature, as the fused loss computes them.
         mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
         if mask.shape != (B, T):
             raise ValueError(f"{self._name}: completion_mask must be [{B}, {T}], got {list(mask.shape)}.")

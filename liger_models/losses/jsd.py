@@ -1,4 +1,4 @@
-"""Generalized Jensen-Shannon divergence: over both heads with and without cross entropy, and of log-probabilities."""
+"""Generalized Jensen-Shannon divergence, fused with both heads or of log-probabilities."""
 
 import torch
 from torch import Tensor, nn
@@ -9,18 +9,18 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, FusedDi
 
 
 def check_beta(name: str, beta: float) -> None:
-    """Raise unless β lies in [0, 1]; ``name`` is the argument with its class."""
+    """Raise unless β is in [0, 1]; ``name`` is the name of the argument and its class."""
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"{name} must lie in [0, 1], got {beta}.")
 
 
 class LigerFusedLinearJSDLoss(FusedDistillationLoss):
-    """``weight_hard_loss · cross entropy + weight_soft_loss · D``, D the generalized Jensen-Shannon divergence.
+    """``weight_hard_loss · cross entropy + weight_soft_loss · D`` with the generalized Jensen-Shannon divergence D.
 
-    The loss is a mean over the tokens that are not ignored.
+    The loss is averaged over the tokens that are not ignored.
 
     Args:
-        beta: β in [0, 1]; 0 is the forward, 1 the reverse KL divergence.
+        beta: β in [0, 1]; 0 is the forward KL divergence, and 1 the reverse one.
         Others: as in `FusedDistillationLoss`.
 
     Raises:
@@ -36,17 +36,17 @@ class LigerFusedLinearJSDLoss(FusedDistillationLoss):
 
 
 class LigerFusedLinearJSD(FusedDivergence):
-    """Generalized Jensen-Shannon divergence over both heads, without cross entropy.
+    """Generalized Jensen-Shannon divergence fused with both heads, without cross entropy.
 
     Args:
-        jsd_beta: β in [0, 1]; 0 is the forward, 1 the reverse KL divergence.
+        jsd_beta: β in [0, 1]; 0 is the forward KL divergence, and 1 the reverse one.
         ignore_index: label of tokens that the loss skips.
         temperature: divisor of both models' logits.
-        accum_dtype: None or float32; both sum over chunks as `linear_cross_entropy` does.
+        accum_dtype: None or float32, with the same effect: sums over chunks as in `linear_cross_entropy`.
         Others: as in `FusedDistillationLoss`.
 
     Raises:
-        ValueError: the temperature or jsd_beta is out of range, or ``accum_dtype`` is another one.
+        ValueError: the temperature or jsd_beta is out of range, or ``accum_dtype`` is not supported.
     """
 
     divergence = "jsd"
@@ -88,7 +88,7 @@ class LigerFusedLinearJSD(FusedDivergence):
             student_weight: [V, C].
             teacher_input: [..., C'], where C' may differ from C.
             teacher_weight: [V, C'].
-            shift_labels: [...] int64, read only for ``ignore_index``; None to skip no token.
+            shift_labels: [...] int64, only compared with ``ignore_index``; None skips no token.
         """
         return linear_divergence(
             student_input, student_weight, teacher_input, teacher_weight, shift_labels,
@@ -97,10 +97,10 @@ class LigerFusedLinearJSD(FusedDivergence):
 
 
 class LigerJSD(nn.Module):
-    """Generalized Jensen-Shannon divergence of log-probabilities, a mean over the rows that are not ignored.
+    """Generalized Jensen-Shannon divergence of log-probabilities, averaged over the rows that are not ignored.
 
     Args:
-        beta: β in [0, 1]; 0 is the forward KL divergence (of p from q), 1 the reverse one.
+        beta: β in [0, 1]; 0 is the forward KL divergence (of p from q), and 1 the reverse one.
         ignore_index: label of rows that the loss skips.
     """
 
@@ -113,9 +113,9 @@ class LigerJSD(nn.Module):
         """Compute the loss [] fp32.
 
         Args:
-            log_q: [..., V], of the student.
-            log_p: [..., V], of the teacher; gets no gradient.
-            shift_labels: [...], read only for ``ignore_index``; None to skip no row.
+            log_q: [..., V], the student's log-probabilities.
+            log_p: [..., V], the teacher's log-probabilities, without gradient.
+            shift_labels: [...], only compared with ``ignore_index``; None skips no row.
         """
         check_distributions("LigerJSD", log_q, log_p, shift_labels)
         divergence = kind_or_limit("jsd", self.beta)  # a KL divergence at β = 0 and 1

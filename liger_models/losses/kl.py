@@ -1,4 +1,4 @@
-"""KL divergence: forward and reverse over both heads, from stored probabilities, and of given distributions."""
+"""KL divergence: forward and reverse fused with both heads, from stored probabilities, and of given distributions."""
 
 import torch
 from torch import Tensor, nn
@@ -10,31 +10,31 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, check_d
 
 
 class LigerFusedLinearForwardKLLoss(FusedDistillationLoss):
-    """Cross entropy and KL(p, q) of teacher p and student q; arguments as in `FusedDistillationLoss`, without beta."""
+    """Cross entropy plus KL(p, q) of teacher p and student q; arguments as in `FusedDistillationLoss`, without beta."""
 
     divergence = "forward_kl"
 
 
 class LigerFusedLinearReverseKLLoss(FusedDistillationLoss):
-    """Cross entropy and KL(q, p) of teacher p and student q; arguments as in `FusedDistillationLoss`, without beta."""
+    """Cross entropy plus KL(q, p) of teacher p and student q; arguments as in `FusedDistillationLoss`, without beta."""
 
     divergence = "reverse_kl"
 
 
 class LigerFusedLinearKLDivLoss(FusedLinearLoss):
-    """KL divergence of the student's distribution, over its head, from stored probabilities of a teacher.
+    """KL divergence of the student's distribution from a teacher's stored probabilities, fused with the student's head.
 
     Args:
         reduction: "batchmean" (over tokens that are not ignored), "mean" (also over the vocabulary) or "sum".
         ignore_index: label of tokens that the loss skips.
         temperature: divisor of the student's logits; the probabilities are taken as they are.
         eps: lower bound of a probability inside the logarithm.
-        accum_dtype: None or float32; both sum over chunks as `linear_cross_entropy` does.
+        accum_dtype: None or float32, with the same effect: sums over chunks as in `linear_cross_entropy`.
         softcap, logit_scale: applied to the student's logits, as in `linear_kl_div`.
         workspace_mib: budget in MiB of the logits buffer; None for the default of `linear_cross_entropy`.
 
     Raises:
-        ValueError: an unknown reduction or ``accum_dtype``, or a temperature or eps that is not positive.
+        ValueError: the reduction or ``accum_dtype`` is unknown, or the temperature or eps is not positive.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LigerFusedLinearKLDivLoss(FusedLinearLoss):
             student_input: [..., C].
             student_weight: [V, C].
             target: [..., V] probabilities of any floating-point dtype; gets no gradient.
-            shift_labels: [...] int64, read only for ``ignore_index``; None to skip no token.
+            shift_labels: [...] int64, only compared with ``ignore_index``; None skips no token.
             student_bias: [V].
         """
         return linear_kl_div(
@@ -86,16 +86,16 @@ class LigerFusedLinearKLDivLoss(FusedLinearLoss):
 
 
 class LigerKLDIVLoss(nn.Module):
-    """``Σ p · (log max(p, eps) − log q)``, 0 where p = 0, of the prediction log q and the target p or log p.
+    """``Σ p · (log max(p, eps) − log q)`` of the prediction log q and the target p or log p; terms with p = 0 are 0.
 
     Args:
         eps: lower bound of p inside the logarithm; leave it out with ``log_target``.
         size_average, reduce: deprecated arguments of torch; only None.
         reduction: "none", "sum", "mean" (over all terms, torch's default) or "batchmean" (over rows).
-        log_target: the target is log p.
+        log_target: whether the target is log p.
 
     Raises:
-        ValueError: an unknown reduction, or an option that must be left out.
+        ValueError: the reduction is unknown, or an option must be left out.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class LigerKLDIVLoss(nn.Module):
         self.eps, self.reduction, self.log_target = eps, reduction, log_target
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        """Compute the loss, fp32: [], or [..., V] for reduction "none".
+        """Compute the loss in fp32, [] or for reduction "none" [..., V].
 
         Args:
             y_pred: [..., V] log-probabilities.

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: a loss of unpaired sequences, each labeled desirable or undesirable."""
+"""Kahneman-Tversky optimization: a loss for unpaired sequences, each labeled desirable or undesirable."""
 
 from typing import NamedTuple
 
@@ -10,10 +10,10 @@ from liger_models.losses.base_preference import PreferenceLoss, sigmoid
 
 
 class KTOMetrics(NamedTuple):
-    """Metrics of a KTO loss, [] each: sums over the desirable ("chosen") and the undesirable ("rejected") sequences.
+    """Metrics of a KTO loss: sums [] over the desirable ("chosen") and the undesirable ("rejected") sequences.
 
     The order is Liger-Kernel's. The sums of the logits, before the softcap, also run over tokens and vocabulary; they
-    are None if computed from log-probabilities.
+    are None from `from_log_probs`.
     """
 
     chosen_logps_sum: Tensor
@@ -25,12 +25,12 @@ class KTOMetrics(NamedTuple):
 
 
 def sums_by_label(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums [] of the values [B] whose label is True, and of the others."""
+    """Sum [] of the values [B] whose label is True, and sum of all other values."""
     return values.where(labels, 0).sum(), values.where(~labels, 0).sum()
 
 
 class LigerFusedLinearKTOLoss(PreferenceLoss):
-    """KTO: mean of ``λ_d·(1 − σ(β·(r(y) − z)))`` for desirable y and ``λ_u·(1 − σ(β·(z − r(y))))`` for undesirable y.
+    """KTO: mean of ``λ_d·(1 − σ(β·(r(y) − z)))`` for desirable and ``λ_u·(1 − σ(β·(z − r(y))))`` for undesirable y.
 
     r(y) is the log-probability of a sequence minus its log-probability under the reference model, if there is one.
 
@@ -83,20 +83,20 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             lin_weight: [V, C].
             target: [B, T] int64, already shifted.
             bias: [V].
-            preference_labels: [B], True or 1 for desirable sequences, False or 0 for the others.
+            preference_labels: [B], True or 1 for desirable sequences, and False or 0 for undesirable ones.
             ref_input, ref_weight, ref_bias: hidden states, weight and bias of the reference model, whose hidden size
                 may differ.
-            kl: z, the estimated divergence from the reference model, not negative: a number, [] or [B]; None for 0.
-                It gets no gradient.
-            ref_log_probs: replaces the reference model's tensors: log-probability of each token [B, T] or of each
-                sequence [B].
+            kl: z, the estimated divergence from the reference model: a number, [] or [B], not negative; None for 0. It
+                gets no gradient.
+            ref_log_probs: log-probability of each token [B, T] or of each sequence [B], in place of the reference
+                model's tensors.
 
         Returns:
             Loss [] fp32 and `KTOMetrics`.
 
         Raises:
-            ValueError: shapes do not match; the reference is missing, given twice, or given and not used; on the CPU, a
-                label that is neither 0 nor 1.
+            ValueError: shapes do not match, the reference is missing, given twice, or given but not used, or (on the
+                CPU) a label is neither 0 nor 1.
         """
         self._check_rows(_input, target, paired=False)
         labels = self._labels(preference_labels, target)
@@ -119,7 +119,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
         *,
         ref_log_probs: Tensor | None = None,
     ) -> tuple[Tensor, KTOMetrics]:
-        """Same as `forward`, from the policy's log-probability of each token, [B, T]."""
+        """`forward` from the policy's log-probability of each token, [B, T]."""
         self._check_rows(log_probs, target, paired=False)
         labels = self._labels(preference_labels, target)
         return self._from_log_probs(log_probs, target, labels, self._reference(target, ref_log_probs), kl)
@@ -142,6 +142,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             raise ValueError(f"{self._name}: kl must be a number or [{len(target)}], got {shape}.")
         logps, ratios = self._ratios(log_probs, target, reference)
         z = torch.as_tensor(0.0 if kl is None else kl, dtype=ratios.dtype, device=ratios.device)
+        # Desirable sequences should gain on the reference by more than z, and undesirable ones by less.
         gain = ratios - z.detach()  # [B]
         losses = torch.where(
             labels,

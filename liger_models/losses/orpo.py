@@ -11,10 +11,10 @@ from liger_models.losses.base_preference import PairLoss, PreferenceMetrics
 
 
 class ORPOMetrics(NamedTuple):
-    """`PreferenceMetrics`, then two that only ORPO has.
+    """`PreferenceMetrics`, followed by two metrics of ORPO.
 
     Attributes:
-        log_odds_ratio: [] mean of log σ of the log odds ratios.
+        log_odds_ratio: [] mean of log σ(log odds ratio).
         log_odds_chosen: [] mean log odds ratio.
         Others: as in `PreferenceMetrics`.
     """
@@ -31,12 +31,12 @@ class ORPOMetrics(NamedTuple):
 
     @property
     def accuracies(self) -> Tensor:
-        """[pairs] 1 where the chosen sequence has the larger reward, else 0."""
+        """[pairs], 1 where the chosen sequence has the larger reward and 0 elsewhere."""
         return (self.chosen_rewards > self.rejected_rewards).to(self.chosen_rewards.dtype)
 
 
 def log_odds(log_prob: Tensor) -> Tensor:
-    """``log(p / (1 − p))`` of log p <= 0, accurate near p = 0 and p = 1; p is capped at 1 − ε of the dtype."""
+    """``log(p / (1 − p))`` from log p <= 0, accurate near p = 0 and p = 1; p is capped at 1 − ε of the dtype."""
     log_prob = log_prob.clamp_max(-torch.finfo(log_prob.dtype).eps)
     # Each form of log(1 − p) is accurate on its own side of log p = −log 2 only.
     near_one = log_prob > -0.6931
@@ -52,10 +52,11 @@ class LigerFusedLinearORPOLoss(PairLoss):
     """ORPO: ``NLL − β·log σ(log odds(y_w) − log odds(y_l))``.
 
     The odds of a sequence are p / (1 − p), with log p the mean of its tokens' log-probabilities. A pair contributes 0
-    if one of its sequences has log-probability 0, for example because it has no targets: its odds would be infinite.
+    if one of its sequences has log-probability 0, for example because it has no targets, since its odds would be
+    infinite.
 
     Args:
-        compute_nll_loss: add the NLL, with weight 1.
+        compute_nll_loss: whether to add the NLL, with weight 1.
         Others: as in `LigerFusedLinearDPOLoss`.
 
     Source: https://arxiv.org/abs/2403.07691
@@ -79,7 +80,7 @@ class LigerFusedLinearORPOLoss(PairLoss):
         )  # fmt: skip
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Losses [pairs] of the mean log-probabilities [pairs]."""
+        """Losses [pairs] from the mean log-probabilities [pairs]."""
         return -self.beta * self._odds(chosen, rejected)[1]
 
     def _odds(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,8 +105,8 @@ class LigerFusedLinearORPOLoss(PairLoss):
         """Compute loss and metrics.
 
         Args:
-            nll_target: [2·pairs, T] targets of the NLL where they differ from ``target``, for example to include the
-                prompt; only the chosen half is read. Costs another pass over the chosen sequences.
+            nll_target: [2·pairs, T] targets of the NLL if they differ from ``target``, for example to include the
+                prompt. Only the chosen half is read. This costs another pass over the chosen sequences.
             Others: as in `LigerFusedLinearDPOLoss.forward`.
         """
         if nll_target is None:
@@ -120,5 +121,5 @@ class LigerFusedLinearORPOLoss(PairLoss):
         return self._with_odds(loss + nll, metrics._replace(nll_loss=nll.detach()))
 
     def from_log_probs(self, log_probs: Tensor, target: Tensor) -> tuple[Tensor, ORPOMetrics]:
-        """Same as `forward`, from the policy's log-probability of each token, [2·pairs, T]."""
+        """`forward` from the policy's log-probability of each token, [2·pairs, T]."""
         return self._with_odds(*self._from_log_probs(log_probs, target))

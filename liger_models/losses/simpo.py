@@ -11,8 +11,8 @@ class LigerFusedLinearSimPOLoss(ReferenceFreePairLoss):
     l is the mean of the log-probabilities of a sequence's tokens.
 
     Args:
-        alpha, compute_nll_loss: weight of the NLL, and whether to add it. The paper has no NLL; it is on by default as
-            in Liger-Kernel.
+        alpha, compute_nll_loss: weight of the NLL, and whether to add it. The paper has no NLL, but it is on by
+            default, as in Liger-Kernel.
         label_smoothing: ε.
         gamma: γ, the target margin.
         Others: as in `LigerFusedLinearDPOLoss`.
@@ -43,6 +43,6 @@ class LigerFusedLinearSimPOLoss(ReferenceFreePairLoss):
         self.label_smoothing, self.gamma = label_smoothing, gamma
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Losses [pairs] of l(y_w) and l(y_l) [pairs]."""
+        """Losses [pairs] from l(y_w) and l(y_l) [pairs]."""
         margin = self.beta * (chosen - rejected) - self.gamma
         return margin_losses("sigmoid", margin, self.beta, self.label_smoothing)

@@ -1,4 +1,4 @@
-"""Total variation distance: over both heads, of logits beside the cross entropy, and of given probabilities."""
+"""Total variation distance: fused with both heads, of logits together with the cross entropy, and of probabilities."""
 
 from torch import Tensor, nn
 
@@ -8,7 +8,7 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, check_d
 
 
 class LigerFusedLinearTVDLoss(FusedDistillationLoss):
-    """Cross entropy and total variation distance; arguments as in `FusedDistillationLoss`, without beta.
+    """Cross entropy plus total variation distance; arguments as in `FusedDistillationLoss`, without beta.
 
     Source: https://arxiv.org/abs/2307.15190
     """
@@ -17,10 +17,10 @@ class LigerFusedLinearTVDLoss(FusedDistillationLoss):
 
 
 class LigerFusedCETVDLoss(nn.Module):
-    """Cross entropy and total variation distance of each token, of logits that are held in full.
+    """Cross entropy and total variation distance of each token, from logits that are held in full.
 
     Args:
-        ignore_index: target value of tokens for which both are 0.
+        ignore_index: target value of ignored tokens, for which both results are 0.
     """
 
     def __init__(self, ignore_index: int = -100) -> None:
@@ -28,7 +28,7 @@ class LigerFusedCETVDLoss(nn.Module):
         self.ignore_index = ignore_index
 
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the cross entropy and the distance, [...] fp32 each, both differentiable.
+        """Compute the cross entropy and the distance, each [...] fp32 and differentiable.
 
         Args:
             student_logits: [..., V]; never written to.
@@ -48,7 +48,7 @@ class LigerTVDLoss(nn.Module):
         ignore_index: label of rows that the loss skips.
 
     Raises:
-        ValueError: an unknown reduction.
+        ValueError: the reduction is unknown.
     """
 
     def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
@@ -57,12 +57,12 @@ class LigerTVDLoss(nn.Module):
         self.reduction, self.ignore_index = reduction, ignore_index
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """Compute the loss, fp32: [], or [..., V] for reduction "none".
+        """Compute the loss in fp32, [] or for reduction "none" [..., V].
 
         Args:
-            p: [..., V], of the student.
-            q: [..., V], of the teacher; gets no gradient.
-            shift_labels: [...], read only for ``ignore_index``; None to skip no row.
+            p: [..., V], the student's probabilities.
+            q: [..., V], the teacher's probabilities, without gradient.
+            shift_labels: [...], only compared with ``ignore_index``; None skips no row.
         """
         check_distributions("LigerTVDLoss", p, q, shift_labels)
         return distribution_divergence(

@@ -1,4 +1,4 @@
-"""Memory of a training step: recomputation, offloading to host memory, an estimate, and plans within a budget."""
+"""Memory of a training step: an estimate, and plans of recomputation and offloading within a budget."""
 
 from liger_models.common.lazy import lazy_exports
 

@@ -1,4 +1,4 @@
-"""The fastest training step within a budget of memory: what is recomputed, and what lives in host memory."""
+"""Plans of the fastest training step within a memory budget: what is recomputed, and what lives in host memory."""
 
 import re
 from collections import Counter
@@ -18,12 +18,12 @@ from liger_models.memory.search import Candidate, Search, host_blocks
 from liger_models.memory.step_times import count_times, measure_times
 
 SHARE, SHARE_WITH_IMAGES = 0.92, 0.8
-"""Share of the memory that the estimate may take. The rest is for the CUDA context and fragmentation, for temporary
-memory inside ops, by which measured peaks exceed the estimate by up to 2 %, and for the activations of images, which
-the estimate does not count."""
+"""Share of the memory that the estimate may take. The rest is for the CUDA context, for fragmentation, for temporary
+tensors in ops, because of which measured peaks exceed the estimate by up to 2 %, and for the activations of images,
+which the estimate does not count."""
 UNITS = {"": 10**9, "GB": 10**9, "GIB": 2**30}
 BYTES = 10**6
-"""A size without a unit is in bytes from here on, and in GB below."""
+"""A size without a unit is in bytes if it is at least this, and in GB if it is smaller."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class MemoryPlan:
         offload_layers: number of blocks whose activations are offloaded; see `Decoder.set_checkpointing`.
         host_moments: indices of the blocks whose moments live in host memory.
         in_backward: whether the optimizer steps in the backward.
-        parts: name -> bytes of what the estimated peak consists of.
-        budget: bytes of the device that the step may take.
-        time: expected time of a step relative to that of the fastest, without a budget.
+        parts: name -> bytes of each part of the estimated peak.
+        budget: bytes of device memory that the step may take.
+        time: expected time of a step, divided by the time of the fastest step without a budget.
     """
 
     policies: tuple[str, ...]
@@ -54,9 +54,9 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     def apply(self, model: Decoder) -> None:
-        """Set the policies and the offload of a model with as many blocks, which may be sharded.
+        """Set the policies and the offloading of a model with the same number of blocks. It may be sharded.
 
-        A vision tower gets the policy of the first block, which saves least.
+        A vision tower gets the policy of the first block, the one that saves least.
         """
         is_uniform = len({*self.policies}) == 1
         policies = self.policies[0] if is_uniform else [*self.policies]
@@ -65,7 +65,7 @@ class MemoryPlan:
             set_policy(model.visual, self.policies[0])
 
     def moments(self, model: Decoder) -> list[nn.Parameter]:
-        """The parameters whose moments live in host memory: ``offload`` of `LigerAdamW`."""
+        """The parameters whose moments live in host memory, to pass as ``offload`` to `LigerAdamW`."""
         blocks = (model.layers[index] for index in self.host_moments)
         return [parameter for block in blocks for parameter in block.parameters() if parameter.requires_grad]
 
@@ -97,38 +97,39 @@ def plan_memory(
     moments_8bit: bool = False,
     calibrate: Mapping[str, Any] | None = None,
 ) -> MemoryPlan:
-    """Plan the fastest training step whose estimated peak leaves a margin within a budget.
+    """Plan the fastest training step whose estimated peak fits into a budget with a margin.
 
-    The plan chooses a checkpointing policy for each block, the number of blocks whose activations are offloaded and of
-    blocks whose moments live in host memory, and whether the optimizer steps in the backward. None of these changes the
-    gradients, but clipping needs a step after the backward. Blocks that save the same are alike, so that numbers of
-    them are chosen instead of blocks; all combinations that no other beats are compared, and the result is the best.
+    The plan chooses a checkpointing policy for each block, how many blocks offload their activations, how many blocks
+    have their moments in host memory, and whether the optimizer steps in the backward. None of these changes the
+    gradients, but clipping needs a step after the backward. Blocks that save the same are interchangeable, so the
+    search compares numbers of blocks. It leaves out only combinations that another one beats, so its result is the
+    best.
 
-    The expected time counts operations that are repeated, as layers answer (`Layer.recomputed_share`), bytes that the
-    link to the host cannot copy beside the computation, and what the optimizer moves, at the speeds of an H200.
+    The expected time counts repeated operations (see `Layer.recomputed_share`), copies to and from the host that take
+    longer than the computation beside them, and the bytes that the optimizer moves, at the speeds of an H200.
 
-    Not known: activations of vision towers, for which a larger margin is left; reference models and teachers; what
-    compiled blocks save in addition under "full", C elements a token; time of collectives.
+    The plan does not count activations of vision towers, but leaves a larger margin for them. It ignores reference
+    models and teachers, the time of collectives, and C elements a token that compiled blocks save under "full".
 
     Args:
-        model: the model, on any device. It is not changed. A sharded model, one that computes in another dtype than
-            that of its weights, and one with weights in 4 bits need ``memory``.
+        model: the model, on any device. It is not changed. A model needs ``memory`` if it is sharded, has 4-bit
+            weights, or computes in another dtype than its weights have.
         tokens: B · T, tokens of a batch on the device.
-        budget: bytes of the device, or a text as for `parse_memory`.
+        budget: bytes of device memory, or a text as for `parse_memory`.
         memory: the estimate of the step. Default: `training_memory` in the dtype of the model.
             `liger_models.train.estimate` makes one for this rank.
         length: T, tokens of a row or document; only the time of attention depends on it. Default: ``tokens``.
         accumulate: batches in an optimizer step.
-        checkpointing: a policy, or one for each block, that is kept. Default: they are planned.
+        checkpointing: a policy for all blocks, or one for each, that the plan must keep. Default: planned.
         host_moments: whether moments may live in host memory (``LigerAdamW(offload=plan.moments(model))``).
         in_backward: whether the optimizer may step in the backward (`step_in_backward`); needs ``accumulate`` of 1.
-        moments_8bit: the moments have 8 bits. Not read if ``memory`` is given.
-        calibrate: keyword arguments of the forward of one batch on the device of the model. Some steps of single blocks
-            are then measured instead of counting operations. Autocast is that of the caller. Gradients, random numbers
-            and policies are afterwards as before. What has no room within the budget is not measured.
+        moments_8bit: whether the moments have 8 bits. Ignored if ``memory`` is given.
+        calibrate: keyword arguments of the forward for one batch on the device of the model. The times are then
+            measured on single blocks instead of counted, under the caller's autocast. Gradients, random state and
+            policies do not change. A policy whose measurement exceeds the budget is not measured.
 
     Raises:
-        ValueError: nothing fits, an argument is out of range, or ``calibrate`` with a sharded model.
+        ValueError: nothing fits, an argument is out of range, or ``calibrate`` is given with a sharded model.
     """
     if isinstance(budget, str):
         budget = parse_memory("plan_memory: budget", budget, model.device)
@@ -174,7 +175,8 @@ def plan_memory(
 
 
 def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
-    """The plan of a candidate: which blocks, how many bytes, and how much slower than without a budget."""
+    """Turn a candidate into a plan: its blocks, its bytes, and its time relative to a step without a budget."""
+    # Its blocks, and the parts of its peak.
     memory, times, blocks = search.memory, search.times, range(search.blocks)
     policies = search.policies(candidate)
     offloaded = offloaded_blocks(search.blocks, candidate.offload_layers)
@@ -182,6 +184,8 @@ def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
     parts = memory.parts(
         policies, search.accumulate, offloaded=offloaded, host_moments=host_moments, in_backward=candidate.in_backward
     )
+
+    # Its time, and the least time of a step that recomputes as little as it may and moves nothing.
     _, moved, seconds = (candidate.stay + candidate.away)[:3]
     freed = sum(memory.moments[index] for index in host_moments)
     step = times.step(seconds, moved, freed, candidate.in_backward)
@@ -198,20 +202,20 @@ def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
 
 
 def usable_share(model: Decoder) -> float:
-    """Share of a device's memory that the estimate of a model may take."""
+    """Share of a device's memory that the estimate for a model may take."""
     return SHARE if model.visual is None else SHARE_WITH_IMAGES
 
 
 def parse_memory(name: str, text: str, device: torch.device | None = None) -> int:
-    """Bytes of a size such as "24GB" (also "24"), "22.5GiB", "24000000000", or of a share of a device such as "80%".
+    """Parse a size such as "24GB" (also "24"), "22.5GiB", "24000000000" or "80%" of a device, and return bytes.
 
     Args:
-        name: of the argument, for errors.
+        name: name of the argument, for errors.
         text: the size.
-        device: of which it may be a share.
+        device: the device of which the size may be a share.
 
     Raises:
-        ValueError: it is not such a size, or a share without a GPU.
+        ValueError: the text is not a size, or it is a share and there is no GPU.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip(), re.IGNORECASE)
     size, unit = (float(match[1]), match[2].upper()) if match else (0.0, "")

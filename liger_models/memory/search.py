@@ -1,9 +1,10 @@
 """The search behind `plan_memory`: all ways to fit a step into memory, compared by numbers of blocks.
 
-Blocks that save the same bytes and recompute in the same time are of one kind, so that numbers of blocks are compared
-instead of blocks. The peak depends on sums over blocks (bytes kept, bytes offloaded) and on two maxima: the most that
-the backward of a block recomputes, and the largest offloaded tensor. The search therefore bounds both maxima, which
-leaves sums, and of sums only those count that no other beats in bytes and in time.
+Blocks that save the same bytes and recompute in the same time are of one type, and the search only compares how many
+blocks of a type get each policy. The peak depends on sums over blocks (bytes kept, bytes offloaded) and on two maxima:
+the most bytes that the backward of a block recomputes, and the largest offloaded tensor. The search goes through all
+bounds of the two maxima. Within a bound only sums remain, and sums that another one beats in bytes and time are
+dropped.
 """
 
 import functools
@@ -22,15 +23,15 @@ from liger_models.memory.estimate import TrainingMemory
 from liger_models.memory.step_times import StepTimes
 
 KEPT, MOVED, SECONDS, COUNTS = 0, 1, 2, 3
-"""Columns of a row of sums: bytes that stay on the device, bytes that are offloaded, seconds of recomputation, and from
-`COUNTS` on the number of blocks of each kind with each policy (kind · 3 + policy)."""
+"""Columns of a row of sums: bytes that stay on the device, offloaded bytes, seconds of recomputation, and from `COUNTS`
+on the number of blocks of each type with each policy, at ``COUNTS + 3 · type + policy``."""
 
 
 class Candidate(NamedTuple):
     """A way to run a step.
 
     Attributes:
-        stay, away: the sums of the blocks that are not offloaded, and of those that are [columns].
+        stay, away: the sums over blocks that are not offloaded, and over offloaded blocks [columns].
         offload_layers: number of offloaded blocks.
         host_moments: number of blocks whose moments live in host memory.
         in_backward: whether the optimizer steps in the backward.
@@ -44,12 +45,12 @@ class Candidate(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Candidates that differ only in sums, in numbers of blocks with moments on the host, and in the optimizer's order.
+    """Candidates that differ only in their sums, their number of host moments, and the time of the optimizer's step.
 
     Attributes:
         offload: number of offloaded blocks.
-        ceiling: bound of the bytes that the backward of a block recomputes.
-        largest: bound of the bytes of a tensor that is offloaded.
+        ceiling: upper bound of `TrainingMemory.excess`, the bytes that the backward of a block recomputes.
+        largest: upper bound of the bytes of an offloaded tensor.
     """
 
     offload: int
@@ -58,11 +59,11 @@ class Case(NamedTuple):
 
 
 class Search:
-    """Finds the fastest candidate that fits, and the one with the smallest peak.
+    """Finds the fastest candidate that fits, and the candidate with the smallest peak.
 
     Args:
         memory: the estimate.
-        times: the times.
+        times: the times of a step.
         allowed: the policies that each block may have.
         accumulate: batches in a step.
         room: bytes that the estimated peak may take.
@@ -70,8 +71,8 @@ class Search:
         orders: the allowed values of ``in_backward``.
 
     Attributes:
-        fastest: the fastest candidate within the room; None if there is none.
-        smallest: the candidate with the smallest peak, fitting or not.
+        fastest: the fastest candidate that fits into ``room``; None if none fits.
+        smallest: the candidate with the smallest peak, whether it fits or not.
     """
 
     def __init__(
@@ -88,15 +89,19 @@ class Search:
         self.memory, self.times, self.allowed, self.accumulate = memory, times, allowed, accumulate
         self.room, self.orders, self.blocks = room, orders, len(allowed)
         self._host_counts = range(self.blocks + 1) if host_moments and any(memory.moments) else range(1)
+
+        # The types of blocks: what a block saves and recomputes by each policy.
         described = [
             tuple((policy, memory.blocks[policy][index], times.recomputed[policy][index]) for policy in policies)
             for index, policies in enumerate(allowed)
         ]
-        kinds = [*dict.fromkeys(described)]
-        self.kind_of = [kinds.index(description) for description in described]
-        """Block -> number of its kind."""
-        self.first = [self.kind_of.index(kind) for kind in range(len(kinds))]
-        """Kind -> its first block, which stands for all."""
+        types = [*dict.fromkeys(described)]
+        self.type_of = [types.index(description) for description in described]
+        """Block -> number of its type."""
+        self.first = [self.type_of.index(block_type) for block_type in range(len(types))]
+        """Type -> its first block, which stands for all blocks of the type."""
+
+        # Many cases ask for the same sums.
         self._sums, self._freed = functools.cache(self._best_sums), functools.cache(self._freed_bytes)
 
         # What the search has found so far.
@@ -107,30 +112,34 @@ class Search:
             self._compare(case)
 
     def _cases(self) -> Iterator[Case]:
-        """All numbers of offloaded blocks with all bounds."""
+        """All cases: every number of offloaded blocks with every pair of bounds."""
         choices = [(policy, index) for index in self.first for policy in self.allowed[index]]
         ceilings = sorted({self.memory.excess(policy, index) for policy, index in choices})
         largest = sorted({self.memory.blocks[policy][index].largest for policy, index in choices})
         for offload, ceiling in itertools.product(range(self.blocks + 1), ceilings):
-            for bound in largest if offload else largest[:1]:
+            for bound in largest if offload else largest[:1]:  # without offloading the second bound has no meaning
                 yield Case(offload, ceiling, bound)
 
     def _compare(self, case: Case) -> None:
-        """Compare the candidates of a case: S sums of blocks that stay, A of offloaded ones, H numbers of host blocks.
+        """Compare the candidates of a case.
 
-        Tables are [H, A]: for each of their cells, the fastest of the S sums that fits is found by bisection.
+        There are S sums over blocks that stay, A sums over offloaded blocks, and H numbers of blocks with host moments.
+        Tables are [H, A]. For each cell, bisection finds the fastest of the S sums that fits.
         """
         # A case that could not beat the fastest candidate is left out.
         offloaded = offloaded_blocks(self.blocks, case.offload)
         if self.fastest is not None and self._least_seconds(offloaded, case.ceiling) >= self._seconds:
             return
 
-        # The sums worth comparing [S, columns] and [A, columns]; stay begins with the fewest bytes, the slowest.
-        stay, away = (self._sums(is_away, self._count_kinds(offloaded, is_away), case) for is_away in (False, True))
+        # The sums worth comparing, [S, columns] and [A, columns]. After the flip the first row of `stay` has the fewest
+        # bytes and the most seconds, the last row the most bytes and the fewest seconds.
+        stay, away = (self._sums(is_away, self._count_types(offloaded, is_away), case) for is_away in (False, True))
         if not len(stay) or not len(away):
             return
         stay = stay.flip(0)
         kept, _, stay_seconds = stay[:, :COUNTS].T.contiguous()  # contiguous for the bisection
+
+        # Offloaded sums that lose to the fastest candidate even with the fastest sum that stays are left out.
         if self.fastest is not None:
             seconds = self.times.step(stay_seconds[-1] + away[:, SECONDS], away[:, MOVED], 0, False)
             away = away[seconds < self._seconds]
@@ -139,7 +148,7 @@ class Search:
 
         freed = self._freed(case.offload)[:, None]  # [H, 1]
         for in_backward in self.orders:
-            # The table of peaks [H, A] with the smallest sum that stays.
+            # The table of peaks [H, A] with the smallest sum that stays, and the smallest peak in it.
             variable, fixed = self._peaks(case, away, freed, in_backward)
             peaks = torch.maximum(variable + kept[0], fixed)
             cell = int(peaks.argmin())
@@ -148,14 +157,14 @@ class Search:
                 host, column = divmod(cell, len(away))
                 self.smallest = Candidate(stay[0], away[column], case.offload, host, in_backward)
 
-            # Cells [N] with room, where the least recomputation would beat the fastest candidate.
+            # The cells [N] that fit and would, with the least recomputation, beat the fastest candidate.
             seconds = self.times.step(stay_seconds[-1] + away[:, SECONDS], away[:, MOVED], freed, in_backward)
             cells = ((peaks <= self.room) & (seconds < self._seconds)).flatten().nonzero()[:, 0]
             if not len(cells):
                 continue
             hosts, columns = cells // len(away), cells % len(away)
 
-            # For each cell the sum that keeps the most bytes and fits, which is the fastest.
+            # For each cell, the sum that keeps the most bytes and fits is the fastest one.
             rows = torch.searchsorted(kept, self.room - variable.flatten()[cells], right=True) - 1
             recomputed = stay_seconds[rows] + away[columns, SECONDS]
             seconds = self.times.step(recomputed, away[columns, MOVED], freed[hosts, 0], in_backward)
@@ -166,9 +175,9 @@ class Search:
                 self.fastest = Candidate(stay[row], away[column], case.offload, host, in_backward)
 
     def _peaks(self, case: Case, away: Tensor, freed: Tensor, in_backward: bool) -> tuple[Tensor, Tensor]:
-        """Peaks [H, A] without the bytes of the blocks that stay, and peaks that do not depend on those bytes.
+        """Two tables [H, A]: peaks without the bytes that stay, which are added later, and peaks without activations.
 
-        The second is the peak of the optimizer: the last gradients in the backward, or the step after it.
+        Peaks without activations occur when the optimizer steps, in the backward or after it.
         """
         memory = self.memory
         base = memory.weights + memory.temporary + memory.optimizer - freed + memory.staging * (freed > 0)
@@ -184,7 +193,7 @@ class Search:
         return variable, base + (memory.early_gradients + block).clamp(min=memory.gradients + memory.tied)
 
     def _least_seconds(self, offloaded: Collection[int], ceiling: int) -> float:
-        """A lower bound of the seconds of a step that offloads these blocks."""
+        """A lower bound of the seconds of a step that offloads these blocks and observes ``ceiling``."""
         seconds, moved = 0.0, 0
         for index, policies in enumerate(self.allowed):
             within = [policy for policy in policies if self.memory.excess(policy, index) <= ceiling]
@@ -194,29 +203,29 @@ class Search:
         return float(self.times.step(seconds, moved, 0, False))
 
     def _freed_bytes(self, offload: int) -> Tensor:
-        """Bytes of the moments that live in host memory, for each number of blocks [H]."""
+        """Bytes of moments in host memory, for each number of blocks that have them there [H]."""
         offloaded, moments = offloaded_blocks(self.blocks, offload), self.memory.moments
         hosts = (host_blocks(self.blocks, count, offloaded) for count in self._host_counts)
         return torch.tensor([sum(moments[index] for index in blocks) for blocks in hosts])
 
-    def _count_kinds(self, offloaded: Collection[int], is_away: bool) -> tuple[tuple[int, int], ...]:
-        """The number of blocks of each kind that are offloaded, or that are not."""
-        kinds = Counter(kind for index, kind in enumerate(self.kind_of) if (index in offloaded) == is_away)
-        return tuple(sorted(kinds.items()))
+    def _count_types(self, offloaded: Collection[int], is_away: bool) -> tuple[tuple[int, int], ...]:
+        """Pairs of a type and its number of blocks that are offloaded, or with ``is_away=False`` are not."""
+        counts = Counter(block_type for index, block_type in enumerate(self.type_of) if (index in offloaded) == is_away)
+        return tuple(sorted(counts.items()))
 
     def _best_sums(self, is_away: bool, counts: tuple[tuple[int, int], ...], case: Case) -> Tensor:
-        """The sums [N, columns] over some blocks that no other sums beat, from the fastest on.
+        """The sums [N, columns] over some blocks, fastest first, without sums that another one beats.
 
         Args:
             is_away: whether the blocks are offloaded.
-            counts: kinds and numbers of the blocks.
-            case: its bounds are the limits of each block.
+            counts: pairs of a type and a number of blocks.
+            case: gives the bounds that every block must observe.
         """
         policies = len(CHECKPOINTING_POLICIES)
         sums = torch.zeros(1, COUNTS + len(self.first) * policies, dtype=torch.float64)
-        for kind, count in counts:
-            # The rows of one block, by each policy within the bounds.
-            index, rows = self.first[kind], []
+        for block_type, count in counts:
+            # The row of one block for each policy within the bounds.
+            index, rows = self.first[block_type], []
             for policy in self.allowed[index]:
                 saved = self.memory.blocks[policy][index]
                 if self.memory.excess(policy, index) > case.ceiling or (is_away and saved.largest > case.largest):
@@ -225,12 +234,12 @@ class Search:
                 row[MOVED] = saved.movable if is_away else 0
                 row[KEPT] = saved.total - row[MOVED]
                 row[SECONDS] = self.times.recomputed[policy][index]
-                row[COUNTS + kind * policies + CHECKPOINTING_POLICIES.index(policy)] = 1
+                row[COUNTS + block_type * policies + CHECKPOINTING_POLICIES.index(policy)] = 1
                 rows.append(row)
             if not rows:
                 return sums[:0]
 
-            # All ways to give the blocks of this kind these policies, added to all sums so far.
+            # All ways to divide the blocks of this type among the policies [ways, policies], added to all sums so far.
             numbers = torch.cartesian_prod(*[torch.arange(count + 1)] * len(rows)).view(-1, len(rows))
             ways = _pareto(numbers[numbers.sum(1) == count].double() @ torch.stack(rows))
             sums = _pareto((sums[:, None] + ways).flatten(0, 1))
@@ -239,25 +248,29 @@ class Search:
     def policies(self, candidate: Candidate) -> list[str]:
         """The policy of each block.
 
-        The first of the blocks that stay save least, because the backward frees them last. Of the offloaded blocks
-        those that save much are evenly spread, because few copies are under way at a time.
+        Among the blocks that stay, the first ones save least, because the backward frees them last. Among the offloaded
+        blocks, those that save much are evenly spread, because few copies are under way at a time.
         """
         offloaded = offloaded_blocks(self.blocks, candidate.offload_layers)
         policies = [""] * self.blocks
         for is_away, row in ((False, candidate.stay), (True, candidate.away)):
-            numbers = row[COUNTS:].view(-1, len(CHECKPOINTING_POLICIES)).int().tolist()  # [kinds, policies]
-            for kind, counts in enumerate(numbers):
+            numbers = row[COUNTS:].view(-1, len(CHECKPOINTING_POLICIES)).int().tolist()  # [types, policies]
+            for block_type, counts in enumerate(numbers):
+                # The policies of the blocks of this type in order, with fractions that spread each policy evenly.
                 saved = {
-                    policy: self.memory.blocks[policy][self.first[kind]].total for policy in CHECKPOINTING_POLICIES
+                    policy: self.memory.blocks[policy][self.first[block_type]].total
+                    for policy in CHECKPOINTING_POLICIES
                 }
                 by_bytes = sorted(zip(CHECKPOINTING_POLICIES, counts, strict=True), key=lambda pair: saved[pair[0]])
                 ordered = [(policy, (number + 0.5) / count) for policy, count in by_bytes for number in range(count)]
                 if is_away:
                     ordered.sort(key=lambda pair: pair[1])
+
+                # The blocks that get them.
                 indices = (
                     index
                     for index in range(self.blocks)
-                    if self.kind_of[index] == kind and (index in offloaded) == is_away
+                    if self.type_of[index] == block_type and (index in offloaded) == is_away
                 )
                 for index, (policy, _) in zip(indices, ordered, strict=True):
                     policies[index] = policy
@@ -265,18 +278,18 @@ class Search:
 
 
 def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[int, ...]:
-    """Which blocks have their moments in host memory: ``count``, evenly spread, if possible not offloaded ones."""
+    """Which ``count`` blocks have their moments in host memory: evenly spread and, if possible, not offloaded."""
     stay = [index for index in range(blocks) if index not in offloaded]
     pool = stay if count <= len(stay) else range(blocks)
     return tuple(pool[index * len(pool) // count] for index in range(count))
 
 
 def _pareto(sums: Tensor) -> Tensor:
-    """The sums [N, columns] from the fastest on, without those that a faster one beats in bytes."""
+    """The sums [N, columns], fastest first, without sums that a faster one equals or beats in bytes."""
     for column in (KEPT, MOVED, SECONDS):  # stable sorts: by seconds, then by the others
         sums = sums[sums[:, column].sort(stable=True).indices]
 
-    # The faster sum with the fewest bytes: offloaded ones if there are any.
+    # Each sum is compared with one of the faster sums: the one with the fewest bytes, offloaded bytes if there are any.
     kept, moved = sums[:, KEPT], sums[:, MOVED]
     least = (moved if bool((moved > 0).any()) else kept).cummin(0).indices[:-1]
     is_beaten = (moved[1:] >= moved[least]) & (kept[1:] >= kept[least])

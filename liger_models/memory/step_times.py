@@ -1,4 +1,4 @@
-"""Seconds of a training step: counted from operations and bytes, or measured on single blocks."""
+"""The time of a training step, counted from operations and bytes, or measured on single blocks."""
 
 import functools
 import statistics
@@ -17,10 +17,10 @@ from liger_models.layers.recompute import is_compiled, run_again
 from liger_models.memory.estimate import TrainingMemory
 
 FLOPS, LINK, BANDWIDTH, LAUNCH = 620e12, 53e9, 4e12, 2e-5
-"""Operations per second, bytes per second to or from host memory and in device memory, and seconds to launch an update,
-measured on an H200 in bf16 (benchmarks/results). Only their ratios matter."""
+"""Operations per second, bytes per second between device and host, bytes per second of device memory, and seconds to
+launch the update of a parameter, measured on an H200 in bf16 (benchmarks/results). Only their ratios matter."""
 BOTH_WAYS = 4 / 3
-"""Factor by which copies slow down while others go the other way: 53 GB/s on the link become 40 in each direction."""
+"""Factor by which copies slow down when copies go both ways: 53 GB/s become 40 GB/s in each direction."""
 MEASURED_STEPS = 3
 
 
@@ -28,12 +28,12 @@ class StepTimes(NamedTuple):
     """Seconds of a step.
 
     Attributes:
-        forward, backward: of all blocks, without recomputation.
-        rest: forward and backward of everything else.
-        recomputed: policy -> what the backward of each block recomputes.
-        update: the optimizer's step.
-        launches: what the update takes in addition if the optimizer steps in the backward.
-        link: bytes per second to the host, or from it.
+        forward, backward: seconds of all blocks, without recomputation.
+        rest: seconds of everything else in forward and backward.
+        recomputed: policy -> seconds of recomputation in the backward of each block.
+        update: seconds of the optimizer's step.
+        launches: further seconds of the update if the optimizer steps in the backward.
+        link: bytes per second to the host or from it.
         accumulate: number of batches.
     """
 
@@ -49,8 +49,8 @@ class StepTimes(NamedTuple):
     def step(self, recomputed: Any, moved: Any, moments: Any, in_backward: bool) -> Tensor:
         """Seconds of a step, elementwise.
 
-        Offloaded activations leave in the forward and come in the backward, while it computes. Moments come and leave
-        in the backward, or else in the optimizer's step.
+        Offloaded activations leave during the forward and return during the backward. Moments come and leave during the
+        optimizer's step, or during the backward if the optimizer steps there.
 
         Args:
             recomputed: seconds of recomputation.
@@ -62,7 +62,7 @@ class StepTimes(NamedTuple):
             torch.as_tensor(values, dtype=torch.float64) for values in (recomputed, moved, moments)
         )
 
-        # A batch: computation and copies overlap, so that the longer of both counts.
+        # A batch: computation and copies overlap, so the longer of the two counts.
         backward = self.backward + recomputed
         incoming = moved + BOTH_WAYS * moments if in_backward else moved
         batch = (moved / self.link).clamp(min=self.forward) + torch.maximum(incoming / self.link, backward) + self.rest
@@ -71,15 +71,25 @@ class StepTimes(NamedTuple):
         # The optimizer.
         update = (BOTH_WAYS * moments / self.link).clamp(min=self.update)
         if in_backward:
-            update = self.update + self.launches + 0 * moments
+            update = self.update + self.launches + 0 * moments  # 0 · moments: the shape of the result
         seconds: Tensor = self.accumulate * (batch + copies) + update + 2 * moments / BANDWIDTH
         return seconds
 
 
 def count_times(model: Decoder, memory: TrainingMemory, tokens: int, length: int, accumulate: int) -> StepTimes:
-    """The times by counting operations and bytes."""
+    """Count the times from operations and bytes.
+
+    Args:
+        model: the model.
+        memory: the estimate of a step.
+        tokens: tokens of a batch.
+        length: tokens of a row or document.
+        accumulate: number of batches.
+    """
     forward = backward = 0.0
     recomputed: dict[str, list[float]] = {policy: [] for policy in CHECKPOINTING_POLICIES}
+
+    # The blocks: their own operations, and for each policy the share that the backward repeats.
     for block in model.layers:
         operations = {module: _operations(module, tokens, length) for module in block.modules()}
         forward += sum(once for once, _ in operations.values())
@@ -88,6 +98,8 @@ def count_times(model: Decoder, memory: TrainingMemory, tokens: int, length: int
             default = float(policy == "full" and is_replayable(block))
             repeated = (share * operations[module][0] for module, share in _shares(block, policy, default))
             seconds.append(sum(repeated) / FLOPS)
+
+    # Everything else. A head has 2 operations for a weight and token in the forward, 4 in the backward.
     head = 6.0 * model.lm_head.weight.numel() * tokens
     trained = sum(parameter.requires_grad for parameter in model.parameters())
     return StepTimes(
@@ -103,21 +115,23 @@ def count_times(model: Decoder, memory: TrainingMemory, tokens: int, length: int
 
 
 def _operations(module: nn.Module, tokens: int, length: int) -> tuple[float, float]:
-    """Floating-point operations of a module's own forward and backward, without its submodules'."""
+    """Floating-point operations of a module's forward and of its backward, without its submodules."""
     matrices = {weight: size for weight, size in own_parameters(module).items() if weight.dim() > 1}
-    active, other = 1.0, 0.0
+    active, per_token = 1.0, 0.0
     if isinstance(module, Layer):
-        active, other, spec = module.active_share, float(module.token_flops), module.attention
-        if spec is not None:
+        active, per_token, spec = module.active_share, float(module.token_flops), module.attention
+        if spec is not None:  # the mean number of keys that a token sees in a causal window
             window = length if spec.window is None else min(spec.window, length)
-            other += spec.pair_flops * window * (1 - window / (2 * length))
+            per_token += spec.pair_flops * window * (1 - window / (2 * length))
+
+    # A product in the forward, and one or two in the backward: a frozen weight needs no gradient.
     once = [2.0 * active * size * tokens for size in matrices.values()]
     twice = [work * (1 + weight.requires_grad) for work, weight in zip(once, matrices, strict=True)]
-    return sum(once) + other * tokens, sum(twice) + 2 * other * tokens
+    return sum(once) + per_token * tokens, sum(twice) + 2 * per_token * tokens
 
 
 def _shares(module: nn.Module, policy: str, share: float) -> Iterator[tuple[nn.Module, float]]:
-    """Each module in a block, and the share of its operations that the backward repeats."""
+    """Each module of a block with the share of its operations that the backward repeats."""
     answer = module.recomputed_share(policy) if isinstance(module, Layer) else None
     share = share if answer is None else answer
     yield module, share
@@ -128,15 +142,15 @@ def _shares(module: nn.Module, policy: str, share: float) -> Iterator[tuple[nn.M
 def measure_times(
     model: Decoder, memory: TrainingMemory, tokens: int, room: int, batch: Mapping[str, Any], times: StepTimes
 ) -> StepTimes:
-    """The times from running one block of each kind, by each policy, on a batch; the counted ``times`` where none ran.
+    """Measure the times on one block of each type with each policy. Where none can run, ``times`` are returned.
 
     Args:
-        model: not sharded.
+        model: the model, which must not be sharded.
         memory: the estimate of a step.
         tokens: tokens of a batch of the step.
-        room: bytes that may be allocated.
+        room: bytes of memory that a measurement may take.
         batch: arguments of the forward.
-        times: by counting.
+        times: the counted times.
 
     Raises:
         ValueError: the model is sharded.
@@ -148,10 +162,10 @@ def measure_times(
     names = ("input_ids", "position_ids", "attention_mask", "cu_seqlens", "inputs_embeds")
     inputs = {name: batch[name] for name in names if batch.get(name) is not None}
 
-    # Blocks that save the same are of one kind, of which one is run. Its policy is restored after each run.
+    # Blocks that save the same are of one type, and one block of each type runs. Its policy is restored after each run.
     current = model.checkpointing
     policies = [current] * len(model.layers) if isinstance(current, str) else current
-    kinds = [tuple(memory.blocks[policy][i] for policy in CHECKPOINTING_POLICIES) for i in range(len(model.layers))]
+    types = [tuple(memory.blocks[policy][i] for policy in CHECKPOINTING_POLICIES) for i in range(len(model.layers))]
     measured: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = {}
     with torch.random.fork_rng([device] if accelerated else [], device_type=device.type if accelerated else "cuda"):
         with torch.no_grad():
@@ -160,9 +174,11 @@ def measure_times(
         scale = tokens / embeds[..., 0].numel()
         before = torch.accelerator.memory_allocated() if accelerated else memory.weights
         for index, block in enumerate(model.layers):
-            if kinds[index] in measured:
+            if types[index] in measured:
                 continue
-            seconds = measured[kinds[index]] = {}
+            seconds = measured[types[index]] = {}
+
+            # A policy is measured if gradients, all activations of the block and its inputs have room.
             gradients = sum(weight.nbytes for weight in block.parameters() if weight.requires_grad)
             for policy in CHECKPOINTING_POLICIES:
                 activations = memory.blocks["none"][index].total / scale + memory.logits
@@ -174,15 +190,15 @@ def measure_times(
                         set_policy(block, policies[index])
         link = _copy_speed(device) if accelerated else times.link
 
-    # Without a measured forward of every kind there is nothing to compare recomputation with.
-    plain = [measured[kind].get("none") for kind in kinds]
+    # Recomputation is measured as the difference from a run without it, so every type needs such a run.
+    plain = [measured[block_type].get("none") for block_type in types]
     if any(seconds is None for seconds in plain):
         return times
     forward, both = (scale * sum(seconds[part] for seconds in plain if seconds) for part in (0, 1))
-    ratio = both / (times.forward + times.backward)  # of measured to counted seconds
+    ratio = both / (times.forward + times.backward)  # measured seconds per counted second
 
     def recomputation(policy: str, index: int, counted: float) -> float:
-        seconds = measured[kinds[index]]
+        seconds = measured[types[index]]
         if policy not in seconds:
             return ratio * counted
         return max(seconds[policy][1] - seconds["none"][1], 0.0) * scale
@@ -197,7 +213,7 @@ def measure_times(
 
 
 def _run(block: nn.Module, policy: str, embeds: Tensor, layout: Any, device: torch.device) -> tuple[float, float]:
-    """Seconds of a block's forward, and of forward and backward: medians after a first run."""
+    """Seconds of a block's forward, and of forward and backward together: medians without the first run."""
     recomputes = policy == "full" and is_replayable(block) and not is_compiled(block)
     forward: Callable[..., Any] = functools.partial(run_again, block) if recomputes else block
     trained = [parameter for parameter in block.parameters() if parameter.requires_grad]

@@ -81,6 +81,7 @@ def test_loss_and_gradients_are_those_of_torchao(recipe, dtype):
         assert (got - unrounded).norm() < 0.2 * unrounded.norm()  # e4m3 has 3 bits behind the point, e5m2 has 2
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("config", "recipe"),
     [("llama", "tensorwise"), ("llama", "rowwise"), ("qwen2", "tensorwise"), ("olmo2", "tensorwise")],
@@ -110,6 +111,7 @@ def test_no_layer_is_called(kernel_device, monkeypatch):
     assert calls == [block.self_attn.o_proj for block in model.layers]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_follows_that_without_float8(recipe):
     """Forty steps on one batch, which the model learns."""
@@ -162,6 +164,7 @@ def test_fused_ops_save_what_the_estimate_counts(kernel_device):
         assert count == 32 * 32 + 32 + 4 + (32 * 96 if policy == "none" else 0)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.compile
 @pytest.mark.parametrize(("policy", "packed"), [("none", False), ("selective", True), ("full", False)])
 def test_blocks_compile(policy, packed):
@@ -179,6 +182,7 @@ def test_blocks_compile(policy, packed):
     assert not any("_orig_mod" in name for name in model.state_dict())
 
 
+@pytest.mark.matrix
 @pytest.mark.compile
 @pytest.mark.slow
 def test_blocks_compile_with_inductor():

@@ -149,6 +149,7 @@ def assert_equal_to_peft(ours, theirs, ids, our_inputs=None, their_inputs=None) 
     assert all((p.grad is None) == (not p.requires_grad) for p in ours.parameters())
 
 
+@pytest.mark.cases(7)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "use_dora"),
@@ -390,6 +391,7 @@ def test_fused_ops_with_and_without_adapters(targets, kernel_device):
         assert error(got[name], gradient) <= 1e-4, name
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", ["nf4", "float8"])
 @pytest.mark.parametrize("policy", CHECKPOINTING_POLICIES)
 def test_fused_ops_on_a_quantized_base(policy, dtype, kernel_device, monkeypatch):
@@ -471,6 +473,7 @@ def test_a_block_with_adapters_keeps_what_a_trained_one_does(policy):
     assert per_token(llama(LoRAConfig(lora_dropout=0.1))) > per_token(llama()) + 64 * 32 * 4
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", ["nf4", "float8"])
 @pytest.mark.parametrize("policy", ["none", "selective"])
 def test_a_block_on_a_quantized_base_keeps_what_a_dense_one_does(policy, dtype, kernel_device):
@@ -500,6 +503,7 @@ def assert_blocks_compile(model) -> None:
         torch.testing.assert_close(gradient, want[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.compile
 @pytest.mark.parametrize("kind", [{}, {"use_dora": True}], ids=str)
 def test_blocks_compile(kind):
@@ -590,6 +594,7 @@ def test_float8_base():
     assert all(frozen_format(layer).name == "float8" for layer in adapted_layers(model).values())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_products_in_float8_learn_as_those_in_bfloat16(use_dora, kernel_device, monkeypatch):
     """On a GPU with float8; here the CPU multiplies, with torch's casts for those of the interpreter."""

@@ -81,6 +81,7 @@ def values(parameter):
     return parameter.detach()
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("arch", "variant"), MIXTURES)
 def test_every_mixture_is_peft_on_transformers(arch, variant, root, tmp_path):
     """Ours writes the adapters and PEFT reads them; PEFT writes them and ours reads the same bits."""
@@ -266,6 +267,7 @@ def test_half_precision_models_have_fp32_adapters():
         torch.testing.assert_close(mixture(config=experts())(IDS, labels=IDS).loss, loss, atol=0.1, rtol=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.compile
 def test_blocks_compile():
     model = mixture(MIXTURE | {"num_hidden_layers": 1}, experts())
@@ -458,6 +460,7 @@ def test_decoding_with_quantized_experts(dtype):
     assert got.equal(generate(with_dense_weights(model), prompts, **options))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("policy", "dtype"), [("none", "nf4"), ("selective", "float8")])
 def test_a_block_on_quantized_experts_keeps_what_a_dense_one_does(policy, dtype, kernel_device):
     """Also with dropout, of which two seeds a layer are kept."""

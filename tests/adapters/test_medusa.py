@@ -167,6 +167,7 @@ def test_checkpointing_and_other_kernels_change_nothing(policy):
             torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
 
+@pytest.mark.matrix
 @pytest.mark.compile
 def test_compiled_in_one_graph():
     medusa = make(freeze=False)

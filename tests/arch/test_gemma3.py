@@ -183,6 +183,7 @@ def test_frozen_parts_and_checkpointing(pair):
             torch.testing.assert_close(gradient, every[name])
 
 
+@pytest.mark.matrix
 @pytest.mark.compile
 @one_case
 def test_compiled_in_one_graph(pair, fresh_dynamo):

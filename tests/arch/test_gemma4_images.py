@@ -218,6 +218,7 @@ def test_frozen_parts_and_checkpointing(pair):
             torch.testing.assert_close(gradient, every[name])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.compile
 @pytest.mark.parametrize("pair", CASES[:2], indirect=True, ids="-".join)
 def test_compiled_in_one_graph(pair, fresh_dynamo):

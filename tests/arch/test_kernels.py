@@ -37,6 +37,7 @@ DIFFERENT = [simplest_with(name) for name in ("LigerSwiGLUMLP", "needs_mask", "L
 """Families that differ in the kernels that they run: plain, with softcaps, with LayerNorms, with experts."""
 
 
+@pytest.mark.cases(5)
 @one_text_case_of_each_kind  # test_vision.py has the others
 def test_kernels_match_transformers(pair, kernel_device):
     arch, variant, theirs, ours = pair

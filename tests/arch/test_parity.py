@@ -276,6 +276,7 @@ def test_inductor(pair, packed, fresh_dynamo):
         assert error(ours.get_parameter(name).grad, gradient) <= LIMIT, name
 
 
+@pytest.mark.cases(6)
 @pytest.mark.compile
 @one_case_of_each_kind
 def test_forward_and_backward_are_one_graph(pair, fresh_dynamo):

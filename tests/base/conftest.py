@@ -20,7 +20,7 @@ SPECIAL = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>
 
 
 def tokenizer_files() -> dict[str, bytes]:
-    """Bytes as tokens, and the placeholders behind them, from 256 on."""
+    """A tokenizer of bytes, with placeholders from id 256 on."""
     from ..text.folders import byte_tokens  # not before pytest_configure: it imports the package
 
     tokenizer = byte_tokens(*SPECIAL)
@@ -29,7 +29,7 @@ def tokenizer_files() -> dict[str, bytes]:
 
 
 def make_model(arch: str, **assets: dict):
-    """A model of random weights with a tokenizer, and preprocessor settings as keyword arguments."""
+    """A model with random weights, a tokenizer, and preprocessor settings from keyword arguments."""
     from liger_models.arch import get_arch  # these not before pytest_configure: they define kernels
     from liger_models.convert.config_map import read_config
 
@@ -46,7 +46,7 @@ def make_model(arch: str, **assets: dict):
 
 
 def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    """Noise on a gradient: no resize of it is trivial."""
+    """An image of noise on a gradient, for which no resize is trivial."""
     generator = torch.Generator().manual_seed(seed)
     channels = len(Image.new(mode, (1, 1)).getbands())
     noise = torch.randint(0, 128, (height, width, channels), generator=generator)

@@ -19,6 +19,7 @@ from liger_models.base.images import (
 )
 from liger_models.base.processor import image_parts
 
+from ..oracle_version import needs_newest
 from .conftest import encoded, picture
 
 
@@ -41,6 +42,7 @@ def test_every_way_to_give_an_image(tmp_path):
     assert locate_image({"bytes": content}) == content
 
 
+@needs_newest("conversion on white")
 @pytest.mark.parametrize("mode", ["L", "RGBA", "LA", "CMYK"])
 def test_other_modes_become_rgb_on_white_as_in_transformers(mode):
     from transformers.image_transforms import convert_to_rgb

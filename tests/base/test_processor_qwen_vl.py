@@ -7,6 +7,7 @@ from liger_models.arch._qwen_vl.processor import CLIP_MEAN, CLIP_STD, QwenVLImag
 from liger_models.base.images import to_tensor
 
 from ..late import Late
+from ..oracle_version import needs_newest
 from .conftest import encoded, make_model, picture
 
 theirs = Late("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", "a transformers with a Pillow backend")
@@ -23,6 +24,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
+@needs_newest("resizing of these bits")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_patches_are_transformers_bit_for_bit(settings):
     ours = QwenVLImages(settings)

@@ -26,4 +26,4 @@ def test_a_leak_is_found():
         kept.extend(torch.zeros(soak.ALLOWED["tensors"] + 1).unbind())
 
     with pytest.raises(AssertionError, match=r"held after round \d+ \(leak\) more than after 12: {'tensors'"):
-        soak.soak(LigerLlama.from_config(LlamaConfig(**SIZES)), 64, 2, 24, rounds=200, new=5, kinds=(leak,))
+        soak.soak(LigerLlama.from_config(LlamaConfig(**SIZES)), 64, 2, 24, rounds=200, new=5, tasks=(leak,))

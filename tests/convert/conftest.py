@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
 
 
 MANY = 2 * 2**20
-"""Bytes of names and shapes above which a checkpoint has so many tensors that its tests are slow."""
+"""Largest size in bytes of names and shapes of a checkpoint whose tests are not slow."""
 
 
 def _marked(path: Path) -> Any:
@@ -37,7 +37,7 @@ def _marked(path: Path) -> Any:
 
 @pytest.fixture(params=[_marked(path) for path in CONFIGS])
 def config_file(request: pytest.FixtureRequest) -> Path:
-    """A config.json of the hub; its folder is the model_type."""
+    """A config.json of the hub, in the folder of its model_type."""
     return request.param
 
 
@@ -72,6 +72,6 @@ def assert_same_bits(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file; None removes one."""
+    """Set keys of a JSON file. None removes a key."""
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))

@@ -1,4 +1,4 @@
-"""A small Hugging Face Hub on 127.0.0.1: enough of its HTTP API for the unmodified client to download and upload."""
+"""A small Hugging Face Hub on 127.0.0.1 with enough of the HTTP API for the client to download and upload."""
 
 import base64
 import hashlib
@@ -11,7 +11,7 @@ LARGE = ".safetensors"  # stored as LFS objects: served through a redirect to th
 
 
 class Repo:
-    """Branches of a repository; every commit is the whole content of the files by name."""
+    """The branches of a repository. A commit is a mapping from file name to content."""
 
     def __init__(self, private: bool = False) -> None:
         self.private = private
@@ -33,7 +33,7 @@ class Repo:
 
 
 class HubServer:
-    """The hub: ``repos`` by id, ``requests`` as (method, path), and switches for what should go wrong."""
+    """The hub: ``repos`` by id, ``requests`` as (method, path), and switches for failures."""
 
     def __init__(self, token: str = "hf_secret") -> None:
         self.token = token
@@ -59,7 +59,7 @@ class HubServer:
         self._http.server_close()
 
     def downloaded(self) -> set[str]:
-        """Names of the files whose content was asked for."""
+        """Names of the files whose content was requested."""
         paths = [urlsplit(path).path for method, path in self.requests if method == "GET"]
         return {unquote(path.split("/resolve/")[1].split("/", 1)[1]) for path in paths if "/resolve/" in path} | {
             path.split("/", 5)[5] for path in paths if path.startswith("/cdn/")

@@ -1,4 +1,4 @@
-"""Kills `write_folder` at file operations and at random times, and checks what each kill leaves.
+"""Kill `write_folder` at file operations and at random times, and check the files that each kill leaves.
 
 Run as ``python -m tests.convert.kills FOLDER [RANDOM]``. It forks its writers, so it must not import torch.
 """
@@ -32,7 +32,7 @@ def save(folder: Path, tag: str, shards: int) -> None:
 
 
 def content(folder: Path) -> tuple[str, int]:
-    """The tag and the number of shards of a checkpoint; fails unless it is whole."""
+    """The tag and the number of shards of a checkpoint. Fails if the checkpoint is not complete."""
     files = {path.name: path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".safetensors")}
     tags = set(files.values())
     assert len(tags) == 1, f"mixed: { ({name: text[:1] for name, text in files.items()}) }"
@@ -44,7 +44,7 @@ def content(folder: Path) -> tuple[str, int]:
 
 
 def killed(action: Callable[[], None], point: int | None, after: float = 0.0) -> bool:
-    """Run ``action`` in a process that is killed before a file operation, or after a time; False if it ended first."""
+    """Run ``action`` in a process that is killed before a file operation or after a time. False if it ends first."""
     process = os.fork()
     if process == 0:
         count = 0

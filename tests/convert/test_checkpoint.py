@@ -679,6 +679,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_full_disk(tmp_path: Path, exists: bool) -> None:

@@ -91,6 +91,7 @@ def test_computes_as_the_dequantized_model(arch: str, tmp_path: Path) -> None:
         assert torch.equal(*made)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("arch", "policy"),
     [
@@ -131,6 +132,7 @@ def test_adapters_train_as_on_the_dequantized_model(arch: str, policy: str, tmp_
     assert_same_bits(as_stored(unmerge_lora(kept)), frozen)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapted"])
 @pytest.mark.parametrize(
@@ -204,6 +206,7 @@ def test_memory_is_counted(arch: str, tmp_path: Path) -> None:
         assert training_memory(kept, 64).activations[policy] == expected
 
 
+@pytest.mark.matrix
 @pytest.mark.compile
 def test_blocks_with_experts_compile(tmp_path: Path) -> None:
     codes, _ = quantized("qwen3_moe", tmp_path, BLOCK, powers=True)

@@ -260,6 +260,7 @@ print(sum(p.nbytes for p in model.parameters()), max(p.nbytes for p in model.par
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("fused", "copies"), [(False, 2), (True, 1)], ids=["hub", "fused"])
 def test_experts_are_read_layer_by_layer(tmp_path: Path, fused: bool, copies: int) -> None:

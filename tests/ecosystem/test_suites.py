@@ -50,7 +50,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> dict[str, str]:
     done = subprocess.run(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert done.returncode in (0, 1), done.stdout[-6000:]
+    assert done.returncode in (0, 1) and (folder / "report.xml").is_file(), done.stdout[-6000:]  # noqa: PT018
 
     # Parts of a test (subtests) have its name; one that failed makes it a failure.
     results: dict[str, str] = {}

@@ -19,6 +19,7 @@ def run(example: str, steps: int, ranks: int, gpu: bool = False) -> dict[str, tu
     return {name.removeprefix("pairs not trained on, "): (float(old), float(new)) for name, old, new in lines}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(

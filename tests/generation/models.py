@@ -1,4 +1,4 @@
-"""A tiny Llama in the variants that decoding depends on, and prompts for it."""
+"""A tiny Llama in all variants that matter for decoding, and prompts for it."""
 
 import json
 
@@ -64,7 +64,7 @@ def resolved(model, **given):
 
 
 def counted(model, monkeypatch):
-    """The number of tokens in each forward, in a list that grows."""
+    """A list that gets the number of tokens of each forward."""
     sizes = []
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda ids, **inputs: sizes.append(ids.shape[1]) or forward(ids, **inputs))

@@ -74,6 +74,7 @@ def assert_same_bits(model, prompts, new, ways, **options):
 WAYS = [{}, {"batch_size": 3, "chunk_size": 7, "steps_per_read": 2}, {"batch_size": 1}]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("arch", FAMILIES)
@@ -85,6 +86,7 @@ def test_families(arch, dtype):
     assert not all(ordinary)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_the_kernels(arch, kernel_device):

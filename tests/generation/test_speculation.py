@@ -75,6 +75,7 @@ OPTIONS = {
 DRAFTS = ("disturbed", "itself", "stranger", "fewer-tokens", "more-tokens", "heads")
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_the_tokens_are_those_without_a_draft(kind, options, monkeypatch):

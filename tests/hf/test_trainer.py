@@ -270,6 +270,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_ranks_are_as_one(folder, tmp_path):

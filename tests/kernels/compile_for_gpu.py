@@ -1,9 +1,9 @@
 """Compile every kernel for a GPU without having one: the interpreter runs what Triton's compiler may refuse.
 
 The ops run on tensors on the CPU, at widths of real models, with each launch replaced by a compilation for the target
-that the command line names (`TARGETS`); what they compute is left undefined. Prints as JSON how many variants of each
-kernel were compiled, which were refused, which have products of registers that go on too long (`PENDING`), and which
-kernels the ops did not launch.
+that the command line names (`TARGETS`); what they compute is left undefined. A number after the target limits the
+variants of a kernel. Prints as JSON how many variants of each kernel were compiled, which were refused, which have
+products of registers that go on too long (`PENDING`), and which kernels the ops did not launch.
 """
 
 import importlib
@@ -64,8 +64,8 @@ from liger_models.kernels.rope.rope import rope, rope_qkv
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
 """NVIDIA Hopper, AMD MI300 and AMD MI350: backend, architecture, threads of a warp."""
-AMD_VARIANTS = 2
-"""The most variants of a kernel that are compiled for a GPU of AMD, for which a compilation takes longer."""
+VARIANTS = int(sys.argv[2]) if len(sys.argv) > 2 else sys.maxsize
+"""The most variants of a kernel that are compiled."""
 
 PENDING = re.compile(
     r"(%\S+) = ttng\.warp_group_dot [^\n]*: tensor<[^\n]*(?:\n[^\n]*)*?warp_group_dot_wait \1,[^\n]*pendings = [1-9]"
@@ -102,7 +102,7 @@ class Compiler:
 def compile_instead(kernel: JITFunction, grid: object):
     def launch(*args, **options):
         name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
-        if sys.argv[1] != "sm_90" and len(compiled[name]) == AMD_VARIANTS:
+        if len(compiled[name]) == VARIANTS:
             return
         try:
             made = kernel.run(*args, grid=(1,), warmup=True, **options)

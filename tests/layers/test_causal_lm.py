@@ -325,6 +325,7 @@ def test_gradient_accumulation_with_num_items_equals_one_batch():
     torch.testing.assert_close([p.grad for p in model.parameters()], want)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.compile
 @pytest.mark.parametrize("policy", CHECKPOINTING_POLICIES)
 def test_blocks_compile_by_themselves(backend, policy):

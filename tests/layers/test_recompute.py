@@ -42,6 +42,7 @@ def nan_left_out(monkeypatch):
     monkeypatch.setattr(gated_mlp, "_forward_rows", forward_rows)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("cls", "again", "workspace"),
     [(LigerLlama, 0, 0), (LigerGemma2, 3, 1024), (LigerGemma2, 3, 0), (LigerGranite, 0, 1024)],

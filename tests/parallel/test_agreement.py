@@ -84,6 +84,7 @@ def test_every_way_to_hand_over_a_mesh(two):
     two(all_the_ways, step(moe()))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_every_way_to_hand_over_a_mesh_to_four(four):
     four(all_the_ways, step(moe()))

@@ -49,6 +49,7 @@ def spread_once(cases: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     return [averaged(once(spread(build(*case)))) for case in cases]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("arch", of_each_kind(list_archs()))
 def test_every_architecture(two, arch):
     cases = [(arch, config) for config in configs_of(arch)[:2]]
@@ -68,6 +69,7 @@ def train_spread(case: tuple[str, Any], policy: str, packed: bool, dp: int) -> d
     return train(model, packed=packed, dp=(mesh["dp"].get_local_rank(), dp))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("name", "policy", "packed"),
     [
@@ -106,6 +108,7 @@ def log_probs_spread() -> dict[str, Any]:
     return averaged(log_probs(spread(tiny()), compiled=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.compile
 def test_log_probs_of_compiled_blocks(two):
     expected = log_probs(tiny(), compiled=False)

@@ -58,6 +58,7 @@ def train_over_ranks(name: str, policy: str, folder: Path) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("name", "policy"), [("fsdp", "none"), ("fsdp", "full"), ("tensor", "none"), ("experts", "selective")]
 )

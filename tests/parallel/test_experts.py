@@ -46,6 +46,7 @@ def train_experts(case: tuple[str, Any], shape: tuple[int, int], policy: str) ->
     return train(model, dp=(dist.get_rank(), mesh.size()))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("arch", "shape", "policy"),
     [

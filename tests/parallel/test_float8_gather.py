@@ -88,6 +88,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("options", "optimizer"), CASES.values(), ids=CASES)
 def test_equal_to_rounding_what_was_gathered(two, options, optimizer):
     for rounded, plain in two(compare, options, optimizer):
@@ -191,6 +192,7 @@ def compiled() -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.compile
 def test_compiled_blocks(two):
     two(compiled)

@@ -85,6 +85,7 @@ def assert_close(got, expected):
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_as_one_process(two, case):
     expected = train(prepare(tiny(**case.get("config", {})), case), case)
@@ -112,6 +113,7 @@ def test_float8_with_kernels(two_with_kernels):
     two_with_kernels(float8_kernels)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_copies_of_shards(four, tied):
     case = {"config": {"tie_word_embeddings": tied}}
@@ -502,6 +504,7 @@ def with_images(arch: str, frozen: str, rank: int, ranks: int) -> dict[str, Any]
     return {"loss": mean(out.loss), "gradients": gradients(model)}
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("frozen", ["nothing", "tower", "language model"])
 @pytest.mark.parametrize("arch", ["qwen3_vl", "gemma3", "gemma4", "mllama"])
 def test_images_on_one_rank_alone(two, arch, frozen):
@@ -606,6 +609,7 @@ def test_moments_on_the_host_of_gpus(two_gpus, tmp_path, state_dtype, in_backwar
     two_gpus(moments_away, "cuda", str(tmp_path), in_backward, state_dtype)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("state_dtype", [None, torch.int8], ids=["16 bits", "8 bits"])
 def test_what_the_gpus_are_to_run_with_moments_away(two, tmp_path, state_dtype, in_backward):

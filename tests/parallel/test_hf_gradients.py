@@ -39,6 +39,7 @@ def gathered(apply: Callable[[Any], Any], expected: dict[str, Tensor]) -> None:
     assert {each.dtype for _, each in hf_gradients(model, torch.bfloat16)} == {torch.bfloat16}
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("apply", "ranks"), CASES)
 def test_gradients_of_a_sharded_model(two, four, apply, ranks):
     model = build(apply.__name__)

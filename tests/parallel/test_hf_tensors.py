@@ -99,6 +99,7 @@ def out_and_back(apply: Callable[[Any], Any], expected: dict[str, Tensor]) -> No
     assert_same_bits(whole(other.named_parameters()), {name: 2 * p.detach() for name, p in reference.items()})
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("apply", "ranks"), CASES)
 def test_out_and_back(two, four, apply, ranks):
     (two if ranks == 2 else four)(out_and_back, apply, get_hf_state_dict(build(apply.__name__)))

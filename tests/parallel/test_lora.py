@@ -193,6 +193,7 @@ def sharded_experts(ep: int, policy: str, folder: str) -> tuple[dict[str, Tensor
     return got, get_hf_state_dict(model), A.to_local().shape[0] == 4 // dist.get_world_size()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("ep", "ranks", "policy"), [(1, 2, "none"), (2, 2, "selective"), (2, 4, "none")])
 def test_experts_on_ranks_are_one(two, four, ep, ranks, policy, tmp_path):
     """Sharded as parameters, over the ranks of experts, and both; merged tensors and files are those of one process."""

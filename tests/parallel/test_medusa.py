@@ -59,6 +59,7 @@ def train_sharded(case, folder: Path):
     return result
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_that_of_one_process(two, case, tmp_path):
     expected = train(make(CASES[case], sharded=False), 0, 1, tmp_path / "one")

@@ -112,6 +112,7 @@ def assert_close(got: Any, expected: Any) -> None:
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_as_one_process(four, case):
     """To rounding; each matrix on one rank, and no rank with much more than its share."""

@@ -102,6 +102,7 @@ def test_everything_is_in_it() -> None:
             assert tensor.equal(dense[name])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 def test_adapters_train_as_on_dense_weights(policy: str, kernel_device: str) -> None:
     """In the fused ops, whose few rows and experts have no kernel of the format."""
@@ -165,6 +166,7 @@ def run(folder: str, how: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("how", SHARDINGS[1:])
 def test_ranks_are_one(two: Any, four: Any, how: str, tmp_path: Path) -> None:
     plain().save_pretrained(tmp_path)

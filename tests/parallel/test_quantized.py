@@ -55,6 +55,7 @@ def sharded(dtype: str, config: dict[str, Any], policy: str, compiled: bool, fol
     return got, [(each.nbytes, local(each).nbytes) for each in frozen], count, get_hf_state_dict(model)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("dtype", "config", "policy", "compiled", "options"),
@@ -186,6 +187,7 @@ def resumed(folder: str, dtype: str, experts: bool) -> bool:
     return goes_on(folder, lambda: apply_fsdp(quantize_base(make(), dtype=dtype), param_dtype=None))
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 def test_a_run_goes_on_from_its_state(two, dtype, experts, tmp_path):
@@ -294,6 +296,7 @@ def mixture_on_ranks(
     return found | {"sizes": [(len(each), len(local(each)), each.dtype) for each in frozen]}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("dtype", "experts", "policy", "compiled", "options"),
@@ -328,6 +331,7 @@ def test_experts_on_two_ranks_are_one(two, dtype, experts, policy, compiled, opt
         torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cases(1)
 @DTYPES
 def test_experts_on_four_ranks_are_one(four, dtype, tmp_path):
     """One of them has no expert. In between they are resharded over two ranks."""
@@ -354,6 +358,7 @@ def experts_on_kernels(dtype: str) -> None:
     assert_same(results[1], results[0], limit=1e-4)
 
 
+@pytest.mark.cases(1)
 @DTYPES
 def test_experts_on_kernels(two_with_kernels, dtype):
     quantization.to_nf4  # noqa: B018
@@ -379,6 +384,7 @@ def experts_loaded(folder: str, dtype: str, shard: bool) -> list[Any]:
     return results
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("number", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("experts", [1, 3])

@@ -108,6 +108,7 @@ CASES: list[tuple[str, dict[str, Any], bool, str]] = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_are_one(two, four, case, tmp_path):
     dtype, config, sequence_parallel, policy = case
@@ -191,6 +192,7 @@ def loaded(folder: Path, dtype: str, experts: bool, shape: tuple[int, ...]) -> l
     return [base, magnitudes, get_hf_state_dict(model, merge=False)]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("number", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @DTYPES
@@ -224,6 +226,7 @@ def step_on_float8(folder: Path, shape: tuple[int, ...], targets: Any, saved: Pa
     return {"loss": {"": loss.detach()}, "run": gradients(model), "base": get_hf_state_dict(model, merge=False)}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("arch", "targets"), [("qwen3", "all-linear"), ("phi3", ["qkv_proj"]), ("qwen3_moe", ["v_proj", "o_proj"])]
 )
@@ -287,6 +290,7 @@ def goes_on(folder: Path, dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.cases(1)
 @DTYPES
 def test_a_run_goes_on_on_any_ranks_and_generates(two, four, dtype, tmp_path):
     quantization.to_nf4  # noqa: B018
@@ -319,6 +323,7 @@ def on_kernels(dtype: str, sequence_parallel: bool, policy: str, experts: bool) 
         assert_same(results[1][part], results[0][part])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("dtype", "sequence_parallel", "policy", "experts"),
     [("nf4", True, "selective", False), ("float8", False, "none", False), ("nf4", False, "none", True)],
@@ -359,6 +364,7 @@ def compiled(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
     return gradients(model)
 
 
+@pytest.mark.matrix
 @pytest.mark.compile
 @pytest.mark.parametrize("dtype", ["nf4", pytest.param("float8", marks=pytest.mark.matrix)])
 def test_compiled_blocks(two, dtype):

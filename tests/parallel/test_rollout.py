@@ -64,6 +64,7 @@ def rolls_out_as_one(way: str, name: str) -> None:
     assert model.training
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("way", ["tensor", "fsdp"])
 def test_two_ranks_roll_out_as_one(two, way, name):
@@ -85,6 +86,7 @@ def test_two_ranks_generate_as_one(two):
     two(generates_as_one)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", ["copies of shards", "tensor and fsdp"])
 def test_four_ranks_roll_out_as_one(four, way):
     four(rolls_out_as_one, way, "llama")

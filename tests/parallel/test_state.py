@@ -118,6 +118,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_as_without_a_stop(two, tmp_path, case):
     two(stop_and_go_on, tmp_path, case)

@@ -59,6 +59,7 @@ def cut_once(cases: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     return [once(apply_tp(build(*case), mesh, sequence_parallel=i % 2 == 1)) for i, case in enumerate(cases)]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("arch", of_each_kind(list_archs()))
 def test_every_architecture(two, arch):
     configs = configs_of(arch)
@@ -87,6 +88,7 @@ def train_cut(case: tuple[str, Any], sequence_parallel: bool, policy: str, packe
     return train(model, packed=packed)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(
     ("name", "sequence_parallel", "policy", "packed"),
     [
@@ -257,6 +259,7 @@ def train_2d(case: tuple[str, Any], optimizer: str, sequence_parallel: bool) -> 
     return train(model, optimizer, dp=(mesh["dp"].get_local_rank(), 2))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("name", "optimizer", "sequence_parallel"),
     [
@@ -418,6 +421,7 @@ def compile_images(cut: bool) -> dict[str, Any]:
     return gradients(model)
 
 
+@pytest.mark.matrix
 @pytest.mark.compile
 def test_compiled_blocks_with_images(two):
     for got in two(compile_images, True):
@@ -465,6 +469,7 @@ def run_kernels(name: str, sequence_parallel: bool, policy: str, with_adapters: 
         assert_same(results[1][part], results[0][part])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("name", "sequence_parallel", "policy", "with_adapters"),
     [
@@ -494,6 +499,7 @@ def run_image_kernels(name: str, sequence_parallel: bool) -> None:
     assert_same(results[1], results[0])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "sequence_parallel"), [("qwen3_vl", True), ("qwen2_5_vl", False)])
 def test_kernels_with_images(two_with_kernels, name, sequence_parallel):
     """MLPs with and without a gate, of a width that the ranks divide, and not."""

@@ -45,6 +45,7 @@ def load_and_save(arch: str, source: Path, target: Path, shape: tuple[int, ...])
     return {"weights": whole(model.named_parameters()), "gradients": gradients(model)}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("arch", "shape"),
     [
@@ -84,6 +85,7 @@ def stop_and_go_on(arch: str, folder: Path, shape: tuple[int, ...], resumed: boo
     return whole(model.named_parameters())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("arch", ["llama", "mllama"])
 def test_stopping_and_going_on(two, four, tmp_path, arch):
     expected = four(stop_and_go_on, arch, tmp_path, (2, 2), False)[0]

@@ -102,6 +102,7 @@ def compiled() -> dict[str, Any]:
     return gradients(model)
 
 
+@pytest.mark.matrix
 @pytest.mark.compile
 def test_a_compiled_block(two):
     expected = compiled()

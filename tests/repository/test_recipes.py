@@ -161,6 +161,7 @@ def test_every_model_has_files_and_every_file_a_model():
     assert {file.parent.name for file in RECIPES.rglob("*.yaml")} == {model.folder for model in generate.MODELS}
 
 
+@pytest.mark.cases(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", generate.MODELS, ids=lambda model: model.folder)
 def test_the_files_fit(model):

@@ -13,6 +13,7 @@ from liger_models.text import limits
 from liger_models.text.chat import answer_mask
 from liger_models.text.tokenizer import Tokenizer
 
+from ..oracle_version import needs_newest
 from .folders import LLAMA3_STYLE, MESSAGES, pair
 
 TOOL = {"type": "function", "function": {"name": "f", "description": '<ü> "q"', "parameters": {"b": 1, "a": [2]}}}
@@ -215,6 +216,7 @@ def test_a_token_after_the_last_message_alone(make_folder: Callable[..., Path]) 
         other.render_answers(CHAT)
 
 
+@needs_newest("thoughts by three names")
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_thoughts_have_the_names_of_transformers(make_folder: Callable[..., Path], name: str) -> None:
     template = "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"

@@ -16,6 +16,7 @@ from liger_models.parallel import targets_per_rank
 from .. import processes
 from ..data.conftest import tokenizer  # noqa: F401
 from ..late import transformers
+from ..oracle_version import needs_newest
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the engines'
 SIZES = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -177,6 +178,7 @@ def test_trainer_goes_on_in_the_second_epoch(folder):
         assert torch.equal(parameter, resumed.get_parameter(name)), name
 
 
+@needs_newest("activation_checkpointing")
 def test_trainer_checkpoints_activations(folder):
     model = load()
     run = trainer(model, dataset(model), activation_checkpointing=True, max_steps=1, save_strategy="no")

@@ -56,6 +56,7 @@ def run_in(folder, name, objective, data, computed="float16", *, factor=1.0, sca
     return log(folder / name)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"lora_r": 4, "lr": 3e-2}, {"accumulate": 2, "batch_size": 2}])
 def test_losses_are_those_of_float32(folder, tmp_path, options):  # noqa: F811
     half, single = (
@@ -70,6 +71,7 @@ def test_losses_are_those_of_float32(folder, tmp_path, options):  # noqa: F811
     assert (tmp_path / "float16" / kind).is_dir()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("objective", "data", "options"),
     [("sft", "text", {}), *((*each, {}) for each in PREFERENCES), ("distill", "text", {"teacher": "teacher"})],
@@ -107,6 +109,7 @@ def test_a_loss_that_is_no_number_ends_the_run(folder, tmp_path):  # noqa: F811
     assert (tmp_path / "run" / "latest").read_text() == "step-00000003\n"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options", [{"lora_r": 4, "lora_dropout": 0.1}, {"accumulate": 2}, {"tensor_parallel": 2, "batch_size": 8}]
 )

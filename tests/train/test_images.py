@@ -70,6 +70,7 @@ def changed(before, after) -> set[str]:
     return {name for name, parameter in before.named_parameters() if not torch.equal(parameter, others[name])}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_train_the_whole_model(folder, family, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
@@ -98,6 +99,7 @@ def test_texts_leave_the_tower_as_it_is(folder, monkeypatch):
         assert not any(name.startswith("visual.") or "cross_attn" in name for name in names)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_of_the_language_model_or_of_the_tower_as_well(folder, family, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
@@ -113,6 +115,7 @@ def test_adapters_of_the_language_model_or_of_the_tower_as_well(folder, family, 
         assert set(dict(before.named_parameters())) <= set(loras)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "family",
     [

@@ -247,6 +247,7 @@ def adapter_files(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run / "adapter").iterdir()}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_train_adapters_and_go_on(folder, two, dtype):  # noqa: F811
@@ -282,6 +283,7 @@ def test_two_ranks_train_adapters_and_go_on(folder, two, dtype):  # noqa: F811
     assert theirs.peft_config["default"].lora_alpha == 4
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["lora_4bit", "lora_float8"])
 def test_two_ranks_train_adapters_on_shards_of_quantized_weights(folder, two, kind):  # noqa: F811
     pytest.importorskip("torchao")
@@ -296,6 +298,7 @@ def test_two_ranks_train_adapters_on_shards_of_quantized_weights(folder, two, ki
     assert adapter_files(folder / f"{kind}-again") == adapter_files(folder / kind)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "options",
     [{f"{kind}_parallel": 2, **more} for kind in ("tensor", "context") for more in ({}, {"lora_r": 4})],
@@ -313,6 +316,7 @@ def test_two_ranks_share_batches(folder, two, options):  # noqa: F811
     assert log(folder / f"{name}-again") == log(folder / name)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["lora_4bit", "lora_keep_float8"])
 def test_two_ranks_share_layers_with_quantized_weights(folder, two, kind, tmp_path):  # noqa: F811
     pytest.importorskip("torchao")
@@ -452,6 +456,7 @@ def test_two_ranks_train_with_muon_and_go_on(folder, two):  # noqa: F811
     assert losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("sharing", [{}, {"tensor_parallel": 2}], ids=["fsdp", "tensor parallel"])
 def test_two_ranks_train_with_moments_of_8_bits_and_go_on(folder, two, sharing):  # noqa: F811
     if not (folder / "wide").exists():

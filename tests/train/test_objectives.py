@@ -216,6 +216,7 @@ def test_distillation_into_adapters_on_quantized_weights(folder, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=5e-2)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("objective", "data", "options"),
     [

@@ -435,6 +435,7 @@ def losses_of(steps, device="cpu", dtype=torch.float32, **options):
     return losses
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_8_bits_converge_as_32_do(dtype, monkeypatch):
     """Both learn the rows by heart, at the same speed; with codes that are read as linear the losses are others."""
@@ -607,6 +608,7 @@ def test_ordinary_steps_behind_a_loop_that_called_no_step():
 # With torch.compile and torch.distributed
 
 
+@pytest.mark.cases(1)
 @pytest.mark.compile
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_compiled_training_step(in_backward):

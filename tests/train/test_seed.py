@@ -1,10 +1,7 @@
 """Seeds: the same numbers from every generator; and whole runs in processes of their own, equal in every bit."""
 
 import ast
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +9,8 @@ import pytest
 import torch
 
 from liger_models import seed_all
+
+from ..processes import ROOT, run
 
 RUN = """
 import hashlib
@@ -65,18 +64,16 @@ same_worker = pytest.mark.xdist_group("digests")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def digests(request) -> dict[str, list[str]]:
+def digests(request, tmp_path_factory) -> dict[str, list[str]]:
     """What three runs with two seeds come to."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    script = tmp_path_factory.mktemp("seeds") / "run.py"
+    script.write_text(RUN, encoding="utf-8")
+    seeds = {"first": "5", "again": "5", "other": "6"}
     # Threads that wait in a busy loop starve each other where cores are few.
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "GOMP_SPINCOUNT": "2000"}
-    found = {}
-    for name, seed in {"first": "5", "again": "5", "other": "6"}.items():
-        command = [sys.executable, "-W", "ignore", "-c", RUN, seed, request.param]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-        assert done.returncode == 0, done.stderr
-        found[name] = done.stdout.split()
-    return found
+    return {
+        name: run(script, seed, request.param, cwd=ROOT, GOMP_SPINCOUNT="2000").stdout.split()
+        for name, seed in seeds.items()
+    }
 
 
 @same_worker

@@ -1,8 +1,8 @@
 """The vision tower of Qwen3-VL, dense and MoE: patches to image tokens and DeepStack features.
 
 Differs from the tower of Qwen2-VL: the patch embedding has a bias; besides the rotation, patches have learned positions
-that are interpolated to the grid of the image; and it has DeepStack: the outputs of some blocks are merged into
-features of the image tokens, which are added to the residual stream after the first blocks of the language model.
+that are interpolated to the grid of the image. The tower also has DeepStack: the outputs of some blocks are merged into
+features of the image tokens, and these are added to the residual stream after the first blocks of the language model.
 
 Source: https://arxiv.org/abs/2511.21631, https://arxiv.org/abs/2406.04334, transformers ``models/qwen3_vl``.
 """
@@ -28,7 +28,7 @@ class Qwen3VLVisionConfig:
 
     Raises:
         ValueError: the width does not divide into heads, ``num_position_embeddings`` is not a square number, or the
-            tower does not have the activation.
+            activation is not supported.
     """
 
     depth: int = 27
@@ -64,7 +64,7 @@ class Qwen3VLVisionConfig:
             )
 
     def check_decoder(self, name: str, hidden_size: int, num_hidden_layers: int) -> None:
-        """Raise ValueError unless the outputs of the tower fit the language model; ``name`` is its config class."""
+        """Raise ValueError unless the tower's outputs fit the language model, whose config class is ``name``."""
         if self.out_hidden_size != hidden_size:
             raise ValueError(
                 f"{name}: vision_config.out_hidden_size ({self.out_hidden_size}) must be hidden_size ({hidden_size}). "
@@ -88,6 +88,7 @@ class Qwen3VLTower(nn.Module):
     def __init__(self, config: Qwen3VLVisionConfig, kernels: KernelOptions) -> None:
         super().__init__()
         self.merge, self.deepstack = config.spatial_merge_size, config.deepstack_visual_indexes
+        # Patches are merged at the end into image tokens, and after some blocks into DeepStack features.
         C = config.hidden_size
         norm = partial(LigerLayerNorm, eps=1e-6, kernel=kernels.layer_norm)
         merger = partial(PatchMerger, norm, C, config.out_hidden_size, self.merge, kernels)
@@ -107,7 +108,7 @@ class Qwen3VLTower(nn.Module):
         self.rotary = AxialRotaryEmbedding(C // config.num_heads, config.rope_theta)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Image tokens, and DeepStack features of each of its levels.
+        """Compute image tokens, and the DeepStack features of each level.
 
         Args:
             pixels: [N, channels · frames · height · width], one row per patch.
@@ -116,6 +117,7 @@ class Qwen3VLTower(nn.Module):
         Returns:
             ``(tokens, levels)``, each [N / merge², C].
         """
+        # Embedded patches with their learned positions, [1, N, C]. Patches of a frame attend to each other.
         patches = locate_patches(grid_thw, len(pixels), self.merge)
         layout = BatchLayout.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame)
         embedded = self.patch_embed(pixels.to(self.patch_embed.weight.dtype))
@@ -126,4 +128,5 @@ class Qwen3VLTower(nn.Module):
             x, residual = block(x, residual, layout)
             if index in self.deepstack:
                 levels.append(self.deepstack_mergers[self.deepstack.index(index)](x, residual))
+        # [N / merge², C] each
         return self.merger(x, residual), levels

@@ -1,4 +1,4 @@
-"""The base class of the Qwen-VL families: text with images and videos, and positions in time, height and width."""
+"""Base class of the Qwen-VL families: text with images and videos, and positions in time, height and width."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ class MRopeLayout(BatchLayout):
     """The layout of text with images.
 
     Attributes:
-        deepstack: [B, T, C] each, or this rank's share of the tokens: entry i is added to the residual stream after
+        deepstack: tensors [B, T, C], or this rank's share of the tokens; entry i is added to the residual stream after
             block i.
     """
 
@@ -86,7 +86,7 @@ class MRopeModel(VisionLanguageModel):
             pixel_values: [N, channels · frames · height · width], the patches of all images, concatenated.
             image_grid_thw: [images, 3] int64, number of frames, rows and columns of patches of each image, in the order
                 of the text.
-            pixel_values_videos, video_grid_thw: the same for videos.
+            pixel_values_videos, video_grid_thw: patches and grids of videos.
             second_per_grid_ts: [videos], seconds between consecutive frames of patches, for models whose positions
                 depend on it. Default: 1.
             mm_token_type_ids: ignored; accepted because the processors of transformers return it.
@@ -98,7 +98,7 @@ class MRopeModel(VisionLanguageModel):
             `CausalLMOutput`.
 
         Raises:
-            ValueError: the number of placeholders does not match the number of image tokens; otherwise as
+            ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
                 `Decoder.forward`.
         """
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
@@ -115,6 +115,7 @@ class MRopeModel(VisionLanguageModel):
             inputs_embeds=inputs_embeds,
             cache=cache,
         )
+        # The embeddings [B, T, C] already hold the image tokens; the decoder runs as for text.
         return self.run(embeds, layout, **options)
 
     def prepare(
@@ -132,10 +133,11 @@ class MRopeModel(VisionLanguageModel):
         inputs_embeds: Tensor | None = None,
         cache: DecodeCache | None = None,
     ) -> tuple[Tensor, BatchLayout]:
-        """The embeddings with images and videos inserted, and the layout of the batch: the arguments of `run`.
+        """Return the arguments of `run`: embeddings with images and videos inserted, and the layout of the batch.
 
         Args: as in `forward`.
         """
+        # Pixels and their grid, or None.
         images = _pair("pixel_values", pixel_values, "image_grid_thw", image_grid_thw)
         videos = _pair("pixel_values_videos", pixel_values_videos, "video_grid_thw", video_grid_thw)
         masks: dict[str, Any] = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "cache": cache}
@@ -143,6 +145,7 @@ class MRopeModel(VisionLanguageModel):
             if images is not None or videos is not None:
                 raise ValueError("forward: pixels need input_ids, which say where the images are.")
             return super().prepare(input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **masks)
+        # Placeholders must match the patches. Decoding steps have none, and compiled code can't look at values.
         check_input_ids(input_ids)
         check_tensors(attention_mask=attention_mask)
         self.groups.check_tokens(input_ids.shape[1], whole=False)
@@ -153,6 +156,7 @@ class MRopeModel(VisionLanguageModel):
             position_ids = self._positions(
                 input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens, cache
             )
+        # The tower sees the images of all tokens; each rank keeps its share of the DeepStack features.
         embeds, levels = self._insert(input_ids, images, videos, skip=decoding)
         levels = [self.groups.token_share(level) for level in levels]
         shape = embeds.shape[0], embeds.shape[1]
@@ -179,10 +183,10 @@ class MRopeModel(VisionLanguageModel):
         *,
         skip: bool,
     ) -> tuple[Tensor, list[Tensor]]:
-        """The embeddings with image tokens inserted, and the DeepStack features at their positions, [B, T, C] each.
+        """Return embeddings with image tokens inserted, and DeepStack features at their positions, [B, T, C] each.
 
-        The tower runs once for images and videos together. A sharded tower runs on zeros if there are none, because all
-        ranks must gather its weights together, whichever of them has images.
+        The tower runs once for images and videos together. A sharded tower runs on zeros without any images, because
+        all ranks must gather its weights together.
         """
         embeds = self.embed_tokens(input_ids)
         side = self.config.vision_config.spatial_merge_size
@@ -194,6 +198,7 @@ class MRopeModel(VisionLanguageModel):
         if not media and (skip or not self.tower_is_sharded):
             return embeds, []
         if not media:
+            # Times 0, so that the result is unchanged and the tower still takes part in the backward.
             nothing = embeds.new_zeros(side**2, self.visual.patch_embed.in_features)
             unused, unused_levels = self.visual(nothing, torch.tensor([[1, side, side]], device=embeds.device))
             total = sum((level.sum() for level in unused_levels), unused.sum())
@@ -227,17 +232,19 @@ class MRopeModel(VisionLanguageModel):
             ("video", videos, self.config.video_token_id, "pixel_values_videos", "video_grid_thw"),
         )
         counts = []
-        for kind, pair, token, _, _ in media:
+        for medium, pair, token, _, _ in media:
+            # Numbers of all checks, [] each; they go to the host together.
             here = input_ids == token  # [B, T]
             thw = input_ids.new_zeros(0, 3) if pair is None else pair[1].to(input_ids)
             frame = thw[:, 1:].prod(1) // side**2  # placeholders of a frame
             size = frame * thw[:, 0]
             uneven = (thw < 1).sum() + (thw[:, 1:] % side).sum()
-            together = frame if kind == "video" and self.frames_apart else size
+            together = frame if medium == "video" and self.frames_apart else size
             counts += [here.sum(), thw.prod(1).sum(), uneven, count_torn(here, size, together, cu_seqlens)]
 
         numbers = torch.stack(counts).view(2, 4).tolist()
-        for (kind, pair, _, pixels, grid), (tokens, expected, uneven, torn) in zip(media, numbers, strict=True):
+        for (medium, pair, _, pixels, grid), (tokens, expected, uneven, torn) in zip(media, numbers, strict=True):
+            # The errors, with the numbers on the host.
             rows = 0 if pair is None else pair[0].shape[0]
             if pair is not None and pair[0].shape[1] != width:
                 raise ValueError(f"forward: {pixels} must be [patches, {width}], got {list(pair[0].shape)}.")
@@ -248,7 +255,7 @@ class MRopeModel(VisionLanguageModel):
                 )
             if tokens != 0 and pair is None:
                 raise ValueError(
-                    f"forward: {tokens} {kind} placeholders in input_ids must have {pixels}, got none. Pass what the "
+                    f"forward: {tokens} {medium} placeholders in input_ids must have {pixels}, got none. Pass what the "
                     "processor returns."
                 )
             if rows != expected:
@@ -257,12 +264,12 @@ class MRopeModel(VisionLanguageModel):
                 )
             if tokens * side**2 != rows:
                 raise ValueError(
-                    f"forward: input_ids must have one {kind} placeholder for each of the {rows // side**2} {kind} "
+                    f"forward: input_ids must have one {medium} placeholder for each of the {rows // side**2} {medium} "
                     f"tokens, got {tokens}. Expand them as the processor does; was the text truncated?"
                 )
             if torn != 0:
                 raise ValueError(
-                    f"forward: the placeholders of each {kind} must be contiguous in input_ids and in one document, "
+                    f"forward: the placeholders of each {medium} must be contiguous in input_ids and in one document, "
                     f"got {torn} apart from the one before. Are {pixels} and {grid} in the order of the text?"
                 )
 
@@ -276,16 +283,16 @@ class MRopeModel(VisionLanguageModel):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Positions in time, height and width, [3, B, T] int64; see `mrope_positions`.
+        """Compute positions in time, height and width, [3, B, T] int64; see `mrope_positions`.
 
         Args:
             input_ids: [B, T] int64.
             image_grid_thw, video_grid_thw, second_per_grid_ts: as in `forward`.
             attention_mask: [B, T], 0 for padding, which is not counted.
-            cu_seqlens: [n + 1], boundaries of packed documents; positions start from 0 in each.
+            cu_seqlens: [n + 1], boundaries of packed documents, in each of which positions start from 0.
 
         Raises:
-            ValueError: ``second_per_grid_ts`` is given, but positions of the model do not depend on it.
+            ValueError: ``second_per_grid_ts`` is given, but the model's positions do not depend on it.
         """
         return self._count(input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens)[0]
 
@@ -298,7 +305,7 @@ class MRopeModel(VisionLanguageModel):
         mask: Tensor | None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`multimodal_positions`, and the position [B, 1] of the token that follows each row."""
+        """Return `multimodal_positions`, and the position [B, 1] of the token after each row."""
         rate = getattr(self.config.vision_config, "tokens_per_second", None)
         if rate is None and second_per_grid_ts is not None:
             raise ValueError(
@@ -310,6 +317,7 @@ class MRopeModel(VisionLanguageModel):
                 f"forward: attention_mask must be {list(input_ids.shape)} like input_ids, preceded by the cached "
                 f"tokens if there are any, got {None if mask is None else list(mask.shape)}."
             )
+        # Some models space the frames of a video by their time, in positions per frame.
         interval = None
         if rate is not None and video_grid_thw is not None:
             seconds = torch.ones(len(video_grid_thw)) if second_per_grid_ts is None else second_per_grid_ts
@@ -337,7 +345,7 @@ class MRopeModel(VisionLanguageModel):
         cu_seqlens: Tensor | None,
         cache: DecodeCache | None,
     ) -> Tensor | None:
-        """Positions of the tokens that follow the cached ones; None if the default positions of a text are right."""
+        """Positions of the tokens after the cached ones; None if the default positions of a text are correct."""
         plain = cache is None or (POSITION_OFFSET not in cache.extra and attention_mask is None)
         if image_grid_thw is None and video_grid_thw is None and plain:
             return None
@@ -348,6 +356,7 @@ class MRopeModel(VisionLanguageModel):
         )
         if cache is None:
             return positions
+        # Images take fewer positions than tokens. The cache keeps the difference for the tokens to come.
         tokens = torch.full((B, 1), cache.length + T, device=input_ids.device)
         before = torch.full((B, 1), cache.length, device=input_ids.device)
         if attention_mask is not None:
@@ -359,7 +368,7 @@ class MRopeModel(VisionLanguageModel):
         return positions + before
 
     def prompt_positions(self, prompts: Tensor, mask: Tensor | None, new: int, inputs: dict[str, Any]) -> Tensor:
-        """As `Decoder.prompt_positions`; in time, height and width if there are images or videos."""
+        """`Decoder.prompt_positions`, in time, height and width if there are images or videos."""
         grids = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
         if all(grid is None for grid in grids):
             return super().prompt_positions(prompts, mask, new, inputs)
@@ -368,23 +377,24 @@ class MRopeModel(VisionLanguageModel):
         return torch.cat([positions, following.expand(3, -1, -1)], -1)
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """As `VisionLanguageModel.repeat_prompts`; images and videos are in the order of the text."""
+        """`VisionLanguageModel.repeat_prompts`, where images and videos are in the order of the text."""
         of_rows = {name: x for name, x in inputs.items() if name == "mm_token_type_ids"}
         repeated = inputs | super().repeat_prompts(input_ids, of_rows, times)
-        for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-            grid = inputs.get(f"{kind}_grid_thw")
+        for medium, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            grid = inputs.get(f"{medium}_grid_thw")
             if not isinstance(grid, Tensor) or not len(grid):
                 continue
+            # How many images or videos belong to each prompt: those whose tokens end within its placeholders.
             patches = grid.prod(1).tolist()
-            wanted = (input_ids == getattr(self.config, f"{kind}_token_id")).sum(1)
-            ends = grid.prod(1).cumsum(0).to(wanted.device) // self.config.vision_config.spatial_merge_size**2
-            before = torch.searchsorted(ends, wanted.cumsum(0), right=True).tolist()
+            tokens = (input_ids == getattr(self.config, f"{medium}_token_id")).sum(1)
+            ends = grid.prod(1).cumsum(0).to(tokens.device) // self.config.vision_config.spatial_merge_size**2
+            before = torch.searchsorted(ends, tokens.cumsum(0), right=True).tolist()
             chosen = repeated_items([n - m for n, m in zip(before, [0, *before], strict=False)], times)
             parts = inputs[pixels].split(patches)
             repeated[pixels] = torch.cat([parts[i] for i in chosen])
-            repeated[f"{kind}_grid_thw"] = grid[chosen]
+            repeated[f"{medium}_grid_thw"] = grid[chosen]
             seconds = inputs.get("second_per_grid_ts")
-            if kind == "video" and seconds is not None:
+            if medium == "video" and seconds is not None:
                 repeated["second_per_grid_ts"] = torch.as_tensor(seconds)[chosen]
         return repeated
 

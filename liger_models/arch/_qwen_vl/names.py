@@ -24,15 +24,16 @@ TOP = ("image_token_id", "video_token_id", "vision_config", "tie_word_embeddings
 
 
 def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames the keys of a Qwen vision-language config.json to the fields of the config class.
+    """Rename the keys of a Qwen vision-language config.json to the fields of the config class.
 
-    Keys of the language model move to the top, where older files have them, ``mrope_section`` out of the rope
-    parameters, and the tower's rope parameters into ``vision_config``. Only Qwen2-VL and Qwen2.5-VL read
-    ``tie_word_embeddings`` in ``text_config``, too.
+    Keys of the language model move to the top, where older files have them. ``mrope_section`` moves out of the rope
+    parameters, and the tower's rope parameters move into ``vision_config``. Qwen2-VL and Qwen2.5-VL also read
+    ``tie_word_embeddings`` in ``text_config``.
 
     Raises:
-        ValueError: rope parameters that these architectures do not have.
+        ValueError: the rope parameters are not supported.
     """
+    # Copies, since keys are removed below. Older files have the language model's keys at the top.
     text, vision = (dict(hf.get(part) or {}) for part in ("text_config", "vision_config"))
     if hf.get("text_config") is None:  # beside the language model's keys, the original length is in the rope parameters
         flat = {key: value for key, value in hf.items() if key != "original_max_position_embeddings"}
@@ -42,6 +43,7 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str,
     if flat["model_type"] not in INTERLEAVED and text.get("tie_word_embeddings"):
         flat["tie_word_embeddings"] = True
     flat.pop("text_config", None)
+    # The rope parameters of both parts, without the keys that are fields of their own here.
     where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
     rope, axial = dict(flat.get(where) or {}), dict(vision.pop("rope_parameters", None) or {})
     interleaved, axial_type = rope.pop("mrope_interleaved", None), axial.pop("rope_type", "axial")
@@ -57,18 +59,19 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str,
 
 
 def write_multimodal(keys: Mapping[str, Any], *, interleaved: bool = False) -> dict[str, Any]:
-    """The inverse of `read_multimodal`, with the keys of the language model still at the top; see `write_config`."""
+    """The inverse of `read_multimodal`, except that the language model's keys stay at the top; see `write_config`."""
     out, vision = dict(keys), dict(keys["vision_config"])
     theta = vision.pop("rope_theta")
     if theta != 10000.0:
         vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": theta}
+    # The sections of M-RoPE belong to the rope parameters of the file.
     rope = out["rope_scaling"] or {"rope_type": "default"} | ({} if interleaved else {"type": "mrope"})
     sections = {"mrope_section": out.pop("mrope_section")} | ({"mrope_interleaved": True} if interleaved else {})
     return out | {"rope_scaling": rope | sections, "vision_config": vision}
 
 
 def write_qwen3_vl(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `read_multimodal`: moves the keys of the language model back into ``text_config``."""
+    """The inverse of `read_multimodal`, which moves the language model's keys back into ``text_config``."""
     keys = write_multimodal(keys, interleaved=True)
     text = {key: value for key, value in keys.items() if key not in TOP}
     return {key: keys[key] for key in TOP} | {"text_config": text}
@@ -97,7 +100,8 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
 
 
 def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str], dict[str, range]]:
-    """The arguments ``also`` and ``over`` of `decoder_map` for the tower of Qwen3-VL; ``visual`` is its prefix."""
+    """The arguments ``also`` and ``over`` of `decoder_map` for the tower of Qwen3-VL, whose prefix is ``visual``."""
+    # "{b}" counts the blocks, "{d}" the mergers whose results are added to the first blocks of the decoder.
     block, kinds = f"{visual}.blocks.{{b}}", ("weight", "bias")
     mergers = {"merger": "merger", "deepstack_mergers.{d}": "deepstack_merger_list.{d}"}
     entries: dict[str, Expression | str] = {
@@ -106,6 +110,7 @@ def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str
         ),
         "visual.patch_embed.bias": f"{visual}.patch_embed.proj.bias",
         "visual.pos_embed.weight": f"{visual}.pos_embed.weight",
+        # The blocks. The checkpoint has q, k and v in one matrix, one after the other.
         **{f"visual.blocks.{{b}}.{norm}.{k}": f"{block}.{norm}.{k}" for norm in ("norm1", "norm2") for k in kinds},
         **{
             f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
@@ -114,6 +119,7 @@ def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str
         **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.attn.proj.{k}" for k in kinds},
         **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.linear_{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
         **{
+            # "mlp.fc1" is "linear_fc1" in the checkpoint.
             f"visual.{ours}.{part}.{k}": f"{visual}.{theirs}.{part.replace('mlp.', 'linear_')}.{k}"
             for ours, theirs in mergers.items()
             for part in ("norm", "mlp.fc1", "mlp.fc2")

@@ -1,4 +1,4 @@
-"""The processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: text, images and videos to model inputs.
+"""The processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, from text, images and videos to model inputs.
 
 Source: transformers ``image_processing_pil_qwen2_vl.py``, ``video_processing_qwen3_vl.py``, ``processing_qwen3_vl.py``.
 """
@@ -41,13 +41,13 @@ MOST_ELONGATED = 200
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: tuple[int, int] = (1, 1)
 ) -> tuple[int, int]:
-    """The size closest to that of an image whose sides are multiples of ``factor`` and whose area is within bounds.
+    """The size closest to an image's, with sides that are multiples of ``factor`` and an area within bounds.
 
     Args:
         height, width: size of the image in pixels.
         factor: side of an image token in pixels.
-        min_pixels, max_pixels: bounds of the area; for a video, of the area of all frames together.
-        frames: number of frames, as given and rounded to whole tokens.
+        min_pixels, max_pixels: bounds of the area, or for a video of the total area of all frames.
+        frames: number of frames, before and after rounding to whole tokens.
 
     Returns:
         ``(height, width)``.
@@ -60,13 +60,13 @@ def smart_resize(
         raise ValueError(
             f"smart_resize: an image must be at most {MOST_ELONGATED} times as long as wide, got {height} x {width}."
         )
-    given, rounded = frames
+    exact, rounded = frames
     high, wide = round(height / factor) * factor, round(width / factor) * factor
     if rounded * high * wide > max_pixels:
-        shrink = math.sqrt(given * height * width / max_pixels)
+        shrink = math.sqrt(exact * height * width / max_pixels)
         return tuple(max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))  # type: ignore[return-value]
     if rounded * high * wide < min_pixels:
-        grow = math.sqrt(min_pixels / (given * height * width))
+        grow = math.sqrt(min_pixels / (exact * height * width))
         return tuple(math.ceil(side * grow / factor) * factor for side in (height, width))  # type: ignore[return-value]
     return high, wide
 
@@ -79,17 +79,17 @@ FPS = 2.0
 class QwenVLImages:
     """Turns images or videos into patches.
 
-    Images are resized by Pillow and video frames by torch, as in transformers, whose video processors support torch
-    only. The two differ by a few of 255 steps on noisy pictures.
+    Images are resized by Pillow and video frames by torch, as in transformers, whose video processors only support
+    torch. On noisy pictures the results differ by a few of 255 steps.
 
     Args:
         settings: the content of preprocessor_config.json or video_preprocessor_config.json.
         min_pixels, max_pixels: bounds of the area, used if the settings have none.
-        of: what the bounds apply to: "image"; "frame", each frame of a video; "video", all of its frames together
+        of: scope of the bounds: "image", "frame" for each frame of a video, or "video" for all of its frames together
             (Qwen3-VL).
 
     Raises:
-        ValueError: the settings ask for something that is not implemented.
+        ValueError: the settings request a feature that is not implemented.
     """
 
     def __init__(
@@ -104,15 +104,18 @@ class QwenVLImages:
                 f"preprocessor_config.json: size must have {' and '.join(edges.values())}, in pixels of area, got "
                 f"{size}."
             )
+        # Sides of a patch in pixels, of a token in patches, and the frames of a patch.
         self.patch, self.merge, self.frames = (
             int(settings.get(key) or value)
             for key, value in (("patch_size", 14), ("merge_size", 2), ("temporal_patch_size", 2))
         )
+        # Bounds of the area, under the names of several versions of transformers, and what videos have in addition.
         self.min_pixels = settings.get("min_pixels") or size.get("shortest_edge") or min_pixels
         self.max_pixels = settings.get("max_pixels") or size.get("longest_edge") or max_pixels
         self.as_read = self.min_pixels, self.max_pixels
         self.of, self.caps = of, bool(settings.get("cap_pixels_per_frame"))
         self.most_tokens = settings.get("max_video_tokens") or (768 if of == "video" else 128000)
+        # How videos are sampled.
         self.fps = float(settings.get("fps") or FPS)
         self.num_frames = settings.get("num_frames")
         self.least_frames = int(settings.get("min_frames") or 4)
@@ -128,20 +131,20 @@ class QwenVLImages:
     def __call__(
         self, frames: "Sequence[Source]", min_pixels: int | None = None, max_pixels: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The patches of an image, or of the frames of a video, which must have one size.
+        """Cut an image, or the frames of a video, into patches.
 
-        Patches span several frames. An image is repeated to fill them, and so is the last frame of a video whose number
-        of frames is not a multiple.
+        Patches span several frames. An image is repeated to fill them. So is the last frame of a video whose number of
+        frames is not a multiple of theirs.
 
         Args:
-            frames: PIL images, or what `locate_image` takes; one for an image.
-            min_pixels, max_pixels: bounds of the area of this image. Default: those of all images.
+            frames: PIL images of one size, or anything that `locate_image` takes; only one for an image.
+            min_pixels, max_pixels: bounds of this image's area; by default the bounds for all images.
 
         Returns:
             ``(patches, grid)``: [frames · rows · columns, 3 · depth · side · side] fp32, [3] int64.
 
         Raises:
-            ValueError: no frames, too few of them, frames of different sizes, or bounds that leave no size.
+            ValueError: there are too few frames, frames differ in size, or the bounds allow no size.
         """
         images = [read_image(frame) for frame in frames]
         if not images:
@@ -169,10 +172,10 @@ class QwenVLImages:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> tuple[int, int]:
-        """Height and width to which an image, or ``count`` frames of a video, of this size are resized.
+        """Height and width after resizing an image, or ``count`` frames of a video, of the given size.
 
         Raises:
-            ValueError: too few frames, too elongated ones, or bounds of the area that leave none.
+            ValueError: there are too few frames, frames are too elongated, or the bounds allow no size.
         """
         factor, whole = self.patch * self.merge, self.of == "video"
         if not count >= self.frames and whole:
@@ -196,10 +199,12 @@ class QwenVLImages:
         return smart_resize(height, width, factor, least, most, deep)
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
-        """As `Processor.sampled`: evenly from the first to the last frame (Qwen3-VL), or evenly from the first on."""
+        """See `Processor.sampled`. Frames are evenly spaced from the first one on, in Qwen3-VL up to the last one."""
         if wanted is not None and not (isinstance(wanted, int | float) and 0 < wanted < math.inf):
             raise ValueError(f"QwenVLImages: fps must be a positive number of frames per second, got {wanted!r}.")
         whole, most = self.of == "video", min(self.most_frames, frames)
+        # The number of frames: a fixed one, or as many as the rate asks for within the limits. Except in Qwen3-VL it is
+        # a multiple of the frames of a patch.
         if wanted is None and self.num_frames:
             depth = 1 if whole else self.frames
             count = min(round(self.num_frames / depth), frames // depth) * depth
@@ -215,18 +220,19 @@ class QwenVLImages:
                 "image as an image."
             )
         if whole:
+            # Evenly spaced from the first frame to the last one.
             step = (frames - 1) / (count - 1)
             return [round(index * step) for index in range(count)]
         numbers: list[int] = torch.arange(0, frames, frames / count).int().tolist()
         return numbers
 
     def bounds(self) -> dict[str, Any]:
-        """The bounds of the area as settings, under the names of all versions of transformers."""
+        """The bounds of the area as settings, under the names in all versions of transformers."""
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         return bounds | {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
 
     def _most_pixels(self, count: int) -> int:
-        """``max_pixels`` for an image or ``count`` frames; ``cap_pixels_per_frame`` divides a video's token budget."""
+        """``max_pixels`` for an image or ``count`` frames. ``cap_pixels_per_frame`` divides a video's token budget."""
         if not self.caps:
             return self.max_pixels
         budget, least = self.most_tokens * (self.patch * self.merge) ** 2, int(self.min_pixels * 1.05)
@@ -235,7 +241,7 @@ class QwenVLImages:
         return max(min(self.max_pixels, int(budget * 0.9) * self.frames // count), least)
 
     def _patches(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """pixels [T, 3, height, width] -> patches; those that are merged into one token are adjacent."""
+        """Cut pixels [T, 3, height, width] into patches, where patches that are merged into one token are adjacent."""
         T, channels, height, width = pixels.shape
         rows, columns, m, p = height // self.patch, width // self.patch, self.merge, self.patch
         # Height and width are divided into blocks that become one token, and these into patches.
@@ -252,10 +258,10 @@ class QwenVLProcessor(Processor):
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images, videos: make the patches.
-        image_token, video_token: the placeholders.
-        frames_apart: write each frame of a video separately, with its timestamp (Qwen3-VL).
-        times: pass the seconds between frames to the model (Qwen2.5-VL).
+        images, videos: turn images and videos into patches.
+        image_token, video_token: the placeholder tokens.
+        frames_apart: whether each frame of a video is written separately, with its timestamp (Qwen3-VL).
+        times: whether the seconds between frames are passed to the model (Qwen2.5-VL).
     """
 
     takes_videos = True
@@ -279,11 +285,11 @@ class QwenVLProcessor(Processor):
 
     @classmethod
     def of(cls, model: CausalLM) -> "QwenVLProcessor":
-        """The processor of a model, by the settings in its checkpoint.
+        """Build the processor of a model from the settings in its checkpoint.
 
         Raises:
-            ValueError: the checkpoint has no tokenizer, no settings, a tokenizer without the placeholders, or sizes
-                that differ from those of the model.
+            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or sizes
+                differ from the model's.
         """
         images, videos = (settings_of(model.assets, part) for part in ("image_processor", "video_processor"))
         vision, config = model.config.vision_config, model.config
@@ -340,12 +346,12 @@ class QwenVLProcessor(Processor):
         """Turn a batch of texts, and the images and videos of their placeholders in order, into model inputs.
 
         Args:
-            texts: one or several, with one placeholder per image or video, as the chat template writes them.
-            images: PIL images, or what `locate_image` takes; in one list, or in a list for each text.
-            videos: the sampled frames of each video, all of one size.
-            fps: sampled frames per second of each video; required by Qwen2.5-VL and Qwen3-VL.
-            min_pixels, max_pixels: bounds of an image's area after resizing, for all images or one for each of them,
-                where None is the bound of the processor: ``processor.images.max_pixels``.
+            texts: one text or several, with one placeholder per image or video, as written by the chat template.
+            images: PIL images or anything that `locate_image` takes, in one list or in a list for each text.
+            videos: the sampled frames of each video, all frames of a video in one size.
+            fps: sampled frames per second of each video, required by Qwen2.5-VL and Qwen3-VL.
+            min_pixels, max_pixels: bounds of an image's area after resizing, one for all images or one for each image.
+                None is the processor's bound, such as ``processor.images.max_pixels``.
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
@@ -354,8 +360,8 @@ class QwenVLProcessor(Processor):
             ``second_per_grid_ts``.
 
         Raises:
-            ValueError: the number of placeholders does not match that of the images or videos; ``fps`` is required but
-                missing; a video is not a list of frames; image tokens do not fit into ``max_length``.
+            ValueError: the number of placeholders does not match the number of images or videos, a required ``fps`` is
+                missing, a video is not a list of frames, or image tokens do not fit into ``max_length``.
         """
         texts, videos = self.texts(texts, options), () if videos is None else videos
         rates = list(fps) if isinstance(fps, Sequence) else [fps] * len(videos)
@@ -377,22 +383,24 @@ class QwenVLProcessor(Processor):
                     f"QwenVLProcessor: a video must be a list of images, its frames, got {type(frames).__name__}. "
                     "Decode video files first."
                 )
-        found = sum(text.count(self.video_token) for text in texts)
-        if found != len(videos):
+        count = sum(text.count(self.video_token) for text in texts)
+        if count != len(videos):
             raise ValueError(
                 f"QwenVLProcessor: the texts must have one {self.video_token} for each of the {len(videos)} videos, "
-                f"got {found}."
+                f"got {count}."
             )
+        # Bounds for each image.
         listed = one_list("QwenVLProcessor", self.image_token, texts, images)
         bounds = [
-            [given] * len(listed) if given is None or isinstance(given, int) else list(given)
-            for given in (min_pixels, max_pixels)
+            [bound] * len(listed) if bound is None or isinstance(bound, int) else list(bound)
+            for bound in (min_pixels, max_pixels)
         ]
-        if not all(len(given) == len(listed) for given in bounds):
+        if not all(len(bound) == len(listed) for bound in bounds):
             raise ValueError(
                 f"QwenVLProcessor: min_pixels and max_pixels must be one number, or one for each of the {len(listed)} "
-                f"images, got {' and '.join(str(len(given)) for given in bounds)}."
+                f"images, got {' and '.join(str(len(bound)) for bound in bounds)}."
             )
+        # The patches of all images and videos.
         pictures: list[Image] = each_once(read_image, listed)
         clips: list[list[Image]] = [each_once(read_image, video) for video in videos]
         out: dict[str, Any] = self.pixels(pictures, clips, [float(rate or 0) for rate in rates], bounds)
@@ -406,26 +414,27 @@ class QwenVLProcessor(Processor):
         of_kind = {
             kind: iter([self.written(size)[0] for size in sizes if size.kind == kind]) for kind in self.placeholders
         }
+        # Each placeholder in the texts becomes the tokens of the next image or video of its kind.
         edits = [
-            [Edit(*found.span(), next(of_kind[str(found.lastgroup)])) for found in self.placeholder.finditer(text)]
+            [Edit(*match.span(), next(of_kind[str(match.lastgroup)])) for match in self.placeholder.finditer(text)]
             for text in texts
         ]
         return self.encode(texts, edits, **cast(Any, options)) | out
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """As `Processor.placeholders`; with timestamps also the tokens around a video, which `written` has."""
+        """See `Processor.placeholders`. With timestamps they include the tokens around a video."""
         image, video = re.escape(self.image_token), re.escape(self.video_token)
         wrapped = re.escape(f"<|vision_start|>{self.video_token}<|vision_end|>")
         return {"image": image, "video": f"{wrapped}|{video}" if self.frames_apart else video}
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """As `Processor.media_tokens`."""
+        """See `Processor.media_tokens`."""
         return self.image_token, self.video_token
 
     def written(self, size: MediaSize) -> tuple[str, int]:
-        """As `Processor.written`."""
+        """See `Processor.written`."""
         make, token = (self.images, self.image_token) if size.frames is None else (self.videos, self.video_token)
         height, width = make.resized(*size[:2], size.frames or 1, size.min_pixels, size.max_pixels)
         per_frame = height * width // (make.patch * make.merge) ** 2
@@ -436,7 +445,7 @@ class QwenVLProcessor(Processor):
         return self._timed(token * per_frame, numbers, float(rate or 0)), per_frame * deep
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
-        """As `Processor.sampled`."""
+        """See `Processor.sampled`."""
         return self.videos.sampled(frames, fps, wanted)
 
     def pixels(
@@ -446,33 +455,32 @@ class QwenVLProcessor(Processor):
         fps: Sequence[float] = (),
         bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
-        """As `Processor.pixels`: ``pixel_values`` [N, P] and ``image_grid_thw`` [images, 3]; ``pixel_values_videos``,
-        ``video_grid_thw`` and, for Qwen2.5-VL, ``second_per_grid_ts`` [videos].
+        """See `Processor.pixels`; the results have the same names as in ``__call__``.
 
-        ``bounds`` are ``min_pixels`` of all images and ``max_pixels`` of all images, if they have their own.
+        ``bounds`` has ``min_pixels`` and ``max_pixels`` for each image, if images have their own bounds.
         """
         out: dict[str, Tensor] = {}
-        of_image: Callable[..., Any] = lambda image, *own: self.images([image], *own)
-        for kind, names, made in (
+        of_image: Callable[..., Any] = lambda image, *image_bounds: self.images([image], *image_bounds)
+        for kind, names, pairs in (
             ("image", "pixel_values", each_once(of_image, images, *bounds)),
             ("video", "pixel_values_videos", [self.videos(frames) for frames in videos]),
         ):
-            if made:
-                out[names] = torch.cat([patches for patches, _ in made])
-                out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in made])
+            if pairs:
+                out[names] = torch.cat([patches for patches, _ in pairs])
+                out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in pairs])
         if videos and self.times:
             out["second_per_grid_ts"] = self.videos.frames / torch.tensor(fps, dtype=torch.float64)
         return out
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Each frame of patches, preceded by its timestamp: the mean of the times of its first and last frame."""
+        """Write each frame of patches after its timestamp, the mean of the times of its first and last frame."""
         depth = self.videos.frames
         seconds = [number / rate for number in (*numbers, *([numbers[-1]] * (-len(numbers) % depth)))]
         times = [(seconds[i] + seconds[i + depth - 1]) / 2 for i in range(0, len(seconds), depth)]
         return "".join(f"<{time:.1f} seconds><|vision_start|>{frame}<|vision_end|>" for time in times)
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """The arguments of a call, besides the texts, for the parts that `image_parts` found."""
+        """The arguments of a call, except the texts, for the parts that `image_parts` found."""
         videos = [(video, part.get("fps")) for kind, video, part in parts if kind == "video"]
         images = [(image, part) for kind, image, part in parts if kind == "image"]
         return {
@@ -484,9 +492,9 @@ class QwenVLProcessor(Processor):
         }
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The bounds of images and videos, if any of them was assigned to."""
+        """The bounds of images and videos, if any of them was changed."""
         parts = {"image_processor": self.images, "video_processor": self.videos}
-        return {part: each.bounds() for part, each in parts.items()} if any(map(_changed, parts.values())) else {}
+        return {part: images.bounds() for part, images in parts.items()} if any(map(_changed, parts.values())) else {}
 
 
 def _changed(images: QwenVLImages) -> bool:

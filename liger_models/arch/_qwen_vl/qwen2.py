@@ -1,4 +1,4 @@
-"""The language model of Qwen2-VL and Qwen2.5-VL: that of Qwen2, with positions in time, height and width."""
+"""The language model of Qwen2-VL and Qwen2.5-VL, which is Qwen2 with positions in time, height and width."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,6 +62,6 @@ class Qwen2VLBlock(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)

@@ -1,3 +1,3 @@
-"""Gemma 3, text and with images."""
+"""Gemma 3, with and without images."""
 
 MODEL_TYPES = {"gemma3": "model", "gemma3_text": "text"}

@@ -1,8 +1,8 @@
 """Gemma 3 with images (4B, 12B, 27B), MedGemma: model_type ``gemma3``.
 
-The language model is that of ``gemma3_text``, except that the tokens of an image attend to each other in both
-directions. The vision tower is SigLIP's: images of one size, learned positions, pre-norm blocks with LayerNorm and
-biases, no rotation. Its output is averaged over squares of patches, normalized and projected.
+The language model is ``gemma3_text``, except that the tokens of an image attend to each other in both directions. The
+vision tower is SigLIP, with images of one size, learned positions, pre-norm blocks with LayerNorm and biases, and no
+rotation. Its output is averaged over squares of patches, normalized and projected.
 
 Source: https://arxiv.org/abs/2503.19786, https://arxiv.org/abs/2303.15343, transformers ``models/gemma3``.
 """
@@ -41,8 +41,8 @@ class Gemma3VisionConfig:
     """Sizes of the vision tower.
 
     Raises:
-        ValueError: the width does not divide into heads, the image does not divide into patches, or the tower does not
-            have the activation.
+        ValueError: the width does not divide into heads, the image does not divide into patches, or the activation is
+            not supported.
     """
 
     hidden_size: int = 768
@@ -82,13 +82,13 @@ class Gemma3VisionConfig:
 
     @property
     def patches_per_side(self) -> int:
-        """Number of rows, and of columns, of patches."""
+        """Number of rows and columns of patches."""
         return self.image_size // self.patch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(Gemma3TextConfig):
-    """Sizes and constants of a Gemma 3 model; those of the vision tower are in ``vision_config``."""
+    """Sizes and constants of a Gemma 3 model; ``vision_config`` holds the sizes of the tower."""
 
     image_token_index: int = 262144
     boi_token_index: int = 255999
@@ -107,7 +107,7 @@ class Gemma3Config(Gemma3TextConfig):
 
     @property
     def tokens_per_side(self) -> int:
-        """Number of rows, and of columns, of image tokens."""
+        """Number of rows and columns of image tokens."""
         return int(self.mm_tokens_per_image**0.5)
 
 
@@ -124,6 +124,7 @@ class Gemma3Tower(nn.Module):
         vision = config.vision_config
         self.patch, self.side, C = vision.patch_size, config.tokens_per_side, vision.hidden_size
         layer_norm = partial(LigerLayerNorm, C, vision.layer_norm_eps, kernel=kernels.layer_norm)
+        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
         self.patch_embed = nn.Linear(vision.num_channels * vision.patch_size**2, C)
         self.pos_embed = nn.Embedding(vision.patches_per_side**2, C)
         self.blocks = nn.ModuleList(
@@ -135,15 +136,17 @@ class Gemma3Tower(nn.Module):
             for _ in range(vision.num_hidden_layers)
         )  # fmt: skip
         self.post_layernorm = layer_norm()
+        # From the tower to the decoder: the norm is that of the decoder with the eps of the tower.
         self.soft_emb_norm = zero_centered_norm(config, kernels)(C, eps=vision.layer_norm_eps)
         self.projection = nn.Linear(C, config.hidden_size, bias=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Pixels [n, channels, image_size, image_size] -> image tokens [n · tokens, C]."""
+        """Turn pixels [n, channels, image_size, image_size] into image tokens [n · tokens, C]."""
         # [n, patches, channels · side²]
         patches = rearrange(pixels, "n c (h y) (w x) -> n (h w) (c y x)", y=self.patch, x=self.patch)
         embedded = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
         x, residual = None, embedded + local(self.pos_embed.weight)
+        # All patches of an image attend to each other, without rotation.
         layout = BatchLayout.bidirectional(torch.arange(residual.shape[1], device=residual.device)[None], {}, None)
         for block in self.blocks:
             x, residual = block(x, residual, layout)
@@ -191,10 +194,11 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
             `CausalLMOutput`.
 
         Raises:
-            ValueError: the number of placeholders does not match the number of image tokens; otherwise as
+            ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
                 `Decoder.forward`.
         """
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
+        # Embeddings without ids: text only.
         if input_ids is None or inputs_embeds is not None:
             if pixel_values is not None:
                 raise ValueError("forward: pixels need input_ids, which say where the images are.")
@@ -216,8 +220,8 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
             images = None if pixel_values is None else len(pixel_values)
             sizes = input_ids.new_full((images or 0,), per_image)
             # One wait for the device for both numbers.
-            found, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes, cu_seqlens)]).tolist()
-            check_placeholders(found, (images or 0) * per_image, torn, images, f"{per_image} ")
+            tokens, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes, cu_seqlens)]).tolist()
+            check_placeholders(tokens, (images or 0) * per_image, torn, images, f"{per_image} ")
 
         # Image tokens take the places of the placeholders, whose id the embedding may lack.
         outside = self.config.image_token_index >= self.config.vocab_size
@@ -226,6 +230,7 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
             # All ranks gather the weights of a sharded tower together, whichever of them has images.
             unused = self.visual(embeds.new_zeros(1, *size))
             embeds = embeds + 0 * unused.sum().to(embeds.dtype)
+        # The tokens of an image attend to each other, so each of them sees up to the end of its image.
         visible_until = None
         if pixel_values is not None:
             embeds = embeds.masked_scatter(here[..., None], self.visual(pixel_values).to(embeds.dtype))
@@ -242,7 +247,7 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
         return tokens
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """As `VisionLanguageModel.repeat_prompts`; images are in the order of the text."""
+        """`VisionLanguageModel.repeat_prompts`, where images are in the order of the text."""
         repeated = super().repeat_prompts(input_ids, inputs, times)
         if isinstance(inputs.get("pixel_values"), Tensor):
             counts = (input_ids == self.config.image_token_index).sum(1) // self.config.mm_tokens_per_image
@@ -264,18 +269,18 @@ IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves the keys of ``text_config`` to the top, and renames ``hidden_activation`` to ``hidden_act``.
+    """Move the keys of ``text_config`` to the top, and rename ``hidden_activation`` to ``hidden_act``.
 
-    ``image_token_id`` is another name of ``image_token_index``, as are those of the other tokens of an image.
+    ``image_token_id`` is another name of ``image_token_index``, and so for the other tokens of an image.
     """
     hf = {f"{key.removesuffix('_id')}_index" if key in IMAGE_TOKENS else key: value for key, value in hf.items()}
     return of_text(Gemma3Config, hf, text.from_json(hf.get("text_config") or {}), TOP)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`: moves the keys of the language model back into ``text_config``."""
-    own = {key: value for key, value in keys.items() if key not in TOP}
-    return {key: keys[key] for key in TOP if key in keys} | {"text_config": text.to_json(own)}
+    """The inverse of `from_json`, which moves the language model's keys back into ``text_config``."""
+    text_keys = {key: value for key, value in keys.items() if key not in TOP}
+    return {key: keys[key] for key in TOP if key in keys} | {"text_config": text.to_json(text_keys)}
 
 
 def weight_map(config: Gemma3Config) -> WeightMap:
@@ -284,7 +289,7 @@ def weight_map(config: Gemma3Config) -> WeightMap:
 
 
 def other_maps(config: Gemma3Config) -> list[WeightMap]:
-    """The layouts of new models of transformers 5, of its modules in memory, and of transformers 4.52 to 4.57."""
+    """The layouts of new models in transformers 5, of its modules in memory, and of transformers 4.52 to 4.57."""
     return [
         _map(config, "language_model.model", "vision_tower", "", "language_model.lm_head.weight"),
         _map(config, "model.language_model", "model.vision_tower", "model.", "lm_head.weight"),
@@ -295,6 +300,7 @@ def other_maps(config: Gemma3Config) -> list[WeightMap]:
 def _map(config: Gemma3Config, prefix: str, visual: str, projector: str, head: str) -> WeightMap:
     vision, block = config.vision_config, f"{visual}.encoder.layers.{{b}}"
     kinds, heads = ("weight", "bias"), vision.num_attention_heads
+    # The tower has as many key heads as query heads.
     attention = {
         f"visual.blocks.{{b}}.attn.qkv_proj.{k}": qkv_rows(
             *(f"{block}.self_attn.{part}_proj.{k}" for part in "qkv"),
@@ -321,10 +327,12 @@ def _map(config: Gemma3Config, prefix: str, visual: str, projector: str, head: s
             "visual.patch_embed.bias": f"{visual}.embeddings.patch_embedding.bias",
             "visual.pos_embed.weight": f"{visual}.embeddings.position_embedding.weight",
             **attention,
+            # Norms and MLPs of the blocks have other names in the checkpoint.
             **{f"visual.blocks.{{b}}.norm{n}.{k}": f"{block}.layer_norm{n}.{k}" for n in (1, 2) for k in kinds},
             **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.self_attn.out_proj.{k}" for k in kinds},
             **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
             **{f"visual.post_layernorm.{k}": f"{visual}.post_layernorm.{k}" for k in kinds},
+            # The projection is stored as a parameter [in, out], not as a linear layer.
             "visual.soft_emb_norm.weight": f"{projector}multi_modal_projector.mm_soft_emb_norm.weight",
             "visual.projection.weight": Rearrange(
                 "i o -> o i", f"{projector}multi_modal_projector.mm_input_projection_weight"

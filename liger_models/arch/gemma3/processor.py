@@ -1,4 +1,4 @@
-"""The processor of Gemma 3: text and images to model inputs.
+"""The processor of Gemma 3, from text and images to model inputs.
 
 Source: transformers ``image_processing_pil_gemma3.py``, ``processing_gemma3.py``.
 """
@@ -35,13 +35,13 @@ BILINEAR = 2
 
 
 def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> list[tuple[int, int, int, int]]:
-    """Where an elongated image is cropped into pieces, from left to right or from top to bottom.
+    """Borders of the pieces of an elongated image, from left to right or from top to bottom.
 
     Args:
         size: width and height of the image.
         least: minimum width and height of a piece, in pixels.
         most: maximum number of pieces.
-        ratio: ratio of the longer to the shorter side from which on an image is cropped.
+        ratio: smallest ratio of the longer to the shorter side of images that are cropped.
 
     Returns:
         Left, upper, right and lower border of each piece; empty if the image is not elongated or the pieces would be
@@ -49,10 +49,12 @@ def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> 
     """
     width, height = size
     longer, shorter = max(width, height), min(width, height)
+    # Only elongated images are cropped.
     if longer / shorter < ratio:
         return []
     pieces = min(math.floor(longer / least), math.floor(longer / shorter + 0.5))
     pieces = min(most, max(2, pieces))
+    # Length of a piece along the longer side; the last piece may be shorter.
     part = math.ceil(longer / pieces)
     if min(part, shorter) < least:
         return []
@@ -63,14 +65,14 @@ def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> 
 
 
 class Gemma3Images:
-    """Resizes images to one size, whatever their shape; with ``do_pan_and_scan`` also crops of elongated images.
+    """Resizes images of any shape to one size; with ``do_pan_and_scan`` also crops of elongated images.
 
     Args:
         settings: the content of preprocessor_config.json.
-        image_size: height and width that the model takes, in pixels.
+        image_size: height and width of the model's images, in pixels.
 
     Raises:
-        ValueError: the settings ask for something that is not implemented.
+        ValueError: the settings request a feature that is not implemented.
     """
 
     def __init__(self, settings: Mapping[str, Any], image_size: int) -> None:
@@ -88,7 +90,7 @@ class Gemma3Images:
         return f"Gemma3Images(size={self.size}, scans={self.scans})"
 
     def scanning(self) -> dict[str, Any]:
-        """What may be assigned to, as settings."""
+        """The attributes that users may change, as settings."""
         return {
             "do_pan_and_scan": self.scans,
             "pan_and_scan_min_crop_size": self.least,
@@ -97,14 +99,14 @@ class Gemma3Images:
         }
 
     def crops(self, size: tuple[int, int]) -> list[tuple[int, int, int, int]]:
-        """The borders of the crops of an image of this width and height; see `pan_and_scan`."""
+        """The borders of the crops of an image of the given width and height; see `pan_and_scan`."""
         return pan_and_scan(size, self.least, self.most, self.ratio) if self.scans else []
 
     def __call__(self, source: "Source") -> Tensor:
         """The image followed by its crops: [1 + crops, 3, image_size, image_size] fp32."""
         image = read_image(source)
         pieces = [image.crop(box) for box in self.crops(image.size)]
-        return self.normalize(torch.stack([to_tensor(each, self.size, BILINEAR) for each in (image, *pieces)]))
+        return self.normalize(torch.stack([to_tensor(picture, self.size, BILINEAR) for picture in (image, *pieces)]))
 
 
 class Gemma3Processor(Processor):
@@ -112,8 +114,8 @@ class Gemma3Processor(Processor):
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images: makes the pixels; set ``images.scans`` for pan and scan.
-        begin, image, end: the tokens before, of and after an image. In a text, ``begin`` is the placeholder.
+        images: turns images into pixels; set ``images.scans`` for pan and scan.
+        begin, image, end: the tokens before, for and after an image. In a text, ``begin`` is the placeholder.
         tokens: number of tokens per image.
     """
 
@@ -126,13 +128,14 @@ class Gemma3Processor(Processor):
 
     @classmethod
     def of(cls, model: CausalLM) -> "Gemma3Processor":
-        """The processor of a model, by the settings in its checkpoint.
+        """Build the processor of a model from the settings in its checkpoint.
 
         Raises:
-            ValueError: the checkpoint has no tokenizer, no settings, a tokenizer without the placeholders, or settings
-                that are not implemented.
+            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
+                settings are not implemented.
         """
         config = model.config
+        # The placeholders' ids are in the model's configuration, the pixels' settings in the processor's.
         settings = settings_of(model.assets, "image_processor")
         ids = config.boi_token_index, config.image_token_index, config.eoi_token_index
         begin, image, end = image_tokens("Gemma3Processor", model.tokenizer, ids)
@@ -151,9 +154,9 @@ class Gemma3Processor(Processor):
         """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
 
         Args:
-            texts: one or several, with one placeholder per image, as the chat template writes them.
-            images: PIL images, or what `locate_image` takes; in one list, or in a list for each text.
-            bos: add the tokenizer's special tokens. False if a chat template has already written them.
+            texts: one text or several, with one placeholder per image, as written by the chat template.
+            images: PIL images or anything that `locate_image` takes, in one list or in a list for each text.
+            bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
@@ -163,25 +166,26 @@ class Gemma3Processor(Processor):
             ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
                 ``max_length``.
         """
+        # Pixels first: the number of an image's crops decides how many tokens its placeholder becomes.
         texts = self.texts(texts, options)
         pixels = each_once(self.images, one_list("Gemma3Processor", self.begin, texts, images))
-        written = iter([self._written(len(each) - 1) for each in pixels])
-        edits = [[Edit(*found.span(), next(written)) for found in self.placeholder.finditer(text)] for text in texts]
+        written = iter([self._written(len(tiles) - 1) for tiles in pixels])
+        edits = [[Edit(*match.span(), next(written)) for match in self.placeholder.finditer(text)] for text in texts]
         out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
         return out | ({"pixel_values": torch.cat(pixels)} if pixels else {})
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """As `Processor.placeholders`."""
+        """See `Processor.placeholders`."""
         return {"image": re.escape(self.begin)}
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """As `Processor.media_tokens`."""
+        """See `Processor.media_tokens`."""
         return (self.image,)
 
     def written(self, size: MediaSize) -> tuple[str, int]:
-        """As `Processor.written`."""
+        """See `Processor.written`."""
         pieces = len(self.images.crops((size.width, size.height)))
         return self._written(pieces), (1 + pieces) * self.tokens
 
@@ -192,20 +196,21 @@ class Gemma3Processor(Processor):
         fps: Sequence[float] = (),
         bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
-        """As `Processor.pixels`: ``pixel_values`` [n, 3, image_size, image_size]."""
+        """See `Processor.pixels`; returns ``pixel_values`` [n, 3, image_size, image_size]."""
         return {"pixel_values": torch.cat([self.images(image) for image in images])} if images else {}
 
     def _written(self, pieces: int) -> str:
         if not pieces:
             return self.expanded
+        # The words around the crops are those of the checkpoint's training.
         crops = " ".join([self.expanded] * pieces)
         return f"Here is the original image {self.expanded} and here are some crops to help you see better {crops}"
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """As `Processor.media`, without special tokens: the chat template has already written them."""
+        """See `Processor.media`; no special tokens are added, because the chat template already added them."""
         return super().media(parts) | {"bos": False}
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """Pan and scan, if it was assigned to."""
+        """The settings of pan and scan, if they were changed."""
         settings = self.images.scanning()
         return {} if settings == self.images.as_read else {"image_processor": settings}

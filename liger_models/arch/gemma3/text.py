@@ -2,8 +2,8 @@
 
 Differs from Llama: attention and the MLP have a norm before and a norm after them, each head of q and k is normalized
 before the rotation, and all norms scale by 1 + weight, in fp32; five of six layers attend only to the last
-``sliding_window`` tokens and use a rotary base of their own (``rope_local_base_freq``), without rope scaling; scores
-are divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension); embeddings are multiplied by
+``sliding_window`` tokens and use their own rotary base (``rope_local_base_freq``), without rope scaling; scores are
+divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension); embeddings are multiplied by
 sqrt(hidden_size), rounded to the dtype of the weights; the MLP's activation is tanh-approximated GELU; the head is tied
 to the embedding.
 
@@ -71,7 +71,7 @@ class Gemma3TextConfig(RMSNormDecoderConfig):
         check_values(self, use_bidirectional_attention=(None, False))
 
     def layer_type(self, layer: int) -> str:
-        """The type of a layer, "sliding_attention" or "full_attention"; also the name of its rotary embedding."""
+        """The type of a layer and name of its rotary embedding, "sliding_attention" or "full_attention"."""
         if self.layer_types is not None:
             return self.layer_types[layer]
         return "sliding_attention" if (layer + 1) % self.sliding_window_pattern else "full_attention"
@@ -83,6 +83,7 @@ class Gemma3Block(nn.Module):
     def __init__(self, config: Gemma3TextConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
         norm = zero_centered_norm(config, kernels)
+        # The type of a layer decides on the window and on the frequencies of the rotary embedding.
         layer_type = config.layer_type(layer)
         self.input_layernorm = norm(config.hidden_size)
         self.self_attn = LigerQKNormAttention.from_config(
@@ -102,7 +103,7 @@ class Gemma3Block(nn.Module):
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
@@ -125,7 +126,7 @@ class Gemma3Decoder(CausalLM):
         return zero_centered_norm(config, self.kernels)(config.hidden_size)
 
     def build_rotary(self, config: Gemma3TextConfig) -> dict[str, nn.Module]:
-        """A rotary embedding for each type of layers; those with a window have a base of their own."""
+        """A rotary embedding for each type of layer; layers with a window have their own base."""
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
         return {"full_attention": super().build_rotary(config)["default"], "sliding_attention": sliding}
 
@@ -161,13 +162,13 @@ NORMS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the activation from ``hidden_activation``, and transformers 5's ``rope_parameters`` per layer type."""
+    """Read the activation from ``hidden_activation``, and transformers 5's ``rope_parameters`` per layer type."""
     flat = flat_rope(hf)
     return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The field ``hidden_act`` is written as ``hidden_activation``."""
+    """Write the field ``hidden_act`` as ``hidden_activation``."""
     return {"hidden_activation" if key == "hidden_act" else key: value for key, value in keys.items()}
 
 

@@ -1,4 +1,4 @@
-"""Gemma 4 and Gemma 4 Unified, text and with images."""
+"""Gemma 4 and Gemma 4 Unified, with and without images."""
 
 MODEL_TYPES = {
     "gemma4": "model",

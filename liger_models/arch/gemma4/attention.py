@@ -1,4 +1,4 @@
-"""Attention of Gemma 4, and the layout that hands keys and values from layer to layer."""
+"""Attention of Gemma 4, and the layout that passes keys and values from layer to layer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Gemma4Layout(BatchLayout):
-    """`BatchLayout` with what Gemma 4 hands from layer to layer.
+    """`BatchLayout` with the tensors that Gemma 4 passes to its layers.
 
     Attributes:
-        per_layer: the input of each block besides the stream, [B, T, P] each, of this rank's tokens; None for none.
-        shared: type of a layer -> keys and values [B, S, G, D] of the last layer of this type that has its own.
+        per_layer: each block's second input [B, T, P], for this rank's tokens; None for models without such inputs.
+        shared: maps a type of layer to the keys and values [B, S, G, D] of the last layer of this type that computed
+            its own.
     """
 
     per_layer: tuple[Tensor, ...] | None = None
@@ -46,9 +47,10 @@ class Gemma4Layout(BatchLayout):
         visible_until: Tensor | None = None,
         **options: Any,
     ) -> "Self":
-        """As `BatchLayout.build`, but ``visible_until`` holds for layers with a window only."""
+        """`BatchLayout.build`, except that ``visible_until`` only applies to layers with a window."""
         if visible_until is None:
             return super().build(shape, device, rotary, windows=windows, **options)
+        # Masks of layers with a window are built here, and all others by `BatchLayout.build`.
         windows = {None: False} if windows is None else windows
         # Layers without a window attend causally to images too: their mask does not know `visible_until`.
         unlimited: dict[int | None, bool] = {None: windows[None]} if None in windows else {}
@@ -62,12 +64,12 @@ class Gemma4Layout(BatchLayout):
 
 
 class Gemma4Attention(LigerAttention):
-    """`LigerAttention` with norms of q, k and v, that computes keys and values or takes those of another layer.
+    """`LigerAttention` with norms of q, k and v. Keys and values may come from an earlier layer.
 
     Args:
         config: sizes and constants.
         layer: index of the layer.
-        norm: returns a Gemma 4 norm for a width.
+        norm: function that returns a Gemma 4 norm of a given width.
         kernels: which parts run on fused kernels.
     """
 
@@ -81,6 +83,7 @@ class Gemma4Attention(LigerAttention):
             layer=layer, o_bias=config.attention_bias, scale=1.0, window=config.window(layer),
             dropout=config.attention_dropout, rotary=config.layer_type(layer), rope_kernel=kernels.rope,
         )  # fmt: skip
+        # The last layers attend to keys and values that an earlier layer of their type computed.
         self.layer_type, self.shares = config.layer_type(layer), config.shares(layer)
         # Besides queries the layer projects keys and values, or only keys, which are the values too, or neither.
         parts = 0 if self.shares else 1 if config.keys_are_values(layer) else 2
@@ -90,25 +93,27 @@ class Gemma4Attention(LigerAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """As `LigerAttention.attention`; without a slot in the cache for keys and values of another layer."""
+        """See `LigerAttention.attention`. A layer that shares another layer's keys and values has no cache slot."""
         return super().attention._replace(cache_slot=None) if self.shares else super().attention
 
     def shard(self, group: Group) -> dict[str, int]:
-        """As `LigerAttention.shard`."""
+        """See `LigerAttention.shard`."""
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
+                # Each rank norms its own heads with the same weights, so their gradients are summed over the ranks.
                 norm.group = group
         return super().shard(group)
 
     def _add_norm(  # type: ignore[override]
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: Any
     ) -> tuple[Tensor, ...]:
-        """``(y, residual, k, v)``, k and v [B, S, G, D]; without them for a layer that takes those of another."""
+        """``(y, residual, k, v)`` with k and v [B, S, G, D], or ``(y, residual)`` if another layer has k and v."""
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         context = self.groups.context
         if context is not None:
             qkv = to_heads(qkv, context)  # all tokens, and 1 / R of the heads
 
+        # q [B, T, H, D] of this layer, and k, v [B, S, G, D] of this layer and the cache, or of an earlier layer.
         q, k, v = self._split(qkv, layout)
         if self.shares:
             k, v = layout.shared[self.layer_type]
@@ -120,6 +125,7 @@ class Gemma4Attention(LigerAttention):
         if context is not None:
             out = to_tokens(out, context)
         y: Tensor = self.o_proj(out)
+        # Keys and values are results, not attributes: the block hands them on, so a recomputed block changes no state.
         return (y, residual) if self.shares else (y, residual, k, v)
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The decoder of the Gemma 4 families: blocks, and what they hand to each other."""
+"""The decoder of the Gemma 4 families: blocks, and the tensors that they pass to each other."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from liger_models.layers.rope import ProportionalRotaryEmbedding, RotaryEmbeddin
 
 
 class LayerScale(Layer):
-    """Multiplies by a number of the checkpoint, which is not trained."""
+    """Multiplies by a number from the checkpoint, which is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class LayerScale(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradient, for those who train the number all the same."""
+        """All-reduce the gradient, in case a user trains the number."""
         self.group = group
         return True
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [...] -> [...]."""
+        """Scale x [...]."""
         return x * replicated(self.weight, self.group).to(x.dtype)
 
 
@@ -54,14 +54,17 @@ class Gemma4Block(nn.Module):
 
     def __init__(self, config: Gemma4TextConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
+        # Attention and MLP have a norm before and a norm after each.
         C, norm = config.hidden_size, fp32_norm(config, kernels)
         self.layer = layer
+        # Each branch has a norm before it and another after it.
         self.input_layernorm = norm(C)
         self.self_attn = Gemma4Attention(config, layer, norm, kernels)
         self.post_attention_layernorm = norm(C)
         self.pre_feedforward_layernorm = norm(C)
         self.mlp = GatedMLP(C, config.mlp_size_of(layer), act="gelu_tanh", kernel=kernels.swiglu)
         self.post_feedforward_layernorm = norm(C)
+        # Some models add experts to the MLP, and some a second input for each token.
         self.moe: Gemma4Experts | None = None
         if config.enable_moe_block:
             self.moe = Gemma4Experts(config, norm, kernels)
@@ -71,9 +74,11 @@ class Gemma4Block(nn.Module):
         self.layer_scalar = LayerScale()
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: Any) -> tuple[Tensor | None, ...]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and what `carry` takes."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and tensors for `carry`."""
+        # Attention. x is the branch's output, which the next norm adds to the stream.
         attended: Any = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual, *carried = attended  # keys and values, unless they are those of another layer
+        # The MLP, which all models have.
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
 
@@ -107,7 +112,7 @@ class Gemma4Decoder(CausalLM):
         )
 
     def build_blocks(self, config: Gemma4TextConfig) -> nn.ModuleList:
-        """The blocks, and the module that makes their inputs of the tokens."""
+        """Build the blocks, and the module that computes their second inputs from the tokens."""
         norm = fp32_norm(config, self.kernels)
         # Set before the blocks: states of optimizers number parameters in this order.
         self.per_layer = PerLayerInputs(config, norm) if config.hidden_size_per_layer_input else None
@@ -124,19 +129,20 @@ class Gemma4Decoder(CausalLM):
         )
 
     def build_rotary(self, config: Gemma4TextConfig) -> dict[str, nn.Module]:
-        """A rotary embedding for each type of layers; that of full attention rotates a part of the pairs."""
+        """A rotary embedding for each type of layer; full attention rotates only a part of the pairs."""
+        # Both types have their own head dimension, so their tables differ in width, too.
         full = ProportionalRotaryEmbedding(config.global_head_dim, config.rope_theta, config.partial_rotary_factor)
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
         return {"full_attention": full, "sliding_attention": sliding}
 
     def reset_parameters(self) -> None:
-        """As `Decoder.reset_parameters`; both embeddings have a row of zeros for the padding token."""
+        """See `Decoder.reset_parameters`. The padding token's row is 0 in both embeddings."""
         super().reset_parameters()
         if self.per_layer is not None:
             zero_padding_row(self.per_layer.embed_tokens)
 
     def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: int | None = None) -> LigerEmbedding:
-        """As `CausalLM.resize_token_embeddings`; both embeddings get as many rows."""
+        """See `CausalLM.resize_token_embeddings`. Both embeddings are resized."""
         embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of)
         if self.per_layer is not None:
             resize_rows(self.per_layer.embed_tokens, embedding.num_embeddings)
@@ -144,7 +150,7 @@ class Gemma4Decoder(CausalLM):
         return embedding
 
     def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
-        """The inputs of the blocks besides the stream, of this rank's share of the tokens."""
+        """The second inputs of all blocks, for this rank's share of the tokens."""
         if self.per_layer is None:
             return {}
         if input_ids is None:
@@ -156,10 +162,10 @@ class Gemma4Decoder(CausalLM):
 
     @torch.no_grad()
     def ids_of(self, embeds: Tensor) -> Tensor:
-        """The token ids [B, T] of embeddings [B, T, C], whose values must be those of the embedding, bit for bit.
+        """Find the token ids [B, T] of embeddings [B, T, C], which must equal rows of the embedding bit for bit.
 
         Raises:
-            ValueError: an embedding is that of no token, or the embedding is sharded.
+            ValueError: an embedding does not belong to any token, or the embedding is sharded.
         """
         if self.groups.sharded is not None:
             raise ValueError(
@@ -173,8 +179,8 @@ class Gemma4Decoder(CausalLM):
         direction = direction.to(table.device)
         values, order = torch.cat([(part * scale).double() @ direction for part in table.split(4096)]).sort()
         # Sums of another order may differ in the last bits, so the search starts a little below.
-        wanted = rows.double() @ direction
-        near = torch.searchsorted(values, wanted - 1e-9 * wanted.abs()).clamp_max(len(values) - 1)
+        targets = rows.double() @ direction
+        near = torch.searchsorted(values, targets - 1e-9 * targets.abs()).clamp_max(len(values) - 1)
         ids = order[near]
         if not torch.equal(table[ids] * scale, rows.to(table.dtype)):
             raise ValueError(
@@ -185,23 +191,25 @@ class Gemma4Decoder(CausalLM):
 
     @property
     def held_elements(self) -> int:
-        """The inputs of all blocks, and the projections that they are made of."""
+        """The second inputs of all blocks, and the projections that they are computed from."""
         count: int = 2 * self.config.num_hidden_layers * self.config.hidden_size_per_layer_input
         return count
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """Keep the keys and values of a block for later ones of its type, which may attend to them."""
+        """Pass a block's keys and values to later blocks of the same type, which may attend to them."""
         attention: Any = self.layers[index].self_attn
         if attention.shares:
             return more, layout
+        # Without sharing, nothing holds on to the keys and values.
         k, v, *routed = more
         if self.config.num_kv_shared_layers:
             layout = replace(layout, shared={**(layout.shared or {}), attention.layer_type: (k, v)})
         return routed, layout
 
     def stand_ins(self, layout: Any, like: Tensor) -> Any:
-        """Inputs of all blocks, and keys and values of both types."""
+        """Second inputs of all blocks, and keys and values of both types of layers."""
         config, shape = self.config, like.shape[:2]
+        # Shapes differ between types of layers; of each type the last layer's remain, as in `carry`.
         width, shared = config.hidden_size_per_layer_input, {}
         for layer in range(config.num_hidden_layers):
             heads = (*shape, config.kv_heads_of(layer), config.head_size_of(layer))

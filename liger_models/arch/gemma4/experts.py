@@ -1,4 +1,4 @@
-"""The mixture of experts of Gemma 4 (26B-A4B), whose router has an input and a norm of its own."""
+"""The mixture of experts of Gemma 4 (26B-A4B), whose router has its own input and norm."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +17,11 @@ from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
 
 
 class Gemma4Router(Layer):
-    """Chooses experts by the logits of a normed token, and multiplies their weights by a factor of each expert.
+    """Chooses experts by the logits of the normed stream, and multiplies the routing weights by a factor per expert.
 
     Args:
         config: sizes and constants.
-        norm: returns a Gemma 4 norm for a width.
+        norm: function that returns a Gemma 4 norm of a given width.
     """
 
     def __init__(self, config: Gemma4TextConfig, norm: partial[LigerRMSNorm]) -> None:
@@ -32,7 +32,7 @@ class Gemma4Router(Layer):
         self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
 
     def draw(self, std: float) -> bool:
-        """Set the factors to 1; norm and projection initialize themselves."""
+        """Set the factors to 1. Norm and projection initialize themselves."""
         nn.init.ones_(self.per_expert_scale)
         return True
 
@@ -43,24 +43,26 @@ class Gemma4Router(Layer):
         return {}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True: the forward sums the gradient of the factors."""
+        """Return True, because the forward sums the gradient of the factors."""
         return True
 
     def forward(
         self, x: Tensor, route: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, C] -> ``(weights [N, K], experts [N, K], logits [N, X])``, N the number of tokens."""
+        # The norm of the stream is fused with the projection. The logits are scaled before the softmax.
         logits, _ = add_norm_linear(self.norm, self.proj, None, x)
         weights, experts, logits = route(logits.flatten(0, -2) * x.shape[-1] ** -0.5)
+        # Each expert has a learned factor of its routing weight.
         return weights * replicated(self.per_expert_scale, self.groups.tensor)[experts], experts, logits
 
 
 class Gemma4Experts(LigerMoE):
-    """`LigerMoE` with a `Gemma4Router`, whose input is not that of the experts.
+    """`LigerMoE` with a `Gemma4Router`, which reads another input than the experts.
 
     Args:
         config: sizes and constants.
-        norm: returns a Gemma 4 norm for a width.
+        norm: function that returns a Gemma 4 norm of a given width.
         kernels: which parts run on fused kernels.
     """
 
@@ -73,5 +75,5 @@ class Gemma4Experts(LigerMoE):
         self.gate = Gemma4Router(config, norm)
 
     def forward(self, x: Tensor, experts: Tensor | None = None, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x and the stream before its norm [B, T, C] -> ``(y [B, T, C], router_logits [N, X])``, N tokens."""
+        """Experts of x [B, T, C], routed by ``stream`` [B, T, C]: ``(y [B, T, C], router_logits [N, X])``, N tokens."""
         return self._mix(x, *self.gate(x if stream is None else stream, partial(self._route, experts=experts)))

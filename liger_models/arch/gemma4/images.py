@@ -1,7 +1,7 @@
-"""The Gemma 4 families with images: the language model of `text`, and image tokens in place of placeholders.
+"""The Gemma 4 families with images: the language model of `text`, with image tokens in place of placeholders.
 
-With ``use_bidirectional_attention: "vision"`` the tokens of an image attend to each other in both directions, in the
-layers with a window only. Audio and videos are not taken; the weights for audio are kept and saved again, but not used.
+With ``use_bidirectional_attention: "vision"`` the tokens of an image attend to each other in both directions, but only
+in layers with a window. Audio and videos are not supported; weights for audio are kept and saved again, but not used.
 
 Source: transformers ``models/gemma4``, ``models/gemma4_unified``.
 """
@@ -41,8 +41,9 @@ class Placeholders:
 class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
     """A Gemma 4 decoder with images and its language-model head.
 
-    Its ``vision_config`` says how many patches along each side become one image token (``pooled``), how many values a
-    patch has (``patch_values``), and how many columns and rows an image may have (``position_embedding_size``)."""
+    Three properties of ``vision_config`` are read here: the number of patches along each side of an image token
+    (``pooled``), the number of values of a patch (``patch_values``), and the largest number of columns and rows of an
+    image (``position_embedding_size``)."""
 
     tower_class: ClassVar[Callable[..., nn.Module]]
     """Makes the module from patches to image tokens, of ``vision_config``, the width of a token and ``kernels``."""
@@ -50,7 +51,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "image_position_ids", "mm_token_type_ids", *REFUSED)
 
     def build_visual(self, config: Any) -> nn.Module:
-        """The module from patches to image tokens."""
+        """Build the module that turns patches into image tokens."""
         return self.tower_class(config.vision_config, config.hidden_size, self.kernels)
 
     def forward(
@@ -83,12 +84,12 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
 
         Raises:
             ValueError: the number of placeholders does not match the number of image tokens, or there is audio or a
-                video; otherwise as `Decoder.forward`.
+                video; otherwise as in `Decoder.forward`.
         """
-        for name, kind in REFUSED.items():
+        for name, medium in REFUSED.items():
             if options.pop(name, None) is not None:
                 raise ValueError(
-                    f"forward: {name} must be left out, got some. The model takes texts and images, and no {kind}."
+                    f"forward: {name} must be left out, got some. The model takes texts and images, and no {medium}."
                 )
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
         if input_ids is None or inputs_embeds is not None:
@@ -99,6 +100,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
                 cu_seqlens=cu_seqlens, cache=cache, **options,
             )  # fmt: skip
         check_input_ids(input_ids)
+        # The images and their placeholders. Decoding steps have none, and compiled code can't look at values.
         images = self._checked_images(pixel_values, image_position_ids)
         here = input_ids == self.config.image_token_id  # [B, T]
         decoding = cache is not None and cache.length > 0 and images is None
@@ -112,9 +114,11 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         if images is None and self.tower_is_sharded and not decoding:  # all ranks gather its weights together
             images, here = self._nothing(embeds), torch.zeros_like(here)
         if images is not None:
+            # Image tokens in place of their placeholders, [B, T, C], and for each token the last one of its image.
             embeds = embeds.masked_scatter(here[..., None], self.visual(*images).to(embeds.dtype))
             visible_until = ends_of_runs(here) if bidirectional else None
 
+        # The rest is the language model's forward, on these embeddings.
         shape = embeds.shape[0], embeds.shape[1]
         layout = self.layout(
             shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
@@ -130,7 +134,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         return parts
 
     def _checked_images(self, pixels: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """The patches and their positions; None for none."""
+        """Return the patches and their positions, or None without images."""
         check_tensors(pixel_values=pixels)
         check_integers(image_position_ids=positions)
         if (pixels is None) != (positions is None):
@@ -140,6 +144,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         if pixels is None or positions is None:
             return None
         vision = self.config.vision_config
+        # Whole image tokens only: several patches are pooled to one token.
         values, per_token, shape = vision.patch_values, vision.pooled**2, tuple(pixels.shape)
         if not (len(shape) == 3 and shape[1] > 0 and shape[1] % per_token == 0 and shape[2] == values):
             raise ValueError(
@@ -153,12 +158,12 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         return (pixels, positions) if len(pixels) else None  # collators pass empty tensors for text-only batches
 
     def _refused(self, input_ids: Tensor) -> Tensor:
-        """Which tokens [B, T] are placeholders of audio or videos; only generation can come upon them."""
+        """Which tokens [B, T] are placeholders of audio or videos. Only generation can produce them."""
         refused: Tensor = (input_ids == self.config.audio_token_id) | (input_ids == self.config.video_token_id)
         return refused
 
     def _nothing(self, embeds: Tensor) -> tuple[Tensor, Tensor]:
-        """An image of one token, for a rank that has none."""
+        """An image of one token, for a rank without images."""
         side = torch.arange(self.config.vision_config.pooled, device=embeds.device)
         positions = torch.cartesian_prod(side, side).view(1, -1, 2)
         return embeds.new_zeros(1, positions.shape[1], self.config.vision_config.patch_values), positions
@@ -183,9 +188,10 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         # One wait for the device for all numbers.
         other = self._refused(input_ids).sum()
         torn = count_torn(here, tokens, tokens, cu_seqlens)
-        found, expected, others, wrong_ones, apart = torch.stack(
+        tokens_in_text, expected, others, wrong_ones, apart = torch.stack(
             [here.sum(), tokens.sum(), other, wrong, torn]
         ).tolist()
+        # The errors, with the numbers on the host.
         if others != 0:
             raise ValueError(
                 f"forward: input_ids must have no placeholders of audio or videos, got {others}. The model takes texts "
@@ -197,18 +203,19 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
                 f"{vision.position_embedding_size}, of images whose rows and columns are multiples of {vision.pooled}, "
                 "and then -1 for padding, got others. Pass what the processor returns."
             )
-        check_placeholders(found, expected, apart, None if images is None else len(tokens))
+        check_placeholders(tokens_in_text, expected, apart, None if images is None else len(tokens))
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """As `VisionLanguageModel.repeat_prompts`; images are in the order of the text."""
+        """`VisionLanguageModel.repeat_prompts`, where images are in the order of the text."""
         images = "pixel_values", "image_position_ids"
         rest = {name: x for name, x in inputs.items() if name not in images}
         repeated = inputs | super().repeat_prompts(input_ids, rest, times)
         positions = inputs.get("image_position_ids")
         if isinstance(positions, Tensor) and len(positions):
+            # How many images belong to each prompt: those whose tokens end within its placeholders.
             sizes = (positions >= 0).all(-1).sum(1) // self.config.vision_config.pooled**2
-            wanted = (input_ids == self.config.image_token_id).sum(1).cumsum(0)
-            before = torch.searchsorted(sizes.to(wanted.device).cumsum(0), wanted, right=True).tolist()
+            token_ends = (input_ids == self.config.image_token_id).sum(1).cumsum(0)
+            before = torch.searchsorted(sizes.to(token_ends.device).cumsum(0), token_ends, right=True).tolist()
             chosen = repeated_items([n - m for n, m in zip(before, [0, *before], strict=False)], times)
             repeated |= {name: inputs[name][chosen] for name in images}
         return repeated
@@ -230,10 +237,10 @@ TOP = (
 
 
 def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves the keys of ``text_config`` to the top; ``vision`` becomes ``vision_config``.
+    """Move the keys of ``text_config`` to the top, and set ``vision_config`` to ``vision``.
 
     Raises:
-        ValueError: a rope type is not supported, layers of one type differ, or there is no ``vision_config``.
+        ValueError: a rope type is not supported, layers of one type differ, or ``vision_config`` is missing.
     """
     if hf.get("vision_config") is None:
         raise ValueError(
@@ -248,7 +255,7 @@ def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[st
 def to_json(
     keys: Mapping[str, Any], vision: Mapping[str, Any], text_to_json: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """The inverse of `from_json`: moves the keys of the language model back into ``text_config``."""
-    own = {key: value for key, value in keys.items() if key not in TOP}
+    """The inverse of `from_json`, which moves the language model's keys back into ``text_config``."""
+    text_keys = {key: value for key, value in keys.items() if key not in TOP}
     top = {key: keys[key] for key in TOP if key in keys} | {"vision_config": dict(vision)}
-    return top | {"text_config": text_to_json(own)}
+    return top | {"text_config": text_to_json(text_keys)}

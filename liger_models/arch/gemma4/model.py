@@ -1,7 +1,7 @@
 """Gemma 4 with images (E2B, E4B, 26B-A4B, 31B): model_type ``gemma4``.
 
-The language model is that of ``gemma4_text``. Where its blocks have an input for each token (E2B, E4B), that of an
-image token is made of the image token and of the padding token's second embedding.
+The language model is ``gemma4_text``. If its blocks have a second input (E2B, E4B), an image token's input is computed
+from the image token and from the padding token's second embedding.
 
 Source: transformers ``models/gemma4``.
 """
@@ -22,7 +22,7 @@ from liger_models.convert.weight_map import Expression, Rearrange, Stack, Weight
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(Placeholders, Gemma4TextConfig):
-    """Sizes and constants of a Gemma 4 model, as in `Gemma4TextConfig`; those of the tower are in ``vision_config``."""
+    """Sizes and constants, as in `Gemma4TextConfig`; ``vision_config`` holds the sizes of the tower."""
 
     vision_config: Gemma4VisionConfig = field(default_factory=Gemma4VisionConfig)
 
@@ -45,24 +45,25 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves the keys of ``text_config`` to the top, and reads those of both parts.
+    """Move the keys of ``text_config`` to the top, and read the keys of both parts.
 
     Raises:
         ValueError: a rope type is not supported, or layers of one type differ.
     """
     vision = dict(hf.get("vision_config") or {})
     rope = dict(vision.pop("rope_parameters", None) or {})
-    kind = rope.pop("rope_type", "axial")
-    if kind not in ("axial", "default") or rope.keys() - {"rope_theta"}:
+    rope_type = rope.pop("rope_type", "axial")
+    if rope_type not in ("axial", "default") or rope.keys() - {"rope_theta"}:
         raise ValueError(
             "config.json: vision_config.rope_parameters must be of type 'axial' or 'default' with a rope_theta, got "
-            f"{kind!r} with {', '.join(rope)}. The architecture supports nothing else."
+            f"{rope_type!r} with {', '.join(rope)}. The architecture supports nothing else."
         )
     return images.from_json(Gemma4Config, hf, vision | rope)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `from_json`."""
+    # A copy, since the caller's dictionary must not change.
     vision = dict(keys["vision_config"])
     vision["rope_parameters"] = {"rope_type": "default", "rope_theta": vision.pop("rope_theta")}
     return images.to_json(keys, vision, names.to_json)
@@ -73,7 +74,8 @@ def weight_map(config: Gemma4Config) -> WeightMap:
     vision, tower = config.vision_config, "model.vision_tower"
     block, ours = f"{tower}.encoder.layers.{{b}}", "visual.blocks.{b}"
     linears = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
-    norms = [f"{place}_layernorm" for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
+    norms = [f"{position}_layernorm" for position in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
+    # The tower: embeddings, norms, linear layers and the projection.
     also: dict[str, Expression | str] = {
         "visual.patch_embed.weight": f"{tower}.patch_embedder.input_proj.weight",
         "visual.pos_embed.weight": Rearrange(

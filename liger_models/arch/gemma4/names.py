@@ -23,13 +23,14 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads ``hidden_activation``, ``rope_parameters`` of each layer type, and ``per_layer_config`` of transformers 5.
+    """Read ``hidden_activation``, ``rope_parameters`` of each layer type, and ``per_layer_config`` of transformers 5.
 
     Raises:
         ValueError: a rope type is not supported, or layers of one type differ.
     """
     flat = {key: value for key, value in hf.items() if key not in ("rope_parameters", "hidden_activation")}
     flat["hidden_act"] = hf.get("hidden_activation")
+    # Rope parameters: a base for each type of layer, and for full attention the share of the pairs that rotate.
     rope = hf.get("rope_parameters") or {}
     full, sliding = (dict(rope.get(layer_type) or {}) for layer_type in LAYER_TYPES)
     if full:
@@ -51,27 +52,29 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_full_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of the layers without a window, from the layers that ``per_layer_config`` names."""
+    """The sizes of layers without a window, from the layers in ``per_layer_config``."""
     if "per_layer_config" not in hf:
         return {}
-    own: list[dict[str, Any]] = [dict(each) for each in hf["per_layer_config"].values()]
+    # All layers without a window must agree, because the config has one size for them.
+    layers: list[dict[str, Any]] = [dict(layer) for layer in hf["per_layer_config"].values()]
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    if any(each != own[0] for each in own) or any(each.keys() - names.keys() for each in own):
+    if any(layer != layers[0] for layer in layers) or any(layer.keys() - names.keys() for layer in layers):
         raise ValueError(
             "config.json: per_layer_config must give head_dim and num_key_value_heads of all layers without a window "
             f"alike, got {hf['per_layer_config']}. The architecture supports nothing else."
         )
-    found = {names[key]: value for each in own[:1] for key, value in each.items()}
-    return {"global_head_dim": hf.get("head_dim", 256)} | found
+    sizes = {names[key]: value for layer in layers[:1] for key, value in layer.items()}
+    return {"global_head_dim": hf.get("head_dim", 256)} | sizes
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `from_json`."""
+    # The three fields of the frequencies become one entry per type of layer.
     out = {key: value for key, value in keys.items() if key not in ("rope_scaling", "hidden_act")}
     full, share, sliding = (out.pop(k) for k in ("rope_theta", "partial_rotary_factor", "rope_local_base_freq"))
-    kind = {"rope_type": "proportional", "partial_rotary_factor": share} if share < 1 else {"rope_type": "default"}
+    full_rope = {"rope_type": "proportional", "partial_rotary_factor": share} if share < 1 else {"rope_type": "default"}
     rope = {
-        "full_attention": {**kind, "rope_theta": full},
+        "full_attention": {**full_rope, "rope_theta": full},
         "sliding_attention": {"rope_type": "default", "rope_theta": sliding},
     }
     return out | {"hidden_activation": keys["hidden_act"], "rope_parameters": rope}
@@ -84,7 +87,7 @@ def text_map(
     over: Mapping[str, Sequence[int]] | None = None,
     kept: Sequence[str] = (),
 ) -> WeightMap:
-    """Maps the parameters of the language model to the tensors under ``prefix``; the other arguments add to them."""
+    """Maps the parameters of the language model to tensors under ``prefix``; the other arguments add entries."""
     # Attention. Layers without keys and values of their own leave those of the checkpoint unread.
     entries: dict[str, Expression | str] = {**(also or {})}
     skip = []
@@ -94,6 +97,7 @@ def text_map(
         size = config.head_size_of(i)
         for kind in ("weight", "bias") if config.attention_bias else ("weight",):
             q, k, v = (f"{theirs}.{part}_proj.{kind}" for part in "qkv")
+            # Rows of q, k and v; of q alone if the layer shares another one's; of q and k if keys are values.
             rows = qkv_rows(q, k, v, **heads, head_dim=size)
             if config.shares(i):
                 rows = Name(q)
@@ -113,8 +117,9 @@ def text_map(
         "input_layernorm", "self_attn.q_norm", "post_attention_layernorm", "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ]  # fmt: skip
+    # Experts beside the MLP, with further norms.
     if config.enable_moe_block:
-        norms += [f"{place}_feedforward_layernorm_{n}" for place, n in (("pre", 2), ("post", 1), ("post", 2))]
+        norms += [f"{position}_feedforward_layernorm_{n}" for position, n in (("pre", 2), ("post", 1), ("post", 2))]
         gate_up, down = fused_expert_rows(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj")
         entries |= {
             "layers.{i}.moe.gate.proj.weight": f"{block}.router.proj.weight",
@@ -123,6 +128,7 @@ def text_map(
             "layers.{i}.moe.gate_up_weight": gate_up,
             "layers.{i}.moe.down_weight": down,
         }
+    # The second inputs of the blocks, and the module that computes them.
     if config.hidden_size_per_layer_input:
         entries |= {
             "layers.{i}.per_layer.gate.weight": f"{block}.per_layer_input_gate.weight",

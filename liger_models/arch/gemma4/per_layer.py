@@ -1,4 +1,4 @@
-"""The second embedding of Gemma 4 (E2B, E4B): each block has an input of its own besides the stream."""
+"""The second embedding of Gemma 4 (E2B, E4B), from which each block gets a second input besides the stream."""
 
 from functools import partial
 
@@ -14,17 +14,20 @@ from liger_models.layers.norm import LigerRMSNorm
 
 
 class PerLayerInputs(Layer):
-    """The inputs of the blocks besides the stream: of each token an embedding for each block, and of its embedding a
-    projection, which is normed. Their sum is divided by sqrt(2).
+    """The second inputs of all blocks.
+
+    A block's input for a token is the sum of the token's second embedding for this block and a normed projection of its
+    first embedding, divided by sqrt(2).
 
     Args:
         config: sizes and constants.
-        norm: returns a Gemma 4 norm for a width.
+        norm: function that returns a Gemma 4 norm of a given width.
     """
 
     def __init__(self, config: Gemma4TextConfig, norm: partial[LigerRMSNorm]) -> None:
         super().__init__()
         width = config.hidden_size_per_layer_input
+        # The second inputs of all blocks come from one wide embedding and one wide projection.
         self.embed_tokens = LigerEmbedding(
             config.vocab_size_per_layer_input,
             config.num_hidden_layers * width,
@@ -35,24 +38,26 @@ class PerLayerInputs(Layer):
         self.norm = norm(width)
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Replicate the projection; the embedding shards itself."""
+        """Replicate the projection. The embedding shards itself."""
         self.projection = ReplicatedLinear.of(self.projection, group)
         return {}
 
     def forward(self, embeds: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        """The embeddings [B, T, C], and those of `embed_tokens` [B, T, L · P] -> [B, T, P] for each of L blocks."""
+        """Combine embeddings [B, T, C] and second embeddings [B, T, L · P] into L second inputs [B, T, P]."""
         width = self.norm.hidden_size
+        # [B, T, L, P], normed over P for each block by itself.
         projected = self.norm((self.projection(embeds) * embeds.shape[-1] ** -0.5).unflatten(-1, (-1, width)))
+        # The factor keeps the variance of one of the two terms.
         inputs: Tensor = (projected + tokens.view_as(projected)) * 2**-0.5
         return inputs.unbind(2)
 
 
 class PerLayerBranch(Layer):
-    """``norm(projection(gelu(gate(x)) · input))`` of the stream and a block's input of `PerLayerInputs`.
+    """``norm(projection(gelu(gate(x)) · input))`` of the stream x and a block's input from `PerLayerInputs`.
 
     Args:
         config: sizes and constants.
-        norm: returns a Gemma 4 norm for a width.
+        norm: function that returns a Gemma 4 norm of a given width.
     """
 
     def __init__(self, config: Gemma4TextConfig, norm: partial[LigerRMSNorm]) -> None:
@@ -69,6 +74,6 @@ class PerLayerBranch(Layer):
         return {}
 
     def forward(self, x: Tensor, per_layer: Tensor) -> Tensor:
-        """x [B, T, C], per_layer [B, T, P] -> [B, T, C]."""
+        """Map x [B, T, C] and per_layer [B, T, P] to [B, T, C]."""
         y: Tensor = self.norm(self.projection(F.gelu(self.gate(x), approximate="tanh") * per_layer))
         return y

@@ -1,4 +1,4 @@
-"""The processor of the Gemma 4 families: text and images to model inputs.
+"""The processor of the Gemma 4 families, from text and images to model inputs.
 
 Source: transformers ``image_processing_pil_gemma4.py``, ``image_processing_gemma4_unified.py``,
 ``processing_gemma4.py``.
@@ -37,13 +37,13 @@ BICUBIC = 3
 
 
 class Gemma4Images:
-    """Resizes images, in their shape, to as many image tokens as allowed, and cuts them into patches.
+    """Resizes images to the allowed number of image tokens, keeping their shape, and cuts them into patches.
 
     Args:
         settings: the content of preprocessor_config.json.
         patch: side of a patch, in pixels.
         pool: side of the square of patches that becomes one image token.
-        merge: make one large patch of each such square, as Gemma 4 Unified takes them.
+        merge: whether each such square becomes one large patch, as in Gemma 4 Unified.
 
     Raises:
         ValueError: the settings ask for something that is not implemented, or do not fit the model.
@@ -65,10 +65,12 @@ class Gemma4Images:
         return f"Gemma4Images(max_soft_tokens={self.max_soft_tokens})"
 
     def tokens(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Number of rows and of columns of image tokens of an image of this width and height."""
+        """Number of rows and columns of image tokens for an image of the given width and height."""
+        # The image keeps its shape and is scaled to the allowed area, rounded down to whole tokens.
         side = self.patch * self.pool
         factor = math.sqrt(self.max_soft_tokens * self.pool**2 * self.patch**2 / (size[0] * size[1]))
         columns, rows = (math.floor(factor * length / side) for length in size)
+        # Too narrow for one token: one row or column, as long as its shape and the limit allow.
         if rows == 0:
             return 1, min(size[0] // size[1], self.max_soft_tokens)
         if columns == 0:
@@ -76,12 +78,13 @@ class Gemma4Images:
         return rows, columns
 
     def __call__(self, source: "Source") -> tuple[Tensor, Tensor]:
-        """Patches [P, 3 · patch²] fp32 and their columns and rows [P, 2] int64, padded to those of all tokens."""
+        """Patches [P, 3 · patch²] fp32 with their columns and rows [P, 2] int64, both padded to the maximum number."""
         image = read_image(source)
         rows, columns = (count * self.pool for count in self.tokens(image.size))
         pixels = self.normalize(to_tensor(image, (rows * self.patch, columns * self.patch), BICUBIC))
         patches = rearrange(pixels, "c (h y) (w x) -> (h w) (y x c)", y=self.patch, x=self.patch)
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        # Padded at the end, so that all images have the same number of patches.
         padding = (0, 0, 0, self.max_soft_tokens * self.pool**2 - rows * columns)
         positions = torch.stack([column, row], -1).flatten(0, 1)
         return torch.nn.functional.pad(patches, padding), torch.nn.functional.pad(positions, padding, value=-1)
@@ -92,8 +95,8 @@ class Gemma4Processor(Processor):
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images: makes the pixels; set ``images.max_soft_tokens`` for larger or smaller images.
-        begin, image, end: the tokens before, of and after an image. In a text, ``image`` is the placeholder.
+        images: turns images into patches; set ``images.max_soft_tokens`` for larger or smaller images.
+        begin, image, end: the tokens before, for and after an image. In a text, ``image`` is the placeholder.
     """
 
     def __init__(self, tokenizer: Tokenizer, images: Gemma4Images, *, begin: str, image: str, end: str) -> None:
@@ -102,11 +105,11 @@ class Gemma4Processor(Processor):
 
     @classmethod
     def of(cls, model: CausalLM) -> "Gemma4Processor":
-        """The processor of a model, by the settings in its checkpoint.
+        """Build the processor of a model from the settings in its checkpoint.
 
         Raises:
-            ValueError: the checkpoint has no tokenizer, no settings, a tokenizer without the placeholders, or settings
-                that are not implemented.
+            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
+                settings are not implemented.
         """
         config = model.config
         settings = settings_of(model.assets, "image_processor")
@@ -131,10 +134,10 @@ class Gemma4Processor(Processor):
         """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
 
         Args:
-            texts: one or several, with one placeholder per image, as the chat template writes them.
-            images: PIL images, or what `locate_image` takes; in one list, or in a list for each text.
+            texts: one text or several, with one placeholder per image, as written by the chat template.
+            images: PIL images or anything that `locate_image` takes, in one list or in a list for each text.
             audio, videos: must be left out.
-            bos: add the tokenizer's special tokens. False if a chat template has already written them.
+            bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
@@ -150,30 +153,31 @@ class Gemma4Processor(Processor):
                 "Gemma4Processor: audio and videos must be left out, got some. The model takes texts and images."
             )
         texts = self.texts(texts, options)
-        made = each_once(self.images, one_list("Gemma4Processor", self.image, texts, images))
-        patches = [int((positions >= 0).all(-1).sum()) for _, positions in made]
+        pairs = each_once(self.images, one_list("Gemma4Processor", self.image, texts, images))
+        # Each placeholder becomes as many tokens as its image has, between a begin and an end.
+        patches = [int((positions >= 0).all(-1).sum()) for _, positions in pairs]
         written = iter([self._written(count // self.images.pool**2) for count in patches])
-        edits = [[Edit(*found.span(), next(written)) for found in self.placeholder.finditer(text)] for text in texts]
+        edits = [[Edit(*match.span(), next(written)) for match in self.placeholder.finditer(text)] for text in texts]
         out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
-        return out | self._stacked(made)
+        return out | self._stacked(pairs)
 
     @staticmethod
-    def _stacked(made: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    def _stacked(pairs: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
         names = ("pixel_values", "image_position_ids")
-        return {name: torch.stack(column) for name, column in zip(names, zip(*made, strict=True), strict=bool(made))}
+        return {name: torch.stack(column) for name, column in zip(names, zip(*pairs, strict=True), strict=bool(pairs))}
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """As `Processor.placeholders`."""
+        """See `Processor.placeholders`."""
         return {"image": re.escape(self.image)}
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """As `Processor.media_tokens`."""
+        """See `Processor.media_tokens`."""
         return (self.image,)
 
     def written(self, size: MediaSize) -> tuple[str, int]:
-        """As `Processor.written`."""
+        """See `Processor.written`."""
         tokens = math.prod(self.images.tokens((size.width, size.height)))
         return self._written(tokens), tokens
 
@@ -187,14 +191,14 @@ class Gemma4Processor(Processor):
         fps: Sequence[float] = (),
         bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
-        """As `Processor.pixels`: ``pixel_values`` [n, P, 3 · patch²] and ``image_position_ids`` [n, P, 2]."""
+        """See `Processor.pixels`; returns ``pixel_values`` [n, P, 3 · patch²] and ``image_position_ids`` [n, P, 2]."""
         return self._stacked([self.images(image) for image in images])
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """As `Processor.media`, without special tokens: the chat template has already written them."""
+        """See `Processor.media`; no special tokens are added, because the chat template already added them."""
         return super().media(parts) | {"bos": False}
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The number of tokens, if it was assigned to."""
+        """The number of tokens, if it was changed."""
         tokens = self.images.max_soft_tokens
         return {} if tokens == self.images.as_read else {"image_processor": {"max_soft_tokens": tokens}}

@@ -1,13 +1,15 @@
 """Gemma 4, the language models (E2B, E4B, 12B, 26B-A4B, 31B): model_type ``gemma4_text``.
 
-Differs from Gemma 3: norms scale by their weight and not by 1 + weight, and values are normed, too, without a weight;
-scores are not scaled. Layers without a window have wider heads (``global_head_dim``) and, with ``attention_k_eq_v``,
-their own number of KV heads and no projection for values: the keys before norm and rotation are the values. In these
-layers only the first ``partial_rotary_factor`` of a head's pairs turn. The last ``num_kv_shared_layers`` layers attend
-to the keys and values of the last layer of their type before them. Blocks end with a factor of the stream.
+Differs from Gemma 3: norms scale by their weight instead of 1 + weight, and values are also normed, without a weight;
+scores are not scaled. Layers without a window have wider heads (``global_head_dim``). With ``attention_k_eq_v`` they
+also have their own number of KV heads and no projection for values, because the keys before norm and rotation are the
+values. In these layers only the first ``partial_rotary_factor`` of a head's pairs rotate. The last
+``num_kv_shared_layers`` layers attend to the keys and values of the last earlier layer of their type that computes its
+own. At its end a block multiplies the stream by a factor.
 
-E2B and E4B embed each token a second time, into an input for each block, which gates a small projection of the stream
-into the stream. 26B-A4B has experts beside the MLP of each block; the router has a norm of its own.
+E2B and E4B embed each token a second time, which gives each block a second input. This input gates a small projection
+of the stream that is added to the stream. 26B-A4B has experts beside the MLP of each block, and their router has its
+own norm.
 
 Source: transformers ``models/gemma4``.
 """

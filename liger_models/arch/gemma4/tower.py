@@ -1,9 +1,9 @@
 """The vision tower of Gemma 4: patches to image tokens.
 
-Images keep their shape. A patch has a learned position for its column and one for its row, and the heads of queries and
-keys are rotated by both. Blocks have norms before and after attention and MLP; values are normed, too. In E2B and E4B
+Images keep their shape. A patch has learned positions for its column and for its row, and the heads of queries and keys
+are rotated by both. Blocks have norms before and after attention and MLP, and values are also normed. In E2B and E4B
 the inputs and outputs of linear layers are clipped. The output is averaged over squares of patches, multiplied by
-sqrt(C), in 26B-A4B and 31B standardized, normed and projected.
+sqrt(C), standardized (only in 26B-A4B and 31B), normed and projected.
 
 Source: transformers ``models/gemma4``.
 """
@@ -33,8 +33,8 @@ class Gemma4VisionConfig:
     """Sizes of the vision tower.
 
     Raises:
-        ValueError: the heads cannot be rotated by row and column, share keys, or the tower does not have the activation
-            or dropout.
+        ValueError: heads cannot be rotated by row and column, heads share keys, or the activation or dropout is not
+            supported.
     """
 
     hidden_size: int = 768
@@ -82,11 +82,11 @@ class Gemma4VisionConfig:
 
 
 class ClippedLinear(Layer):
-    """A linear layer whose input and output are clipped to bounds of the checkpoint, which are not trained.
+    """A linear layer whose input and output are clipped to bounds from the checkpoint, which are not trained.
 
     Args:
         in_features, out_features: as in `torch.nn.Linear`.
-        clips: whether there are bounds.
+        clips: whether the layer has bounds.
     """
 
     def __init__(self, in_features: int, out_features: int, clips: bool) -> None:
@@ -97,7 +97,7 @@ class ClippedLinear(Layer):
         """The least input and output, and the largest."""
 
     def draw(self, std: float) -> bool:
-        """Clip nothing in a new model."""
+        """Set the bounds to infinity, so that a new model clips nothing."""
         for bound, value in ((self.least, float("-inf")), (self.most, float("inf"))):
             if bound is not None:
                 nn.init.constant_(bound, value)
@@ -108,6 +108,7 @@ class ClippedLinear(Layer):
         if self.least is None or self.most is None:
             y: Tensor = self.linear(x)
             return y
+        # Each parameter holds a bound of the input, then a bound of the output.
         (low, low_output), (high, high_output) = local(self.least).unbind(), local(self.most).unbind()
         clipped: Tensor = self.linear(x.clamp(low, high)).clamp(low_output, high_output)
         return clipped
@@ -118,7 +119,7 @@ class Gemma4VisionAttention(Layer):
 
     Args:
         config: sizes.
-        norm: returns a norm for a width.
+        norm: function that returns a norm of a given width.
         kernels: which parts run on fused kernels.
     """
 
@@ -133,6 +134,7 @@ class Gemma4VisionAttention(Layer):
 
     def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
         """x [1, N, C] -> [1, N, C]."""
+        # Three projections, because each clips by bounds of its own: [1, N, H, D] each.
         heads = [proj(x).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         packed = torch.stack(heads, -2).flatten(2)  # by head its query, key and value
         split = qkv_norm_rope if self.rope_kernel and self.q_norm.kernel else qkv_norm_rope_reference
@@ -140,6 +142,7 @@ class Gemma4VisionAttention(Layer):
             packed, *layout.tables["default"], self.num_heads, self.num_heads, self.head_dim,
             self.q_norm.local_weight(packed), self.k_norm.local_weight(packed), eps=self.q_norm.eps,
         )  # fmt: skip
+        # The norms of q and k take the place of a scale.
         y: Tensor = self.o_proj(attention(q, k, v, layout, scale=1.0).flatten(2))
         return y
 
@@ -183,7 +186,7 @@ class Gemma4VisionBlock(Layer):
         self.recompute = policy != "none"
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [1, N, C] is yet to be added to residual [1, N, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [1, N, C]; return the next ``(x, residual)``."""
         if recomputes(self):
             total, _ = add_norm(None, x, residual)
             y, residual = run_twice(self._branches, None, total, layout)
@@ -192,13 +195,14 @@ class Gemma4VisionBlock(Layer):
 
     def _branches(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         normed, residual = add_norm(self.input_layernorm, x, residual)
+        # The result of a branch is normed before it joins the residual stream.
         x = self.post_attention_layernorm(self.self_attn(normed, layout))
         normed, residual = add_norm(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(self.mlp(normed)), residual
 
 
 class Standardize(Layer):
-    """``(x − bias) · scale`` with numbers of the checkpoint, which are not trained.
+    """``(x − bias) · scale`` with numbers from the checkpoint, which are not trained.
 
     Args:
         width: C.
@@ -209,7 +213,7 @@ class Standardize(Layer):
         self.bias, self.scale = (nn.Parameter(torch.empty(width), requires_grad=False) for _ in range(2))
 
     def draw(self, std: float) -> bool:
-        """Change nothing in a new model."""
+        """Set bias to 0 and scale to 1, so that a new model changes nothing."""
         nn.init.zeros_(self.bias)
         nn.init.ones_(self.scale)
         return True
@@ -234,7 +238,7 @@ class Gemma4Tower(nn.Module):
         norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
         self.patch_embed = nn.Linear(config.patch_values, C, bias=False)
         self.pos_embed = nn.Embedding(2 * self.positions, C)
-        """The positions of columns, then those of rows."""
+        """The positions of columns, then the positions of rows."""
         self.blocks = nn.ModuleList(Gemma4VisionBlock(config, norm, kernels) for _ in range(config.num_hidden_layers))
         self.standard = Standardize(C) if config.standardize else None
         self.soft_emb_norm = norm(C, elementwise_affine=False)
@@ -242,39 +246,47 @@ class Gemma4Tower(nn.Module):
         self.rotary = AxialRotaryEmbedding(config.head_dim, config.rope_theta)
 
     def forward(self, pixels: Tensor, positions: Tensor) -> Tensor:
-        """The image tokens of all images.
+        """Compute the image tokens of all images.
 
         Args:
             pixels: [n, P, values of a patch], from 0 to 1; padding last.
             positions: [n, P, 2] int64, column and row of each patch, −1 for padding.
 
         Returns:
-            [n · P / patches per token, C]: those of all images, one after the other, and then what padding gives.
+            [n · P / patches per token, C], the tokens of all images in order, followed by the tokens of padding.
         """
-        (n, P), valid, place = pixels.shape[:2], (positions >= 0).all(-1), positions.clamp_min(0)
+        (n, P), valid, coordinates = pixels.shape[:2], (positions >= 0).all(-1), positions.clamp_min(0)
+        # Embedded patches [1, n · P, C] with the learned positions of their column and row; padding has none.
         table = local(self.pos_embed.weight)
-        placed = F.embedding(place[..., 0], table) + F.embedding(place[..., 1] + self.positions, table)
+        placed = F.embedding(coordinates[..., 0], table) + F.embedding(coordinates[..., 1] + self.positions, table)
         embedded = self.patch_embed((2 * (pixels - 0.5)).to(dtype_of(self.patch_embed)))
         x, residual = None, (embedded + placed * valid[..., None]).flatten(0, 1)[None]
         segments = 2 * torch.arange(n, device=valid.device)[:, None] + ~valid  # images, each followed by its padding
-        layout = BatchLayout.bidirectional(place.flatten(0, 1).T[:, None], {"default": self.rotary}, segments.flatten())
+        layout = BatchLayout.bidirectional(
+            coordinates.flatten(0, 1).T[:, None], {"default": self.rotary}, segments.flatten()
+        )
+        # Patches attend to the patches of their image.
         for block in self.blocks:
             x, residual = block(x, residual, layout)
         seen = add_norm(None, x, residual)[0].view(n, P, -1)
-        tokens = self._pooled(seen, place, valid)
+        # Image tokens [n, tokens, C], pooled, standardized in some models, normed and projected.
+        tokens = self._pooled(seen, coordinates, valid)
         if self.standard is not None:
             tokens = self.standard(tokens)
         projected: Tensor = self.projection(self.soft_emb_norm(tokens.to(seen.dtype)))
+        # The tokens of all images first, so that they line up with the placeholders.
         count = valid.sum(1, keepdim=True) // self.pool**2
         padding = torch.arange(projected.shape[1], device=count.device) >= count
         return projected.flatten(0, 1)[padding.flatten().int().argsort(stable=True)]
 
-    def _pooled(self, seen: Tensor, place: Tensor, valid: Tensor) -> Tensor:
-        """Means of squares of patches times sqrt(C), in fp32, beyond whose range those of fp16 may be."""
-        (column, row), tokens = place.unbind(-1), place.shape[1] // self.pool**2
+    def _pooled(self, seen: Tensor, coordinates: Tensor, valid: Tensor) -> Tensor:
+        """Means over squares of patches times sqrt(C), in fp32, because they may exceed the range of fp16."""
+        (column, row), tokens = coordinates.unbind(-1), coordinates.shape[1] // self.pool**2
+        # Which square each patch belongs to, as a matrix [n, tokens, P], so that pooling is one product.
+        # Number of squares in a row of the image, [n, 1]; padding has column 0.
         across = column.amax(1, keepdim=True) // self.pool + 1
         square = column // self.pool + across * (row // self.pool)
-        inside = (square[..., None] == torch.arange(tokens, device=place.device)) & valid[..., None]
+        inside = (square[..., None] == torch.arange(tokens, device=coordinates.device)) & valid[..., None]
         compute = torch.promote_types(seen.dtype, torch.float32)
         with torch.autocast(seen.device.type, enabled=False):
             total = inside.to(compute).transpose(1, 2) @ seen.to(compute)

@@ -1,7 +1,7 @@
 """Gemma 4 Unified with images (12B): model_type ``gemma4_unified``.
 
-The language model is that of ``gemma4_unified_text``. There is no vision tower: the pixels of a large patch are normed,
-projected to an image token, and normed again with learned positions of its column and row.
+The language model is ``gemma4_unified_text``. There is no vision tower: the pixels of a large patch are normed,
+projected to an image token, and normed again after the learned positions of its column and row are added.
 
 Source: transformers ``models/gemma4_unified``.
 """
@@ -27,12 +27,12 @@ from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4UnifiedVisionConfig:
-    """Sizes of what makes image tokens of pixels.
+    """Sizes of the module that turns pixels into image tokens.
 
     A patch has ``patch_size · pooling_kernel_size`` pixels along each side, and becomes one image token.
 
     Raises:
-        ValueError: the width before the last projection is not that of the first.
+        ValueError: the widths of the first and the last projection differ.
     """
 
     patch_size: int = 16
@@ -61,13 +61,13 @@ class Gemma4UnifiedVisionConfig:
 
     @property
     def position_embedding_size(self) -> int:
-        """Largest number of columns and of rows of an image."""
+        """Largest number of columns and rows of an image."""
         return self.mm_posemb_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4UnifiedConfig(Placeholders, Gemma4UnifiedTextConfig):
-    """Sizes and constants, as in `Gemma4UnifiedTextConfig`; those of the image tokens are in ``vision_config``."""
+    """Sizes and constants, as in `Gemma4UnifiedTextConfig`; ``vision_config`` has the sizes of image tokens."""
 
     vision_config: Gemma4UnifiedVisionConfig = field(default_factory=Gemma4UnifiedVisionConfig)
 
@@ -97,20 +97,23 @@ class PatchEmbedder(nn.Module):
         self.projection = nn.Linear(C, width, bias=False)
 
     def forward(self, pixels: Tensor, positions: Tensor) -> Tensor:
-        """The image tokens of all images.
+        """Compute the image tokens of all images.
 
         Args:
             pixels: [n, P, values of a patch], from 0 to 1; padding last.
             positions: [n, P, 2] int64, column and row of each patch, −1 for padding.
 
         Returns:
-            [n · P, C]: those of all images, one after the other, and then what padding gives.
+            [n · P, C], the tokens of all images in order, followed by the tokens of padding.
         """
         valid = (positions >= 0).all(-1)
+        # Patches of all images first, padding last: [n · P, values of a patch].
         order = (~valid).flatten().int().argsort(stable=True)
-        patches, place = pixels.flatten(0, 1)[order], positions.flatten(0, 1)[order].clamp_min(0)
+        patches, coordinates = pixels.flatten(0, 1)[order], positions.flatten(0, 1)[order].clamp_min(0)
+        # Rows 2i and 2i + 1 of the table are column i and row i.
         table = local(self.pos_embed.weight)
-        placed = F.embedding(2 * place[:, 0], table) + F.embedding(2 * place[:, 1] + 1, table)
+        placed = F.embedding(2 * coordinates[:, 0], table) + F.embedding(2 * coordinates[:, 1] + 1, table)
+        # Three norms: of the pixels, of the embedding, and of the sum with the position.
         embedded = self.embed_norm(self.patch_embed(self.patch_norm(patches.to(self.patch_embed.weight.dtype))))
         normed = self.pos_norm(embedded + placed)
         projected: Tensor = self.projection(self.soft_emb_norm(normed))
@@ -132,7 +135,7 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves the keys of ``text_config`` to the top.
+    """Move the keys of ``text_config`` to the top.
 
     Raises:
         ValueError: a rope type is not supported, layers of one type differ, or ``model_patch_size`` is not the product
@@ -140,11 +143,11 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     vision = {"patch_size": 16, "pooling_kernel_size": 3, **(hf.get("vision_config") or {})}
     side = vision["patch_size"] * vision["pooling_kernel_size"]
-    given = vision.pop("model_patch_size", side)
-    if given != side:
+    stated = vision.pop("model_patch_size", side)
+    if stated != side:
         raise ValueError(
             f"config.json: vision_config.model_patch_size must be patch_size · pooling_kernel_size, {side}, got "
-            f"{given}."
+            f"{stated}."
         )
     return images.from_json(Gemma4UnifiedConfig, hf, vision)
 
@@ -165,6 +168,7 @@ def other_maps(config: Gemma4UnifiedConfig) -> list[WeightMap]:
 
 
 def _map(config: Gemma4UnifiedConfig, embedder: str, projection: str) -> WeightMap:
+    # The checkpoint has the positions as [position, column or row, C].
     also: dict[str, Expression | str] = {
         "visual.pos_embed.weight": Rearrange("p two c -> (p two) c", f"{embedder}.pos_embedding", two=2),
         "visual.projection.weight": f"{projection}.weight",

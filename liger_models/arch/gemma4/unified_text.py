@@ -1,6 +1,6 @@
 """Gemma 4 Unified, the language model (12B): model_type ``gemma4_unified_text``.
 
-It is the language model of ``gemma4_text`` without experts and without inputs for each block, with other defaults.
+It is the language model of ``gemma4_text`` without experts and without second inputs of blocks, with other defaults.
 
 Source: transformers ``models/gemma4_unified``.
 """
@@ -42,7 +42,7 @@ class LigerGemma4UnifiedText(Gemma4Decoder):
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """As that of ``gemma4_text``, without what only that has."""
+    """``to_json`` of ``gemma4_text``, without the keys that only ``gemma4_text`` has."""
     absent = ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
     return names.to_json({key: value for key, value in keys.items() if key not in absent})
 

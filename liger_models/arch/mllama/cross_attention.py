@@ -1,4 +1,4 @@
-"""Cross-attention from the tokens of a text to its images."""
+"""Cross-attention from text tokens to images."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,20 +19,20 @@ from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
 from liger_models.layers.recompute import draws, recomputes, run_twice
 
 IMAGES_SEEN = "images_seen"
-"""Key in the decode cache: [B, 2, tiles] bool, the tiles that the last token attends to, and those of its document."""
+"""Key in the decode cache: [B, 2, tiles] bool, the tiles seen by the last token, and all tiles of its document."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImageStates:
-    """The image tokens that cross-attention attends to, and which text token attends to which tile.
+    """The image tokens for cross-attention, and which text token attends to which tile.
 
-    If ranks share the tokens between the layers, ``reached`` and ``sees`` hold this rank's share.
+    If ranks share the tokens between layers, ``reached`` and ``sees`` hold this rank's share.
 
     Attributes:
         tokens: [B, S, C], the image tokens of each row, concatenated; None once their keys and values are cached.
-        layout: holds the mask.
+        layout: layout with the mask.
         reached: [B, T, 1] bool, whether the token's document has any images.
-        sees: [B, T, 1] bool, whether there is an image at or before the token.
+        sees: [B, T, 1] bool, whether an image is at or before the token.
     """
 
     tokens: Tensor | None
@@ -45,28 +45,29 @@ class ImageStates:
         cls,
         tokens: Tensor | None,
         seen: Tensor,
-        own: Tensor,
+        in_document: Tensor,
         per_tile: int,
         cache: DecodeCache | None,
         groups: ParallelGroups,
     ) -> "ImageStates":
-        """Build the states from which token attends to which tile.
+        """Build the states from the masks of which token attends to which tile.
 
-        If ``seen`` has no image for a token, but its document has some, the token attends to all of those, as in
+        If ``seen`` has no image for a token, but its document has images, the token attends to all of them, as in
         transformers.
 
         Args:
-            tokens: [B, S, C], S = tiles · ``per_tile``; None if their keys and values are cached.
-            seen: [B, T, tiles] bool, which tiles each token attends to.
-            own: [B, 1 or T, tiles] bool, which tiles belong to images of its document.
+            tokens: [B, S, C], S = tiles · ``per_tile``; None if keys and values are cached.
+            seen: [B, T, tiles] bool, whether each token attends to each tile.
+            in_document: [B, 1 or T, tiles] bool, whether each tile belongs to an image in the token's document.
             per_tile: number of tokens of a tile.
             cache: the decode cache, if any.
             groups: the process groups of the model.
         """
-        sees, reached = seen.any(-1, keepdim=True), own.any(-1, keepdim=True).expand(-1, seen.shape[1], -1)
+        sees, reached = seen.any(-1, keepdim=True), in_document.any(-1, keepdim=True).expand(-1, seen.shape[1], -1)
         # Tokens of documents without images attend to anything: softmax needs a key, and the result is dropped.
-        visible = torch.where(sees, seen, own | ~reached)
+        visible = torch.where(sees, seen, in_document | ~reached)
         part = torch.arange(seen.shape[2], device=seen.device).repeat_interleave(per_tile)
+        # A step of decoding takes a dense mask; otherwise segments or blocks, where they are supported.
         single = cache is not None and seen.shape[1] == 1
         segments = tokens is not None and takes_segments(seen.device, tokens.dtype)
         mask = parts_mask(visible, part, dense=single, segments=segments)
@@ -86,44 +87,52 @@ class CrossLayout(BatchLayout):
 
 
 def tiles_seen(here: Tensor, images: Tensor, tiles: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The tiles that each token attends to: those of the last image before it, and of images directly before that.
+    """Find the tiles that each token attends to: tiles of the last image before it, and of images directly before that.
 
     Args:
-        here: [B, T] bool, the placeholders, one for each image.
-        images: [B, M] bool, which of the M entries of a row hold an image.
-        tiles: [B, M, tiles] bool, which tiles of an image are in use.
-        cu_seqlens: [n + 1], boundaries of packed documents; None for none.
+        here: [B, T] bool, whether tokens are placeholders, of which each image has one.
+        images: [B, M] bool, whether each of the M entries of a row holds an image.
+        tiles: [B, M, tiles] bool, whether tiles of an image are in use.
+        cu_seqlens: [n + 1], boundaries of packed documents; None without any.
 
     Returns:
-        [B, T, M · tiles] bool, the tiles that a token attends to; [B, 1 or T, M · tiles] bool, all tiles, used or not,
-        of the images of its document.
+        [B, T, M · tiles] bool, the tiles that a token attends to; and [B, 1 or T, M · tiles] bool, all used and unused
+        tiles of the images in its document.
     """
     B, T = here.shape
     document = torch.zeros_like(here, dtype=torch.int64)
     if cu_seqlens is not None:
         document = number_documents(cu_seqlens, B, T, here.device)[0]
+    # A run of adjacent images counts as one: its number rises where a run or a document begins.
     before = torch.nn.functional.pad(here[:, :-1], (1, 0))
     begins = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
     run = ((here & ~before) | begins).cumsum(1)
+    # The number of images up to each token, and the placeholder of each image.
     count = here.cumsum(1)
     order = images.cumsum(1)
-    place = torch.searchsorted(count, order).clamp(max=T - 1)  # [B, M], index of each image's placeholder
-    seen = (run[:, :, None] == run.gather(1, place)[:, None]) & (count[:, :, None] >= order[:, None]) & images[:, None]
-    own = images[:, None]
+    placeholder = torch.searchsorted(count, order).clamp(max=T - 1)  # [B, M], index of each image's placeholder
+    seen = (
+        (run[:, :, None] == run.gather(1, placeholder)[:, None])
+        & (count[:, :, None] >= order[:, None])
+        & images[:, None]
+    )
+    in_document = images[:, None]
     if cu_seqlens is not None:
-        own = own & (document[:, :, None] == document.gather(1, place)[:, None])
-    return (seen[..., None] & tiles[:, None]).flatten(2), own[..., None].expand(-1, -1, -1, tiles.shape[2]).flatten(2)
+        in_document = in_document & (document[:, :, None] == document.gather(1, placeholder)[:, None])
+    return (seen[..., None] & tiles[:, None]).flatten(2), in_document[..., None].expand(
+        -1, -1, -1, tiles.shape[2]
+    ).flatten(2)
 
 
 class LigerCrossAttention(Layer):
-    """Grouped-query cross-attention from text to images, with norms of queries and keys and without rotation.
+    """Grouped-query cross-attention from text to images, with norms of queries and keys but without rotation.
 
     Args:
         hidden_size: C.
         num_heads, num_kv_heads: H and G; H is a multiple of G.
         head_dim: D.
-        layer: index of the layer, its slot in the decode cache.
-        norm: returns a `LigerRMSNorm` for a width.
+        layer: index of the layer, which is also its slot in the decode cache.
+        norm: function that returns a `LigerRMSNorm` of a given width.
         dropout: probability of dropping an attention weight in training.
 
     Raises:
@@ -160,7 +169,7 @@ class LigerCrossAttention(Layer):
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
-        """All of the layer under "full"."""
+        """1 under "full", 0 otherwise."""
         return float(policy == "full")
 
     def shard(self, group: Group) -> dict[str, int]:
@@ -172,7 +181,7 @@ class LigerCrossAttention(Layer):
         check_heads("LigerCrossAttention", self.k_proj.out_features // self.head_dim, group)
         self.q_norm.group = self.k_norm.group = group
         self.q_proj = ColumnParallelLinear.of(self.q_proj, group)
-        self.k_proj, self.v_proj = (ColumnParallelLinear.of(each, None) for each in (self.k_proj, self.v_proj))
+        self.k_proj, self.v_proj = (ColumnParallelLinear.of(linear, None) for linear in (self.k_proj, self.v_proj))
         self.o_proj = RowParallelLinear.of(self.o_proj, group)
         return {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
 
@@ -188,7 +197,7 @@ class LigerCrossAttention(Layer):
     def add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
     ) -> tuple[Tensor, Tensor]:
-        """``residual = residual + x; attention(norm(residual), images)``: ``(y, residual)``, each [B, T, C]."""
+        """``residual = residual + x``, then attention of ``norm(residual)``. Returns ``(y, residual)`` [B, T, C]."""
         if recomputes(self):
             y, residual = run_twice(
                 self._add_norm, norm, x, residual, images,
@@ -200,10 +209,12 @@ class LigerCrossAttention(Layer):
     def _add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
     ) -> tuple[Tensor, Tensor]:
+        # Queries of the text [B, T, H · D], keys and values of the image tokens [B, S, G, D].
         q, residual = add_norm_linear(norm, self.q_proj, x, residual)
         k, v = self._keys_values(images)
         group = self.groups.context
         if group is not None:
+            # The query heads of this rank for all tokens, and its keys and values, which all ranks have.
             q, k, v = to_heads(q, group), *(heads[:, :, group.local_slice(heads.shape[2])] for heads in (k, v))
         out = attention(
             self.q_norm(self._heads(q)), k, v, images.layout, scale=self.head_dim**-0.5,
@@ -218,6 +229,7 @@ class LigerCrossAttention(Layer):
         if images.tokens is None:
             assert cache is not None
             return cache.extra["image_keys", self.layer], cache.extra["image_values", self.layer]
+        # Computed once per image: a cache keeps them for the following tokens.
         k = self.k_norm(self._heads(self.k_proj(images.tokens)))
         v = self._heads(self.v_proj(images.tokens))
         if cache is not None:

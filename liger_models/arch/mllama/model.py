@@ -1,13 +1,13 @@
 """Llama 3.2 Vision (11B, 90B): model_type ``mllama``.
 
-The language model is that of Llama, except that some layers attend to the images instead of the text: cross-attention
-with norms of queries and keys, no rotation, and gates that are initially closed. Without images these layers are
-skipped. In the text an image is a single token; later tokens attend to the last image before them and to images
-directly before that one.
+The language model is Llama, except that some layers attend to the images instead of the text. They are cross-attention
+with norms of queries and keys, without rotation, and with gates that are initially 0. Without images these layers are
+skipped. In the text an image is a single token. Later tokens attend to the last image before them, and to images
+directly before that image.
 
-The vision tower splits an image into up to four tiles. Each tile has a class token and learned positions, mixed by a
-gate with positions that depend on the place of the tile. Pre-norm blocks over all tiles are followed by blocks with
-gates. The outputs of the tower and of some of its earlier blocks are concatenated along the features of each token.
+The vision tower splits an image into up to four tiles. Each tile has a class token and learned positions, which a gate
+mixes with positions that depend on the tile's place. Pre-norm blocks over all tiles are followed by blocks with gates.
+The outputs of the tower and of some of its earlier blocks are concatenated along the features of each token.
 
 Source: https://arxiv.org/abs/2407.21783, transformers ``models/mllama``.
 """
@@ -71,7 +71,7 @@ class MllamaVisionConfig:
     """Sizes of the vision tower.
 
     Raises:
-        ValueError: the sizes do not fit together, or the tower does not have the activation.
+        ValueError: the sizes do not fit together, or the activation is not supported.
     """
 
     hidden_size: int = 1280
@@ -129,13 +129,13 @@ class MllamaVisionConfig:
 
     @property
     def tokens_per_tile(self) -> int:
-        """Number of tokens of a tile: its patches and its class token."""
+        """Number of tokens of a tile, which are its patches and its class token."""
         return (self.image_size // self.patch_size) ** 2 + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MllamaConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a Llama 3.2 Vision model; those of the vision tower are in ``vision_config``."""
+    """Sizes and constants of a Llama 3.2 Vision model; ``vision_config`` holds the sizes of the tower."""
 
     vocab_size: int = 128256
     intermediate_size: int = 14336
@@ -177,7 +177,8 @@ class MllamaGlobalBlock(VisionBlock):
         nn.init.normal_(self.gate_ffn, std=self.std)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [n, N, C] is yet to be added to residual [n, N, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [n, N, C]; return the next ``(x, residual)``."""
+        # Each gate scales the result of a branch before it joins the residual stream.
         y, residual = self.attn.add_norm(self.norm1, x, residual, layout)
         y, residual = self.mlp.add_norm(self.norm2, y * local(self.gate_attn).tanh(), residual)
         return y * local(self.gate_ffn).tanh(), residual
@@ -196,8 +197,8 @@ class MllamaTower(nn.Module):
         kernels: which parts run on fused kernels.
 
     Attributes:
-        intermediate: "outputs" uses the outputs of the blocks in ``intermediate_layers_indices``, as transformers 5
-            does; "inputs" uses their inputs, as the authors' code and early versions of transformers do.
+        intermediate: "outputs" uses the outputs of the blocks in ``intermediate_layers_indices``, as in transformers 5;
+            "inputs" uses their inputs, as in the authors' code and early versions of transformers.
     """
 
     def __init__(self, config: MllamaConfig, kernels: KernelOptions) -> None:
@@ -206,6 +207,7 @@ class MllamaTower(nn.Module):
         C, tiles, ratios = vision.hidden_size, vision.max_num_tiles, len(vision.supported_aspect_ratios) + 1
         self.config, self.intermediate = vision, "outputs"
         norm = partial(LigerLayerNorm, C, vision.norm_eps, kernel=kernels.layer_norm)
+        # The norms before and after the first blocks have a fixed eps.
         around = partial(LigerLayerNorm, C, 1e-5, kernel=kernels.layer_norm)
         self.patch_embed = nn.Linear(vision.num_channels * vision.patch_size**2, C, bias=False)
         self.class_embed = nn.Parameter(torch.empty(C))
@@ -224,18 +226,18 @@ class MllamaTower(nn.Module):
         self.projection = nn.Linear(vision.vision_output_dim, config.hidden_size)
 
     def reset_parameters(self) -> None:
-        """Close the gates and draw the class token; `Decoder.reset_parameters` does the rest."""
+        """Set the gates to 0 and draw the class token. `Decoder.reset_parameters` initializes the rest."""
         nn.init.normal_(self.class_embed, std=self.config.initializer_range)
         for gate in (self.pos_gate, self.pre_tile_gate, self.post_tile_gate):
             nn.init.zeros_(gate)
 
     def forward(self, pixels: Tensor, ratio: Tensor, used: Tensor) -> Tensor:
-        """Image tokens.
+        """Compute image tokens.
 
         Args:
             pixels: [n, tiles, channels, image_size, image_size].
             ratio: [n] int64, 1 + index of the image's aspect ratio in ``supported_aspect_ratios``.
-            used: [n, tiles] bool, the tiles that the aspect ratio uses.
+            used: [n, tiles] bool, whether the aspect ratio uses each tile.
 
         Returns:
             [n, tiles · tokens_per_tile, C].
@@ -245,6 +247,7 @@ class MllamaTower(nn.Module):
         patches = rearrange(pixels, "n t c (h y) (w x) -> n t (h w) (c y x)", y=side, x=side)
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
         x = self._add_tile(x, ratio, self.pre_tile_embed, self.pre_tile_gate)  # [n, tiles, patches, C]
+        # Each tile has a class token in front: [n, tiles, P, C].
         x = torch.cat([local(self.class_embed).expand(n, tiles, 1, -1), x], 2)
         # Positions within a tile, and by the gate those that depend on the place of the tile.
         gate = local(self.pos_gate).tanh()
@@ -277,13 +280,13 @@ class MllamaTower(nn.Module):
         return tokens
 
     def _add_tile(self, x: Tensor, ratio: Tensor, table: nn.Embedding, gate: Tensor) -> Tensor:
-        """x [n, tiles, N, C] plus the gated embedding of each tile, which depends on the image's aspect ratio."""
+        """Add to x [n, tiles, N, C] the gated embedding of each tile, which depends on the image's aspect ratio."""
         added = nn.functional.embedding(ratio, local(table.weight)).view(len(x), x.shape[1], 1, -1)
         y: Tensor = x + added * local(gate).tanh()
         return y
 
     def _layout(self, used: Tensor) -> BatchLayout:
-        """All tokens of an image attend to each other, except padding and unused tiles among themselves."""
+        """All tokens of an image attend to each other, but padding and unused tiles not among themselves."""
         P = self.config.tokens_per_tile
         tiles = used.shape[1]
         padded = P + -P % PATCHES_MULTIPLE
@@ -307,7 +310,7 @@ class MllamaBlock(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
@@ -315,7 +318,8 @@ class MllamaBlock(nn.Module):
 class MllamaCrossBlock(Layer):
     """``h += tanh(a) · cross_attention(norm(h), images); h += tanh(b) · mlp(norm(h))`` with learned gates a and b.
 
-    The MLP adds nothing to tokens that attend to no image. In documents without images the whole block adds nothing.
+    The MLP adds nothing to tokens that attend to no image, and the whole block adds nothing in documents without
+    images.
     """
 
     needs_images = True
@@ -334,26 +338,28 @@ class MllamaCrossBlock(Layer):
         self.mlp_gate = nn.Parameter(torch.empty(1))
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Replicate the gates; their gradients cover all tokens."""
+        """Replicate the gates, whose gradients cover all tokens."""
         self.groups = replace(self.groups, tensor=group)
         return {}
 
     def sum_gradients(self, group: Group) -> bool:
-        """True: `shard` has taken care of the gradients."""
+        """Return True, because `shard` already handles the gradients."""
         return True
 
     def reset_parameters(self) -> None:
-        """Close the gates."""
+        """Set the gates to 0."""
         nn.init.zeros_(self.attn_gate)
         nn.init.zeros_(self.mlp_gate)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: CrossLayout) -> tuple[Tensor | None, Tensor]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        # Without images the block does nothing, and x stays to be added by the next one.
         images = layout.images
         if images is None:
             return x, residual
         y, residual = self.cross_attn.add_norm(self.input_layernorm, x, residual, images)
         attn_gate, mlp_gate = (replicated(gate, self.groups.tensor).tanh() for gate in (self.attn_gate, self.mlp_gate))
+        # The masks are factors, 0 or 1 per token, so that a compiled graph has no branch.
         y, residual = self.mlp.add_norm(self.post_attention_layernorm, y * (attn_gate * images.reached), residual)
         return y * (mlp_gate * images.sees), residual
 
@@ -374,12 +380,12 @@ class LigerMllama(VisionLanguageModel):
     )
 
     def build_embedding(self, config: MllamaConfig) -> LigerEmbedding:
-        """An embedding with rows for the placeholders of images."""
+        """An embedding with further rows for the placeholders of images."""
         rows = config.vocab_size + PLACEHOLDERS
         return LigerEmbedding(rows, config.hidden_size, padding_idx=config.pad_token_id)
 
     def build_block(self, config: MllamaConfig, layer: int) -> nn.Module:
-        """A block of the text, or one with cross-attention to the images."""
+        """A block with attention to the text, or with cross-attention to the images."""
         block_class = MllamaCrossBlock if layer in config.cross_attention_layers else MllamaBlock
         return block_class(config, layer, self.kernels)
 
@@ -407,7 +413,7 @@ class LigerMllama(VisionLanguageModel):
             aspect_ratio_ids: [B, M] int64, 1 + index of each image's aspect ratio, 0 for no image.
             aspect_ratio_mask: ignored; accepted because the processor of transformers returns it.
             cross_attention_mask: [B, T, M, tiles], nonzero where a token attends to a tile; tokens after the mask
-                attend to what its last token attends to. Default: by the placeholders, see `tiles_seen`.
+                attend to the same tiles as its last token. The default follows from the placeholders, see `tiles_seen`.
             position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`. Images
                 need ``input_ids`` and must come with the first tokens of a cache.
 
@@ -439,9 +445,8 @@ class LigerMllama(VisionLanguageModel):
             here = input_ids == self.config.image_token_index
             checked = not past and not torch.compiler.is_compiling()
             if checked and not self._check_images(here, pixel_values, aspect_ratio_ids):
-                pixel_values = (
-                    None  # all entries are empty, for example in a slice of a batch that has images elsewhere
-                )
+                # All entries are empty, for example in a slice of a batch that has images elsewhere.
+                pixel_values = None
             if pixel_values is not None and aspect_ratio_ids is not None:
                 images = self._look(here, pixel_values, aspect_ratio_ids, cross_attention_mask, cu_seqlens, cache)
             elif past:
@@ -467,16 +472,18 @@ class LigerMllama(VisionLanguageModel):
         cu_seqlens: Tensor | None,
         cache: DecodeCache | None,
     ) -> ImageStates:
-        """Run the tower on the images, and determine which token attends to which tile."""
+        """Run the tower on the images, and find which token attends to which tile."""
         vision = self.config.vision_config
         ratios = ratios.to(pixels.device)
         real, number = ratios > 0, torch.arange(vision.max_num_tiles, device=pixels.device)
         counts = [0, *(rows * columns for rows, columns in vision.supported_aspect_ratios)]
         used = number < torch.tensor(counts, device=pixels.device)[ratios][..., None]  # [B, M, tiles]
+        # The tower runs on the images that exist; the tokens of missing ones are zeros: [B, M · tiles · N, C].
         features = self.visual(pixels[real], ratios[real], used[real])  # [n, tokens, C]
         tokens = features.new_zeros(*real.shape, *features.shape[1:])
         tokens = tokens.masked_scatter(real[..., None, None], features).flatten(1, 2)
-        seen, own = tiles_seen(here, real, used, cu_seqlens)
+        # Which tiles each token attends to: by the placeholders, or by the caller's mask, repeated for tokens after it.
+        seen, in_document = tiles_seen(here, real, used, cu_seqlens)
         if mask is not None:
             T, size = here.shape[1], [len(here), min(here.shape[1], mask.shape[1]), *used.shape[1:]]
             if list(mask[:, :T].shape) != size:
@@ -484,18 +491,22 @@ class LigerMllama(VisionLanguageModel):
             mask = torch.cat([mask[:, :T], mask[:, -1:].expand(-1, max(T - mask.shape[1], 0), -1, -1)], 1)
             seen = (mask != 0).flatten(2).to(pixels.device)
         if cache is not None:
-            cache.extra[IMAGES_SEEN] = torch.stack([seen[:, -1], own[:, -1]], 1)
-        return ImageStates.build(tokens, seen, own, vision.tokens_per_tile, cache, self.groups)
+            cache.extra[IMAGES_SEEN] = torch.stack([seen[:, -1], in_document[:, -1]], 1)
+        return ImageStates.build(tokens, seen, in_document, vision.tokens_per_tile, cache, self.groups)
 
     def _cached(self, new: Tensor | None, cache: DecodeCache | None) -> ImageStates | None:
-        """The states that new tokens [B, T, ...] attend to, with cached keys and values; None without images."""
+        """The states for new tokens [B, T, ...], with cached keys and values; None without images."""
         if cache is None or IMAGES_SEEN not in cache.extra or new is None:
             return None
-        seen, own = (each[:, None].expand(-1, new.shape[1], -1) for each in cache.extra[IMAGES_SEEN].unbind(1))
-        return ImageStates.build(None, seen, own, self.config.vision_config.tokens_per_tile, cache, ParallelGroups())
+        seen, in_document = (
+            tiles[:, None].expand(-1, new.shape[1], -1) for tiles in cache.extra[IMAGES_SEEN].unbind(1)
+        )
+        return ImageStates.build(
+            None, seen, in_document, self.config.vision_config.tokens_per_tile, cache, ParallelGroups()
+        )
 
     def _nothing(self, here: Tensor) -> ImageStates:
-        """The states of one zero image that no token attends to: all ranks must gather the tower's weights together."""
+        """The states of a zero image that no token attends to; all ranks must gather the tower's weights together."""
         vision, device = self.config.vision_config, here.device
         size = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
         used = torch.ones(1, vision.max_num_tiles, dtype=torch.bool, device=device)
@@ -508,12 +519,12 @@ class LigerMllama(VisionLanguageModel):
         )  # fmt: skip
 
     def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
-        """The number of images; raises ValueError unless placeholders match. Synchronizes with the device once."""
+        """Return the number of images; raise ValueError unless placeholders match. Synchronizes once."""
         if pixels is None or ratios is None:
-            found = int(here.sum())
-            if found != 0:
+            count = int(here.sum())
+            if count != 0:
                 raise ValueError(
-                    f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
+                    f"forward: {count} image placeholders in input_ids must have pixel_values, got none. Pass what the "
                     "processor returns."
                 )
             return 0
@@ -542,20 +553,20 @@ class LigerMllama(VisionLanguageModel):
         return sum(images)
 
 
-IGNORED_KEYS = ("tie_word_embeddings",)  # that of vision_config
+IGNORED_KEYS = ("tie_word_embeddings",)  # in vision_config
 TOP = ("image_token_index", "vision_config")
 """Keys of config.json that do not belong to the language model."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves the keys of ``text_config`` to the top, and renames ``dropout`` to ``attention_dropout``."""
+    """Move the keys of ``text_config`` to the top, and rename ``dropout`` to ``attention_dropout``."""
     text = {"attention_dropout" if key == "dropout" else key: value for key, value in hf["text_config"].items()}
     # transformers never ties the head, whatever the file says
     return of_text(MllamaConfig, hf, text, TOP) | {"tie_word_embeddings": False}
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`: moves the keys of the language model back into ``text_config``."""
+    """The inverse of `from_json`, which moves the language model's keys back into ``text_config``."""
     text = {"dropout" if key == "attention_dropout" else key: value for key, value in keys.items() if key not in TOP}
     return {key: keys[key] for key in TOP} | {"text_config": text}
 
@@ -566,13 +577,13 @@ def weight_map(config: MllamaConfig) -> WeightMap:
 
 
 def other_maps(config: MllamaConfig) -> list[WeightMap]:
-    """The module names of transformers since 4.52, under which it also saved checkpoints for some time."""
+    """The layout of transformers' modules since 4.52, which some of its versions also wrote to checkpoints."""
     return [_map(config, "model.language_model", "model.", "lm_head.weight")]
 
 
 def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
     vision, visual, projector = config.vision_config, f"{prefix}vision_model", f"{prefix}multi_modal_projector"
-    C, taken = vision.hidden_size, len(vision.intermediate_layers_indices)
+    C, intermediate = vision.hidden_size, len(vision.intermediate_layers_indices)
     own, cross, kinds = f"{text}.layers.{{own}}", f"{text}.layers.{{cross}}", ("weight", "bias")
 
     # The tower, the blocks with self-attention, and those with cross-attention.
@@ -587,20 +598,23 @@ def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
         "visual.projection.bias": f"{projector}.bias",
         # In the checkpoint the intermediate layers are the inner axis of the input features; here they are the outer.
         "visual.projection.weight": Split(
-            f"{projector}.weight", 1, {"last": C, "between": taken * C},
-            Cat(["last", Rearrange("o (c l) -> o (l c)", "between", l=taken)], 1, [C, taken * C]),
-        ) if taken else f"{projector}.weight",
+            f"{projector}.weight", 1, {"last": C, "between": intermediate * C},
+            Cat(["last", Rearrange("o (c l) -> o (l c)", "between", l=intermediate)], 1, [C, intermediate * C]),
+        ) if intermediate else f"{projector}.weight",
         **{f"visual.layernorm_{at}.{k}": f"{visual}.layernorm_{at}.{k}" for at in ("pre", "post") for k in kinds},
     }  # fmt: skip
+    # Embeddings of the tile's position, before and after the first blocks.
     for at in ("pre", "post"):
         tower[f"visual.{at}_tile_embed.weight"] = f"{visual}.{at}_tile_positional_embedding.embedding.weight"
         tower[f"visual.{at}_tile_gate"] = f"{visual}.{at}_tile_positional_embedding.gate"
     for layer in range(vision.num_hidden_layers):
         tower |= _tower_block(config, layer, f"{visual}.transformer.layers.{layer}")
+    # Blocks with gates follow the others.
     for layer in range(vision.num_global_layers):
         number, theirs = vision.num_hidden_layers + layer, f"{visual}.global_transformer.layers.{layer}"
         tower |= _tower_block(config, number, theirs)
         tower |= {f"visual.blocks.{number}.{gate}": f"{theirs}.{gate}" for gate in ("gate_attn", "gate_ffn")}
+    # A layer has self-attention or cross-attention, so neither is in the map that all layers share.
     return decoder_map(
         config,
         instead={"self_attn.qkv_proj.weight": None, "self_attn.o_proj.weight": None},

@@ -1,4 +1,4 @@
-"""The processor of Llama 3.2 Vision: text and images to model inputs.
+"""The processor of Llama 3.2 Vision, from text and images to model inputs.
 
 Source: transformers ``image_processing_pil_mllama.py``, ``processing_mllama.py``.
 """
@@ -38,8 +38,8 @@ BILINEAR = 2
 def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side: int) -> int:
     """Choose the arrangement of tiles for an image.
 
-    It is the one that enlarges the image least; if all shrink it, the one that shrinks it least. Of equally good ones
-    it is the one with the fewest tiles.
+    The arrangement enlarges the image least. If all arrangements shrink the image, it shrinks the image least. Among
+    equally good arrangements it has the fewest tiles.
 
     Args:
         height, width: size of the image in pixels.
@@ -49,6 +49,7 @@ def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side:
     Returns:
         Index into ``ratios``.
     """
+    # How much each arrangement could enlarge the image, below 1 where it shrinks the image.
     scales = [min(rows * side / height, columns * side / width) for rows, columns in ratios]
     enlarged = [scale for scale in scales if scale >= 1]
     best = min(enlarged) if enlarged else max(scales)
@@ -56,10 +57,11 @@ def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side:
 
 
 def fit(height: int, width: int, rows: int, columns: int, side: int) -> tuple[int, int]:
-    """Height and width of an image resized to fit into rows and columns of tiles, keeping its aspect ratio.
+    """Height and width of an image that is resized to fit into rows and columns of tiles, keeping its aspect ratio.
 
-    An image smaller than the tiles is enlarged only to the size of one tile.
+    An image that is smaller than the tiles is only enlarged to the size of one tile.
     """
+    # The box to fill; the side that limits the image is exact, and the other one is rounded down.
     high, wide = (min(max(size, side), tiles * side) for size, tiles in ((height, rows), (width, columns)))
     if wide / width < high / height:
         return min(math.floor(height * (wide / width)) or 1, high), wide
@@ -67,7 +69,7 @@ def fit(height: int, width: int, rows: int, columns: int, side: int) -> tuple[in
 
 
 class MllamaImages:
-    """Resizes images, keeping their aspect ratio, and splits them into tiles; the rest of the tiles is black.
+    """Resizes images, keeping their aspect ratio, and splits them into tiles, whose remaining area is black.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -76,7 +78,7 @@ class MllamaImages:
         ratios: rows and columns of tiles of each arrangement that the model supports.
 
     Raises:
-        ValueError: the settings ask for something that is not implemented.
+        ValueError: the settings request a feature that is not implemented.
     """
 
     def __init__(
@@ -93,18 +95,20 @@ class MllamaImages:
         return f"MllamaImages(side={self.side}, max_tiles={self.max_tiles})"
 
     def __call__(self, source: "Source") -> tuple[Tensor, int]:
-        """The tiles of an image [max_tiles, 3, image_size, image_size] fp32, and 1 + the index of its arrangement."""
+        """Return an image's tiles [max_tiles, 3, image_size, image_size] fp32, and 1 + the index of its arrangement."""
         image = read_image(source)
         width, height = image.size
-        kind = choose_tiles(height, width, self.ratios, self.side)
-        rows, columns = self.ratios[kind]
+        ratio = choose_tiles(height, width, self.ratios, self.side)
+        rows, columns = self.ratios[ratio]
         size = fit(height, width, rows, columns, self.side)
+        # The image is at the upper left of a black canvas, which is cut into tiles row by row.
         canvas = torch.zeros(3, rows * self.side, columns * self.side, dtype=torch.uint8)
         canvas[:, : size[0], : size[1]] = to_tensor(image, size, BILINEAR)
         tiles = rearrange(self.normalize(canvas), "c (r h) (k w) -> (r k) c h w", r=rows, k=columns)
+        # Unused tiles are 0, after the normalization.
         out = tiles.new_zeros(self.max_tiles, *tiles.shape[1:])
         out[: len(tiles)] = tiles
-        return out, kind + 1
+        return out, ratio + 1
 
 
 class MllamaProcessor(Processor):
@@ -112,9 +116,9 @@ class MllamaProcessor(Processor):
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images: makes the tiles.
+        images: turns images into tiles.
         image: the placeholder token.
-        bos: the token that begins a text.
+        bos: the token at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, images: MllamaImages, *, image: str, bos: str) -> None:
@@ -123,11 +127,11 @@ class MllamaProcessor(Processor):
 
     @classmethod
     def of(cls, model: CausalLM) -> "MllamaProcessor":
-        """The processor of a model, by the settings in its checkpoint.
+        """Build the processor of a model from the settings in its checkpoint.
 
         Raises:
-            ValueError: the checkpoint has no tokenizer, no settings, a tokenizer without the placeholder, or settings
-                that are not implemented.
+            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholder, or the
+                settings are not implemented.
         """
         config, vision = model.config, model.config.vision_config
         settings = settings_of(model.assets, "image_processor")
@@ -151,11 +155,11 @@ class MllamaProcessor(Processor):
     ) -> ModelInputs:
         """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
 
-        If a text has no ``bos`` token, it is inserted after the placeholders that the text begins with.
+        If a text has no ``bos`` token, the token is inserted after any placeholders at the beginning of the text.
 
         Args:
-            texts: one or several, with one placeholder per image, as the chat template writes them.
-            images: PIL images, or what `locate_image` takes; in one list, or in a list for each text.
+            texts: one text or several, with one placeholder per image, as written by the chat template.
+            images: PIL images or anything that `locate_image` takes, in one list or in a list for each text.
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
@@ -173,12 +177,13 @@ class MllamaProcessor(Processor):
         out = self.encode(texts, [self._begun(text) for text in texts], **cast(Any, options))
         if not images:
             return out
+        # Rows with fewer images than the largest number keep zeros, and ratio 0.
         tiles, side = self.images.max_tiles, self.images.side
         pixels = torch.zeros(len(texts), max(counts), tiles, 3, side, side)
         kinds = torch.zeros(len(texts), max(counts), dtype=torch.int64)
-        places = [(row, place) for row, count in enumerate(counts) for place in range(count)]
-        for made, place in zip(each_once(self.images, images), places, strict=True):
-            pixels[place], kinds[place] = made
+        cells = [(row, cell) for row, count in enumerate(counts) for cell in range(count)]
+        for image_tiles, cell in zip(each_once(self.images, images), cells, strict=True):
+            pixels[cell], kinds[cell] = image_tiles
         # A missing image counts as an image of one tile, as in transformers.
         lengths = torch.tensor([1, *(math.prod(ratio) for ratio in self.images.ratios)])
         used = (torch.arange(tiles) < lengths[kinds][..., None]).long()
@@ -186,16 +191,16 @@ class MllamaProcessor(Processor):
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """As `Processor.placeholders`."""
+        """See `Processor.placeholders`."""
         return {"image": re.escape(self.image)}
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """As `Processor.media_tokens`."""
+        """See `Processor.media_tokens`."""
         return (self.image,)
 
     def written(self, size: MediaSize) -> tuple[str, int]:
-        """As `Processor.written`: an image is one token, whatever its size."""
+        """See `Processor.written`; an image of any size is one token."""
         return self.image, 1
 
     def pixels(
@@ -205,17 +210,16 @@ class MllamaProcessor(Processor):
         fps: Sequence[float] = (),
         bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
-        """As `Processor.pixels`: ``pixel_values`` [1, M, tiles, 3, image_size, image_size], ``aspect_ratio_ids``
-        [1, M], also if M is 0."""
-        made = [self.images(image) for image in images]
+        """See `Processor.pixels`; both results have a row [1, M, ...], even if M is 0."""
+        pairs = [self.images(image) for image in images]
         empty = torch.zeros(0, self.images.max_tiles, 3, self.images.side, self.images.side)
         return {
-            "pixel_values": torch.cat([empty, *(tiles[None] for tiles, _ in made)])[None],
-            "aspect_ratio_ids": torch.tensor([[kind for _, kind in made]], dtype=torch.int64),
+            "pixel_values": torch.cat([empty, *(tiles[None] for tiles, _ in pairs)])[None],
+            "aspect_ratio_ids": torch.tensor([[ratio for _, ratio in pairs]], dtype=torch.int64),
         }
 
     def _begun(self, text: str) -> list[Edit]:
-        """The insertion of ``bos`` after the placeholders that a text begins with, if it has none."""
+        """The edit that inserts ``bos`` after any placeholders at the beginning of a text, unless the text has it."""
         rest = text
         while rest.startswith(self.image):
             rest = rest[len(self.image) :]

@@ -1,8 +1,9 @@
 """The block of Qwen3-Next and Qwen3.5: linear attention in most layers, gated full attention in the others.
 
-Differs from Qwen3: of four layers three are Gated DeltaNet (`LigerGatedDeltaNet`), whose state does not grow with the
-text. The full attention of every fourth layer multiplies its heads by the sigmoid of a gate, which is projected with
-them, and rotates only a part of each head. All norms but the one inside Gated DeltaNet scale by 1 + weight, in fp32.
+Differs from Qwen3: three of four layers are Gated DeltaNet (`LigerGatedDeltaNet`), whose state does not grow with the
+text. Every fourth layer has full attention, which multiplies its output by the sigmoid of a gate from the same
+projection, and rotates only a part of each head. All norms except the norm inside Gated DeltaNet scale by 1 + weight,
+in fp32.
 
 Source: https://arxiv.org/abs/2412.06464, transformers ``models/qwen3_next``.
 """
@@ -26,7 +27,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(RMSNormDecoderConfig):
-    """Sizes and constants that Qwen3-Next and Qwen3.5 share; ``layer_types`` overrides ``full_attention_interval``."""
+    """Sizes and constants of Qwen3-Next and Qwen3.5; ``layer_types`` overrides ``full_attention_interval``."""
 
     num_attention_heads: int = 16
     head_dim: int | None = 256
@@ -66,7 +67,7 @@ class HybridConfig(RMSNormDecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HybridMoeConfig(HybridConfig):
-    """Sizes and constants of those with mixtures of experts."""
+    """Sizes and constants of the models with mixtures of experts."""
 
     num_key_value_heads: int | None = 2
     hidden_size: int = 2048
@@ -79,7 +80,7 @@ class HybridMoeConfig(HybridConfig):
 
     @property
     def normalizes(self) -> bool:
-        """Whether the weights of a token's experts are divided by their sum."""
+        """Whether the routing weights of a token are divided by their sum."""
         return True
 
     def is_sparse(self, layer: int) -> bool:
@@ -101,6 +102,7 @@ class HybridBlock(nn.Module):
         norm = zero_centered_norm(config, kernels)
         self.input_layernorm = norm(config.hidden_size)
         self.linear = config.is_linear(layer)
+        # Linear attention in most layers, gated softmax attention in the others.
         if self.linear:
             self.linear_attn = LigerGatedDeltaNet(
                 config.hidden_size,
@@ -118,6 +120,7 @@ class HybridBlock(nn.Module):
                 config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
             )
         self.post_attention_layernorm = norm(config.hidden_size)
+        # Experts and one shared expert, or a dense MLP.
         self.mlp: LigerSwiGLUMLP | LigerSharedExpertMoE
         if isinstance(config, HybridMoeConfig) and config.is_sparse(layer):
             self.mlp = LigerSharedExpertMoE(
@@ -134,7 +137,8 @@ class HybridBlock(nn.Module):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and a router's logits."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and router logits if any."""
+        # Both kinds of attention, and both kinds of MLP, have the same signature.
         attention = self.linear_attn if self.linear else self.self_attn
         x, residual = attention.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)

@@ -1,4 +1,4 @@
-"""Qwen3.5 with images and videos, dense and with experts.
+"""Qwen3.5 with images and videos, dense or with experts.
 
 Source: transformers ``models/qwen3_5``, ``models/qwen3_5_moe``, https://arxiv.org/abs/2412.06464.
 """
@@ -22,7 +22,7 @@ class Qwen3_5VisionConfig(Qwen3VLVisionConfig):
     """Sizes of the vision tower.
 
     Raises:
-        ValueError: as in `Qwen3VLVisionConfig`, or there is DeepStack.
+        ValueError: as in `Qwen3VLVisionConfig`, or the tower has DeepStack.
     """
 
     deepstack_visual_indexes: list[int] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Qwen3_5VisionConfig(Qwen3VLVisionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3_5Config(HybridConfig):
-    """Sizes and constants of a Qwen3.5 model; those of the vision tower are in ``vision_config``."""
+    """Sizes and constants of a Qwen3.5 model; ``vision_config`` holds the sizes of the tower."""
 
     vocab_size: int = 248320
     intermediate_size: int = 12288
@@ -55,7 +55,7 @@ class Qwen3_5Config(HybridConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3_5MoeConfig(HybridMoeConfig):
-    """Sizes and constants of a Qwen3.5 model; those of the vision tower are in ``vision_config``."""
+    """Sizes and constants of a Qwen3.5 model; ``vision_config`` holds the sizes of the tower."""
 
     vocab_size: int = 248320
     num_hidden_layers: int = 40
@@ -74,9 +74,9 @@ class Qwen3_5MoeConfig(HybridMoeConfig):
 class LigerQwen3_5(MRopeModel, HybridModel):
     """Qwen3.5 with images and videos, dense: model_type ``qwen3_5``.
 
-    The language model is that of ``qwen3_5_text``: three of four layers have linear attention (Gated DeltaNet), every
-    fourth has gated full attention. The vision tower, the positions and the processor are those of Qwen3-VL, without
-    DeepStack. The layers that predict a second token (``mtp``) are kept and saved again; `LigerMTP` trains them.
+    The language model is ``qwen3_5_text``: three of four layers have linear attention (Gated DeltaNet), and every
+    fourth has gated full attention. Vision tower, positions and processor come from Qwen3-VL, without DeepStack. Layers
+    that predict a second token (``mtp``) are kept and saved with the model; `LigerMTP` trains them.
     """
 
     config_class: ClassVar[type[Any]] = Qwen3_5Config
@@ -88,7 +88,7 @@ class LigerQwen3_5(MRopeModel, HybridModel):
 class LigerQwen3_5MoE(LigerQwen3_5):
     """Qwen3.5 with images and videos, with a mixture of experts: model_type ``qwen3_5_moe``.
 
-    The language model is that of ``qwen3_5_moe_text``; the rest is as in ``qwen3_5``.
+    The language model is ``qwen3_5_moe_text``, and the rest is as in ``qwen3_5``.
     """
 
     config_class = Qwen3_5MoeConfig
@@ -96,7 +96,7 @@ class LigerQwen3_5MoE(LigerQwen3_5):
 
 
 def write_moe(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """As `write_qwen3_vl`; there are no dense MLPs, so config.json has no size of them."""
+    """`write_qwen3_vl` without the size of dense MLPs, which the model does not have."""
     return write_qwen3_vl({key: value for key, value in keys.items() if key != "intermediate_size"})
 
 

@@ -23,26 +23,26 @@ KEPT = ("mtp.",)
 
 
 def _by_head(parts: Sequence[Expression | str], sizes: Sequence[int], heads: int) -> Expression:
-    """Rows of parts of each of which every head has its own, grouped by head; ``sizes`` rows of each part a head."""
+    """Group the rows of several parts by head; ``sizes`` is the number of rows per head in each part."""
     groups = [Rearrange("(g n) ... -> g n ...", part, g=heads) for part in parts]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=heads)
 
 
 def _qkv_by_head(qkv: str, config: HybridConfig) -> Expression:
-    """Rows of all queries, all keys and all values, grouped by key head."""
+    """Group the rows of all queries, keys and values by key head."""
     heads, keys, values = _linear_sizes(config)
     sizes = {"q": heads * keys, "k": heads * keys, "v": heads * values}
     return Split(qkv, 0, sizes, _by_head("qkv", [keys, keys, values], heads))
 
 
 def _linear_sizes(config: HybridConfig) -> tuple[int, int, int]:
-    """Number of key heads, and of each the number of rows of a key and of all its values."""
+    """Number of key heads, and per key head the number of rows of a key and of its values."""
     heads = config.linear_num_key_heads
     return heads, config.linear_key_head_dim, config.linear_num_value_heads // heads * config.linear_value_head_dim
 
 
 def gated_qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """`LigerGatedAttention`'s projection, from one of queries, each followed by its gate, and those of keys, values."""
+    """`LigerGatedAttention`'s projection from the checkpoint's, where each query is followed by its gate."""
     groups = [
         Rearrange("(g n two d) ... -> g (two n d) ...", q, g=kv_heads, two=2, d=head_dim),
         *(Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (k, v)),
@@ -65,8 +65,9 @@ def hybrid_map(
     Args:
         config: config of the model.
         prefix: prefix of the language model's tensors.
-        apart: whether linear attention has four projections (Qwen3.5) and not two, grouped by key head (Qwen3-Next).
-        fused: whether the experts of a layer are in one tensor for each projection.
+        apart: whether linear attention has four projections (Qwen3.5) instead of two that are grouped by key head
+            (Qwen3-Next).
+        fused: whether all experts of a layer are in one tensor per projection.
         also, over: as in `decoder_map`.
     """
     block = f"{prefix}.layers."
@@ -149,11 +150,12 @@ TEXT_IGNORED_KEYS = (
 
 
 def read_text(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames the keys of the config.json of a Qwen3.5 text model to the fields of the config class.
+    """Rename the keys of a Qwen3.5 text model's config.json to the fields of the config class.
 
     Raises:
-        ValueError: frequencies that are not interleaved.
+        ValueError: the frequencies are not interleaved.
     """
+    # The sections of M-RoPE are among the rope parameters, and here a field of the config.
     flat = {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
     where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
     rope = dict(flat.get(where) or {})
@@ -172,18 +174,18 @@ def write_text(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fused(config: HybridConfig) -> tuple[bool, ...]:
-    """Whether the experts of a layer are in one tensor for each projection, for each layout: the written one first."""
+    """Whether all experts of a layer are in one tensor per projection, for each layout; the first is written."""
     return (True, False) if any(config.is_sparse(i) for i in range(config.num_hidden_layers)) else (False,)
 
 
 def text_maps(config: HybridConfig) -> list[WeightMap]:
-    """The layouts of a Qwen3.5 text model: the written one first, which is transformers'."""
+    """The layouts of a Qwen3.5 text model. The first is written, and is the layout of transformers."""
     prefixes = ("model.language_model", "model")
     return [hybrid_map(config, prefix, fused=fused) for prefix in prefixes for fused in _fused(config)]
 
 
 def multimodal_maps(config: Any) -> list[WeightMap]:
-    """The layouts of a Qwen3.5 model with its tower: the hub's first, then with older prefixes of Qwen2-VL's."""
+    """The layouts of a Qwen3.5 model with its tower. The first is the hub's layout; the last have older prefixes."""
     maps = []
     for text, visual in (("model.language_model", "model.visual"), ("model", "visual")):
         tower, over = qwen3_vl_tower(config.vision_config, visual)

@@ -1,8 +1,8 @@
 """Qwen3-Next (80B-A3B, Coder-Next): model_type ``qwen3_next``.
 
 Three of four layers have linear attention (Gated DeltaNet), every fourth has gated full attention; see
-`liger_models.arch.qwen3_5.block`. The MLP is a mixture of many small experts beside one that every token passes,
-multiplied by a gate. The layers that predict a second token (``mtp``) are kept and saved again; `LigerMTP` trains them.
+`liger_models.arch.qwen3_5.block`. The MLP is a mixture of many small experts plus one gated expert for all tokens.
+Layers that predict a second token (``mtp``) are kept and saved with the model; `LigerMTP` trains them.
 
 Source: transformers ``models/qwen3_next``, https://arxiv.org/abs/2412.06464.
 """
@@ -36,7 +36,7 @@ class Qwen3NextConfig(HybridMoeConfig):
 
     @property
     def normalizes(self) -> bool:
-        """Whether the weights of a token's experts are divided by their sum."""
+        """Whether the routing weights of a token are divided by their sum."""
         return self.norm_topk_prob
 
 
@@ -48,7 +48,7 @@ class LigerQwen3Next(HybridModel):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes ``num_experts`` as ``num_local_experts``."""
+    """Read ``num_local_experts``, transformers 5's name of ``num_experts``."""
     return {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
 
 
@@ -58,7 +58,7 @@ def weight_map(config: Qwen3NextConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen3NextConfig) -> list[WeightMap]:
-    """transformers 5 stores the experts of a layer in one tensor per projection."""
+    """The layout of transformers 5, with all experts of a layer in one tensor per projection."""
     return [hybrid_map(config, apart=False, fused=True)]
 
 

@@ -1,4 +1,4 @@
-"""The text models of Qwen3.5, dense and with experts.
+"""The text models of Qwen3.5, dense or with experts.
 
 Positions have three axes, time, height and width, which are equal in text. Checkpoints with the vision tower have the
 model types ``qwen3_5`` and ``qwen3_5_moe``.
@@ -42,16 +42,16 @@ class Qwen3_5MoeTextConfig(HybridMoeConfig):
 class LigerQwen3_5Text(HybridModel):
     """Qwen3.5, the text model, dense: model_type ``qwen3_5_text``.
 
-    Three of four layers have linear attention (Gated DeltaNet), every fourth has gated full attention; see
+    Three of four layers have linear attention (Gated DeltaNet), and every fourth has gated full attention; see
     `liger_models.arch.qwen3_5.block`. Positions have three axes, time, height and width, which are equal in text. The
-    MLP is that of Qwen3. The layers that predict a second token (``mtp``) are kept and saved again; `LigerMTP` trains
+    MLP is Qwen3's. Layers that predict a second token (``mtp``) are kept and saved with the model; `LigerMTP` trains
     them. Checkpoints with the vision tower have the model_type ``qwen3_5``.
     """
 
     config_class: ClassVar[type[Any]] = Qwen3_5TextConfig
 
     def build_rotary(self, config: Any) -> dict[str, nn.Module]:
-        """A rotary embedding of positions in time, height and width, which take turns in its frequencies."""
+        """A rotary embedding of positions in time, height and width, with interleaved frequencies."""
         rotary = MultimodalRotaryEmbedding(
             config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings,
             sections=config.mrope_section, interleaved=True,
@@ -62,8 +62,8 @@ class LigerQwen3_5Text(HybridModel):
 class LigerQwen3_5MoEText(LigerQwen3_5Text):
     """Qwen3.5, the text model with a mixture of experts: model_type ``qwen3_5_moe_text``.
 
-    Differs from ``qwen3_5_text``: the MLP is a mixture of experts beside one that every token passes, multiplied by a
-    gate; routing weights are always renormalized.
+    Differs from ``qwen3_5_text``: the MLP is a mixture of experts plus one gated expert for all tokens; routing weights
+    are always renormalized.
     """
 
     config_class = Qwen3_5MoeTextConfig

@@ -1,9 +1,9 @@
 """Qwen3-VL, dense: model_type ``qwen3_vl``.
 
-The language model is that of Qwen3 with positions in time, height and width, whose rotary frequencies are interleaved.
-The vision tower is that of Qwen2-VL with learned positions and DeepStack: the features of some of its blocks are added
-to the residual stream after the first blocks of the language model. Each frame of a video has placeholders of its own
-in the text, preceded by its timestamp.
+The language model is Qwen3 with positions in time, height and width, whose rotary frequencies are interleaved. The
+vision tower is Qwen2-VL's with learned positions and DeepStack: features from some of its blocks are added to the
+residual stream after the first blocks of the language model. Each frame of a video has its own placeholders in the
+text, preceded by its timestamp.
 
 Source: https://arxiv.org/abs/2511.21631, https://arxiv.org/abs/2406.04334, transformers ``models/qwen3_vl``.
 """
@@ -31,7 +31,7 @@ from liger_models.layers.norm import LigerRMSNorm
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VLConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a Qwen3-VL model; those of the vision tower are in ``vision_config``."""
+    """Sizes and constants of a Qwen3-VL model; ``vision_config`` holds the sizes of the tower."""
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
@@ -70,13 +70,13 @@ class Qwen3VLBlock(nn.Module):
         return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and a router's logits."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and router logits if any."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class Qwen3VLModel(MRopeModel):
-    """What the models of Qwen3-VL share."""
+    """The common part of the Qwen3-VL models."""
 
     tower_class = Qwen3VLTower
     frames_apart = True

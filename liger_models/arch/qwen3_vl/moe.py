@@ -1,7 +1,7 @@
 """Qwen3-VL with a mixture of experts (30B-A3B, 235B-A22B): model_type ``qwen3_vl_moe``.
 
-The vision tower, the positions and DeepStack are those of dense Qwen3-VL. The language model has the blocks of
-Qwen3-MoE, but always renormalizes routing weights and has no attention window.
+Vision tower, positions and DeepStack are as in dense Qwen3-VL. The language model has the blocks of Qwen3-MoE, but
+always renormalizes routing weights and has no attention window.
 
 Source: https://arxiv.org/abs/2511.21631, transformers ``models/qwen3_vl_moe``.
 """
@@ -22,7 +22,7 @@ from liger_models.layers.moe import LigerMoE
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VLMoeConfig(Qwen3VLConfig):
-    """Sizes and constants of a Qwen3-VL-MoE model; those of the vision tower are in ``vision_config``."""
+    """Sizes and constants of a Qwen3-VL-MoE model; ``vision_config`` holds the sizes of the tower."""
 
     hidden_size: int = 2048
     intermediate_size: int = 5632
@@ -45,12 +45,13 @@ class Qwen3VLMoeConfig(Qwen3VLConfig):
 
 
 class Qwen3VLMoeBlock(Qwen3VLBlock):
-    """As `Qwen3VLBlock`, where the MLP of most layers is a mixture of experts."""
+    """`Qwen3VLBlock`, where the MLP of most layers is a mixture of experts."""
 
     def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
         """The MLP of a layer, or its mixture of experts."""
         if not config.is_sparse(layer):
             return super().build_mlp(config, layer, kernels)
+        # Routing weights always add up to 1, and are rounded to the dtype of the logits, as in transformers.
         return LigerMoE(
             config.hidden_size,
             config.moe_intermediate_size,
@@ -81,7 +82,7 @@ EXPERTS = f"{TEXT}.layers.{{sparse}}.mlp.experts"
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """As `read_multimodal`; transformers 5 writes ``num_experts`` as ``num_local_experts``."""
+    """`read_multimodal`, which also reads ``num_experts`` under the name ``num_local_experts`` of transformers 5."""
     flat = names.read_multimodal(Qwen3VLMoeConfig, hf)
     if "num_local_experts" in flat:
         flat["num_experts"] = flat.pop("num_local_experts")
@@ -95,7 +96,7 @@ def weight_map(config: Qwen3VLMoeConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen3VLMoeConfig) -> list[WeightMap]:
-    """The untransposed layout, which transformers 5 writes for models that it did not load from a checkpoint."""
+    """The untransposed layout, which transformers 5 writes for models that were not loaded from a checkpoint."""
     return [_map(config, *fused_expert_rows(f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"))]
 
 

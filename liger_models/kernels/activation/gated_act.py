@@ -70,7 +70,7 @@ def _activation(g, ACT: tl.constexpr):
 
 @triton.jit
 def _load_pairs(pointer, left, BLOCK: tl.constexpr):
-    """Gate and up of BLOCK results, in fp32; ``left`` results remain from the pointer on."""
+    """Load gate and up of BLOCK results, in fp32; ``left`` results remain from the pointer on."""
     elements = tl.arange(0, 2 * BLOCK)
     pairs = tl.load(pointer + elements, mask=elements < 2 * left, other=0.0)
     gate, up = tl.split(tl.reshape(pairs, [BLOCK, 2]))
@@ -133,10 +133,10 @@ def gated_act_backward(
     overwrite_dy: bool = False,
     overwrite_gate_up: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch the backward kernel: ``(d_gate_up, product or None)``; the product is the forward's output.
+    """Launch the backward kernel and return ``(d_gate_up, product or None)``; the product is the forward's output.
 
-    With ``overwrite_dy`` the product goes into dy, with ``overwrite_gate_up`` d_gate_up goes into gate_up, for callers
-    that own these tensors and no longer need them.
+    With ``overwrite_dy`` the product is written to dy, and with ``overwrite_gate_up`` d_gate_up is written to gate_up.
+    The caller must own these tensors and no longer need them.
     """
     dy, gate_up = dy.contiguous(), gate_up.contiguous()
     d_gate_up = gate_up if overwrite_gate_up else torch.empty_like(gate_up)

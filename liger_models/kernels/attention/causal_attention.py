@@ -1,27 +1,28 @@
-"""Causal attention for heads of up to 512, which the kernels of libraries stop short of: they take 256.
+"""Causal attention for head dimensions up to 512; the kernels of libraries stop at 256.
 
-Query i of T is token i + S − T of the S keys. It sees key j if j is not after it, fewer than ``window`` tokens before
-it, and of its document. With s_ij = scale · log2 e · q_i · k_j and a number m_i near the largest s_ij, summed over the
-keys that i sees, in fp32::
+Query i of T is token i + S − T of the S keys. It sees key j if j belongs to its document and is neither after it nor
+``window`` or more tokens before it. With s_ij = scale · log2 e · q_i · k_j and a number m_i near the largest s_ij,
+summed over the keys that i sees, in fp32::
 
     Σ_i  = Σ_j exp2(s_ij − m_i)
     p_ij = exp2(s_ij − m_i) / Σ_i
     o_i  = Σ_j p_ij · v_j
 
-Backward, with δ_i = do_i · o_i; dk and dv sum over the query heads that share them, too::
+Backward, with δ_i = do_i · o_i; dk and dv are also summed over the query heads that share a KV head::
 
     dv_j = Σ_i p_ij · do_i
     ds_ij = scale · p_ij · (do_i · v_j − δ_i)
     dq_i = Σ_j ds_ij · k_j,   dk_j = Σ_i ds_ij · q_i
 
-Saved: q, k, v, o, m and 1 / Σ. The logarithm of the sum in their place would round p: it is not near 0. p and ds are
-rounded to the dtype of q, like the weights of the forward.
+Saved: q, k, v, o, m and 1 / Σ. One logarithm in place of m and Σ would be far from 0, and its rounding would make p
+inaccurate. p and ds are rounded to the dtype of q, like the weights of the forward.
 
-Neither direction is a single kernel. A program that kept o of 128 queries, heads of 512, in registers would need all
-registers of a Hopper multiprocessor, and so would one that kept dk and dv of 64 keys; with fewer queries or keys more
-bytes are loaded than the multiprocessors take. At this width weights and scores are small beside the products that
-they take part in. So one kernel writes the visible tiles of them to a workspace, for some queries and heads at a time,
-and plain matrix products read them: 2 products in the forward and 5 in the backward. The kernels, in their order::
+Neither direction is a single kernel. With heads of 512, a program that kept o of 128 queries in registers would need
+all registers of a Hopper multiprocessor, and so would a program that kept dk and dv of 64 keys. Programs with fewer
+queries or keys would load more bytes than the multiprocessors can take in. At this width the weights and scores are
+small compared with the products that use them. One kernel therefore writes their visible tiles to a workspace, for some
+queries and heads at a time, and plain matrix products read the tiles: 2 products in the forward and 5 in the backward.
+The kernels, in their order::
 
     forward                                             backward
     _weights_kernel        tiles of exp2(s − m)         _row_products_kernel        δ
@@ -33,11 +34,11 @@ and plain matrix products read them: 2 products in the forward and 5 in the back
 a KV head.
 
 The forward writes exp2(s_ij − m), with m and the sum of each row of a tile. m is 0 where the largest s of the row is
-within ±64, and otherwise that number, rounded up: bf16 and fp32 hold weights around 2^64 as well as weights around 1. A
-second kernel adds the sums. Where tiles of a query have different m, it multiplies the weights in the workspace by a
-power of 2, which rounds only tiny weights. The product with v is then a plain one. It could not multiply the weights
-itself: with Triton 3.6 a loop that does so overwrites registers that asynchronous products of the step before still
-read.
+within ±64, and otherwise the largest s, rounded up: bf16 and fp32 hold weights around 2^64 as well as weights around 1.
+A second kernel adds the sums. Where tiles of a query have different m, it multiplies the weights in the workspace by a
+power of 2, which rounds only tiny weights. The product with v is then a plain matrix product. It cannot rescale the
+weights itself: with Triton 3.6 a loop that does so overwrites registers that asynchronous products of the previous step
+still read.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """
@@ -107,8 +108,8 @@ def _scale_and_mask(
     scores, scale, position, key, S, window, documents_ptr, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """s [BLOCK_M, BLOCK_N] of q · kᵀ, of queries from ``position`` and keys from ``key`` on; -inf where a query doesn't
-    see a key. ``documents_ptr`` points to the documents of the keys."""
+    """Turn q · kᵀ [BLOCK_M, BLOCK_N] into s, with -inf where a query doesn't see a key."""
+    # log2 e: the exponentials are powers of 2, which the hardware computes.
     scores *= scale * LOG2_E
     # Without bounds, tiles below the diagonal are visible as a whole.
     if HAS_DOCUMENTS or HAS_WINDOW or key + BLOCK_N > position:
@@ -118,6 +119,7 @@ def _scale_and_mask(
         if HAS_WINDOW:
             visible = visible & (positions[:, None] - keys[None, :] < window)
         if HAS_DOCUMENTS:
+            # The two fill values differ, so that what lies past the last token is never in one document.
             document = tl.load(documents_ptr + positions, mask=positions < S, other=-3)
             key_document = tl.load(documents_ptr + keys, mask=keys < S, other=-2)
             visible = visible & (document[:, None] == key_document[None, :])
@@ -127,7 +129,7 @@ def _scale_and_mask(
 
 @triton.jit
 def _load_tile(x, batch, head, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] of a head, from a descriptor of [B, heads, rows, D]; 0 outside."""
+    """Load a tile [ROWS, COLUMNS] of a head from a descriptor of [B, heads, rows, D]; 0 outside."""
     return x.load([batch, head, row, column]).reshape(ROWS, COLUMNS)
 
 
@@ -139,7 +141,7 @@ def _weights_kernel(
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of exp2(s − m), with m and the sum of each row of a tile; a program takes many places."""
+    """Write tiles of exp2(s − m), and m and the sum of each row of a tile; a program writes many tiles."""
     BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     places = slots * ((tiles + 1) // 2) * width
@@ -177,9 +179,10 @@ def _sums_kernel(
     T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
     BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One m for all weights of a query, and the inverse of their sum, [B, H, T] each.
+    """Write one m for all weights of a query, and the inverse of their sum, [B, H, T] each.
 
-    The SUMS_PROGRAMS programs of a tile of queries compute both, and share the weights that have another m.
+    Each of the SUMS_PROGRAMS programs of a tile of queries computes both. They split the rescaling of weights that were
+    written with another m.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     slot = tl.program_id(1)
@@ -237,7 +240,7 @@ def _sum_over_keys_kernel(
     D: tl.constexpr, HAS_INVERSE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """[B, T, H, D]: o = weights · v / Σ, or dq = ds · k, of BLOCK_M queries and BLOCK_D columns of a head."""
+    """Write o = weights · v / Σ or dq = ds · k [B, T, H, D], BLOCK_M queries and BLOCK_D columns per program."""
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     slot = tl.program_id(1)
     tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
@@ -279,7 +282,7 @@ def _row_products_kernel(
     out_ptr, d_out_ptr, delta_ptr, N, T, d_b, d_t, d_h, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """δ [B, H, T] of o [B, T, H, D] and do, ROWS of the N = B · T · H vectors in each program."""
+    """Write δ [B, H, T] from o [B, T, H, D] and do, ROWS of the N = B · T · H vectors per program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = row % H
     token = row // H
@@ -301,7 +304,7 @@ def _score_gradients_kernel(
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of p and ds, at the places of the forward's weights."""
+    """Write tiles of p and ds, in the layout of the forward's weights."""
     BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     places = slots * ((tiles + 1) // 2) * width
@@ -346,9 +349,9 @@ def _sum_over_queries_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """dv = pᵀ · do or dk = dsᵀ · q, of BLOCK_N keys and BLOCK_D columns of a KV head, summed over its query heads.
+    """Write dv = pᵀ · do or dk = dsᵀ · q for BLOCK_N keys and BLOCK_D columns, summed over a group's query heads.
 
-    Later launches add to sum_ptr. Tiles of keys from ``finished`` on are not in launches to come.
+    Later launches add to sum_ptr. Tiles of keys from ``finished`` on are complete after this launch.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     key_tile = tl.program_id(2)
@@ -383,18 +386,19 @@ def _sum_over_queries_kernel(
     if later != 0:
         total += tl.load(sum_ptr + entries, mask=inside, other=0.0)
     if key_tile >= finished:
+        # This launch is the last one with these keys, so the sum is rounded once.
         tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         tl.store(sum_ptr + entries, total, mask=inside)
 
 
 def _tier(x: Tensor) -> int:
-    """Which entry of the tables of tiles holds for ``x``."""
+    """Key of the tables of tile sizes, for the dtype and device of ``x``."""
     return LARGE if x.element_size() == 2 and fitting_stages(x, 2, 113 * 2**10) == 2 else SMALL
 
 
 def _bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: Tensor) -> tuple[Tensor, ...]:
-    """``(documents, low, last)``, [B, S] int32 each; without documents and window, tensors that are not read.
+    """Return ``(documents, low, last)``, [B, S] int32 each; without documents and window they are empty and not read.
 
     No token from i on sees a key before low[i], and last[j] is the last token i with low[i] <= j.
     """
@@ -420,7 +424,7 @@ def _bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: 
 def _constants(
     q: Tensor, k: Tensor, documents: Tensor | None, window: int | None
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Constants of all kernels, of kernels that mask scores, and constants and options of products with a workspace."""
+    """Constants of all kernels; constants of kernels that mask scores; constants and options of workspace products."""
     tier, D = _tier(q), q.shape[3]
     block_m, block_n, _ = TILE[tier]
     shared = {"H": q.shape[2], "GROUP": q.shape[2] // k.shape[2], "D": D, "PRECISION": dot_precision(q)}
@@ -432,25 +436,25 @@ def _constants(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x [B, T, H, D], copied and padded unless its rows begin at multiples of 16 bytes, as loads of tiles need."""
+    """Return x [B, T, H, D], copied and padded unless its rows begin at multiples of 16 bytes, as loads require."""
     if x.stride(3) != 1 or x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:3]):
         x = torch.nn.functional.pad(x, (0, -x.shape[3] % 8)).contiguous()
     return x
 
 
 def _heads(x: Tensor, rows: int, columns: int) -> Any:
-    """A descriptor of an aligned x [B, T, H, D] as [B, H, T, D], to load ``rows`` x ``columns`` of a head at a time."""
+    """Describe an aligned x [B, T, H, D] as [B, H, T, D], to load ``rows`` x ``columns`` of a head at a time."""
     x = x.transpose(1, 2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
 
 
 def _programs(q: Tensor, per_sm: int, launch: Launch, bounded: bool) -> int:
-    """How many programs write a workspace. With bounds tiles differ in time, so that each has a program."""
+    """How many programs write a workspace. With bounds tiles take unequal times, so each tile has a program."""
     return launch.places if bounded else min(launch.places, num_programs(q, per_sm))
 
 
 def _strips(x: Tensor, rows: int, columns: int) -> Any:
-    """A descriptor of a workspace [places · BLOCK_M, BLOCK_N], to load ``rows`` x ``columns`` at a time."""
+    """Describe a workspace [places · BLOCK_M, BLOCK_N], to load ``rows`` x ``columns`` at a time."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
@@ -527,6 +531,7 @@ def _causal_attention_backward(
 
     with on_device_of(q):
         parts = launches(q, k, block_m, block_n, backward=True)
+        # Descriptors need rows that begin at multiples of 16 bytes.
         q, k, v, d_out = map(_aligned, (q, k, v, d_out))
 
         # The workspace, which all launches share, and sums of dk and dv over launches.
@@ -609,8 +614,8 @@ def causal_attention(
     Args:
         q: [B, T, H, D], float32, float16 or bfloat16, D at most 512.
         k, v: [B, S, G, D] in the dtype of q, S at least T; H is a multiple of G. The queries are the last T tokens.
-        documents: [B, S] integers, the document of each token, −1 for padding, below S. A token sees its own document.
-            None: all tokens are one document.
+        documents: [B, S] integers below S, the document of each token, −1 for padding. A token sees only its own
+            document. None: all tokens are one document.
         scale: factor of q·k; None for D^-0.5.
         window: number of tokens that a token sees, itself included; None for all.
 

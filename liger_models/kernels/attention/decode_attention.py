@@ -7,14 +7,14 @@ c · tanh(scale · q · k_j / c) with a softcap c, summed over the tokens that a
     lse = log(Σ_j exp(s_j) + exp(z))      with a sink z of the head; without, exp(z) = 0
     o   = Σ_j exp(s_j − lse) · v_j
 
-The keys of a row are divided among programs, because one program for each head would leave most of a GPU idle. Program
+The keys of a row are divided among programs, because one program per head would use only a small part of a GPU. Program
 i writes o_i and lse_i of its keys, without the sink, and a second kernel combines them::
 
     o = Σ_i exp(lse_i − lse) · o_i
 
-Heads that share keys are rows of the same matrix product, so that a key is read once. How many programs there are
-follows from the shapes alone, and which keys are theirs from ``lengths``: a captured launch serves all lengths. There
-is no backward.
+Heads that share keys are rows of the same matrix product, so that a key is read once. The number of programs follows
+from the shapes alone, and ``lengths`` decides which keys each of them reads, so a captured launch serves all lengths.
+There is no backward.
 
 Source: https://arxiv.org/abs/1805.02867, https://pytorch.org/blog/flash-decoding, https://arxiv.org/abs/2309.06180.
 """
@@ -39,10 +39,10 @@ STAGES = 3
 programs of 96 KB fit into the shared memory of a multiprocessor."""
 
 LEAST_ROWS = 16
-"""Heads of a product at least; a group that has fewer is padded."""
+"""Minimum number of heads in a product; a smaller group is padded."""
 
 MOST_QUERIES = 2**13
-"""Elements of a program's queries at most. Wider groups are divided, and each part reads the keys again."""
+"""Maximum number of elements in a program's queries. A wider group is divided, and each part reads the keys again."""
 
 COMBINED_COLUMNS = 128
 """Columns of a head that a program of the second kernel combines."""
@@ -62,7 +62,8 @@ def decode_attention_reference(
 ) -> Tensor:
     """`decode_attention` in plain torch (fp64 stays fp64), on copies of all pages in the table.
 
-    On the CPU these are as many as the longest row has: tables are made for the most tokens that rows may get.
+    On the CPU it reads only as many pages as the longest row has, because tables are sized for the longest rows
+    allowed.
     """
     (B, H, D), G = q.shape, keys.shape[2]
     if B and table.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -90,7 +91,7 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row's keys, for a tile of the GROUP query heads of a KV head: their output and its log-sum."""
+    """Write the output and the log-sum over one part of a row's keys, for a tile of the GROUP heads of a KV head."""
     await_previous(OVERLAPS)
     part = tl.program_id(0)
     tiles: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
@@ -147,7 +148,7 @@ def _combine_kernel(
     parts_ptr, lse_ptr, sinks_ptr, out_ptr, H, D: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The weighted sum of the parts that have keys, of BLOCK_D columns of a head; ``lse`` has the base 2."""
+    """Write the weighted sum of the parts that have keys, for BLOCK_D columns of a head; ``lse`` is in base 2."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -245,13 +246,13 @@ def decode_attention(
     Args:
         q: [B, H, D], float32, float16 or bfloat16, D at most 512.
         keys, values: [pages, P, G, D] in the dtype of q, P a power of two of at least 16; H is a multiple of G.
-        table: [B, N] int32, the pages of each row in the order of its tokens. Entries after the last token may be any
-            page. The number of launched programs follows from N · P.
+        table: [B, N] int32, the pages of each row in the order of its tokens. Entries after the last token may name any
+            page. N · P determines the number of programs.
         lengths: [B] int32, number of tokens of each row, 0 to N · P; the result of a row without tokens is undefined.
         scale: factor of q·k.
         window: number of tokens that a token sees, itself included; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
-        sinks: [H], a score of each head that no key belongs to and that takes its share of the softmax; None for none.
+        sinks: [H], one extra score per head, which has no key and takes its share of the softmax; None for none.
 
     Returns:
         [B, H, D] in the dtype of q, without a backward.

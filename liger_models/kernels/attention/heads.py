@@ -1,4 +1,4 @@
-"""Limits, checks and the step of the online softmax that the attention kernels share."""
+"""Limits, checks and one step of the online softmax, which all attention kernels share."""
 
 from torch import Tensor
 
@@ -14,11 +14,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def softmax_step(
     scores, v, total, most, weight, ALL_ROWS_SEE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Add N keys to the online softmax of M rows; ``(total, most, weight)`` afterwards.
+    """Add N keys to the online softmax of M rows, and return the new ``(total, most, weight)``.
 
-    scores [M, N] have the base 2, and are -inf where a row doesn't see a key; v is [N, D]. total [M, D] is the output
-    times weight [M], the sum of exp2(s − most), and most [M] the largest s so far. With ALL_ROWS_SEE each row sees one
-    of the keys.
+    scores [M, N] are in base 2, and -inf where a row doesn't see a key; v is [N, D]. most [M] is the largest s so far,
+    weight [M] is the sum of exp2(s − most), and total [M, D] is the output times weight. With ALL_ROWS_SEE each row
+    sees at least one of the keys.
     """
     larger = tl.maximum(most, tl.max(scores, 1))
     finite = larger
@@ -32,7 +32,7 @@ def softmax_step(
 
 
 def check_heads(op: str, H: int, D: int, window: int | None, sinks: Tensor | None, advice: str) -> None:
-    """Raise unless heads are not too wide, the window has a token, and each head has a sink; None for neither.
+    """Raise if heads are too wide, the window is below 1, or there isn't one sink per head; None skips a check.
 
     ``advice`` says what to do for wider heads.
     """

@@ -1,16 +1,16 @@
 """Causal attention whose result for a token has the same bits in training, prefill and decoding, and in every batch.
 
 Token i sees the keys from max(first_i, last_i − window + 1) to last_i: ``first`` is the start of its document and
-``last`` its own place. With s_j = scale · q · k_j, or c · tanh(scale · q · k_j / c) with a softcap c, in fp32::
+``last`` its own position. With s_j = scale · q · k_j, or c · tanh(scale · q · k_j / c) with a softcap c, in fp32::
 
     lse = log(Σ_j exp(s_j) + exp(z))      with a sink z of the head; without, exp(z) = 0
     o   = Σ_j exp(s_j − lse) · v_j
 
 The keys of a document are read in blocks that start with its first token, one after the other and never by several
-programs. A program takes the heads of a group that share keys, for a few tokens. If these belong to several documents,
-it reads the blocks of each of them; what a token does not see multiplies its sums by 1 and adds 0. So neither the other
-tokens of the program nor the way in which keys are stored, one after the other or in pages, changes a bit. There are
-always as many rows in a product, since other instructions would add in another order.
+programs. A program computes the heads of a group that share keys, for a few tokens. If the tokens belong to several
+documents, the program reads the blocks of each document; a key that a token does not see multiplies its sums by 1 and
+adds 0. So neither the other tokens of the program nor the storage of the keys (contiguous or in pages) changes a bit. A
+product always has the same number of rows, since other instructions would add in another order.
 
 There is no backward: `layers.attention` runs the backward of ordinary attention.
 
@@ -31,7 +31,7 @@ from liger_models.kernels.tiles import contiguous_rows, dot_precision, scale_and
 
 
 class Tile(NamedTuple):
-    """Rows (tokens times heads) and keys of a product, warps and pipeline stages of a program."""
+    """Rows (tokens times heads) and keys of a product; warps and pipeline stages of a program."""
 
     rows: int
     keys: int
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 
 
 TILES = {2: (Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)), 4: (Tile(32, 32, 4, 2), Tile(16, 16, 4, 2))}
-"""By the bytes of an element: for heads of up to 128, and for wider ones. Nothing else may choose it."""
+"""Bytes of an element -> tiles for head dimensions up to 128 and above. The choice may depend on nothing else."""
 
 NOWHERE = tl.constexpr(2147483647)
 
@@ -86,7 +86,7 @@ def _invariant_attention_kernel(
     HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """HEADS query heads of a KV head of TOKENS tokens per program, which are the rows of its products."""
+    """Compute HEADS query heads of a KV head for TOKENS tokens per program: TOKENS · HEADS rows in each product."""
     parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // parts
 
@@ -166,6 +166,8 @@ def _invariant_attention(
     k, v = (contiguous_rows(x) if table is None else x.contiguous() for x in (k, v))
     (N, H, D), G = q.shape, k.shape[-2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # The query heads of a KV head share its keys, so a tile holds several heads of each token. With pages a tile has
+    # one token, because tokens of different rows have different pages.
     tile = TILES[q.itemsize][D > 128]
     heads = min(triton.next_power_of_2(H // G), tile.rows)
     tokens = tile.rows // heads if table is None else 1
@@ -174,6 +176,7 @@ def _invariant_attention(
         with on_device_of(q):
             _invariant_attention_kernel[(triton.cdiv(N, tokens), G * triton.cdiv(H // G, heads))](
                 q, k, v, first, last, first if table is None else contiguous_rows(table),
+                # Pointers that the constants switch off point to q or first.
                 q if sinks is None else sinks.contiguous(), out, N, *q.stride()[:2], k.stride(-3), k.stride(-2),
                 v.stride(-3), v.stride(-2), 0 if table is None else table.stride(0), window or 0, scale, softcap or 0.0,
                 G=G, GROUP=H // G, D=D, PAGE=0 if table is None else k.shape[1], TOKENS=tokens, HEADS=heads,
@@ -202,19 +205,19 @@ def invariant_attention(
     sinks: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention, where the bits of a token's result depend on its query and the keys that it sees alone.
+    """Causal attention in which the bits of a token's result depend only on its query and on the keys that it sees.
 
     Args:
         q: [N, H, D], float32, float16 or bfloat16, D at most 512.
-        k, v: [S, G, D] in the dtype of q; H is a multiple of G. With ``table`` pages [pages, P, G, D], in which keys
-            are numbered by row, as the table orders its pages.
+        k, v: [S, G, D] in the dtype of q; H is a multiple of G. With ``table`` they are pages [pages, P, G, D], and the
+            keys of a row are numbered in the order of its pages.
         first: [N] int32, the first key of each token's document.
-        last: [N] int32, the last key that each token sees, at least ``first``: its own.
+        last: [N] int32, the last key that each token sees, which is its own; at least ``first``.
         scale: factor of q·k.
         window: number of tokens that a token sees, itself included; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
-        sinks: [H], a score of each head that no key belongs to and that takes its share of the softmax; None for none.
-        table: [N, M] int32, the pages of each token's row in the order of its keys; None for keys that are not paged.
+        sinks: [H], one extra score per head, which has no key and takes its share of the softmax; None for none.
+        table: [N, M] int32, the pages of each token's row in the order of its keys; None if the keys are not paged.
 
     Returns:
         [N, H, D] in the dtype of q, without a backward.

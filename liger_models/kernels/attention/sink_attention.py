@@ -1,4 +1,4 @@
-"""Causal attention with sinks: each head has one more score, of no key, which takes its share of the softmax.
+"""Causal attention with sinks: each head has one more score, without a key, which takes its share of the softmax.
 
 With the scores s_ij = scale · q_i · k_j of the keys that a token attends to, and z the sink of the head::
 
@@ -6,16 +6,15 @@ With the scores s_ij = scale · q_i · k_j of the keys that a token attends to, 
     l'_i = log(exp(l_i) + exp(z))
     y_i = exp(l_i − l'_i) · o_i = σ(l_i − z) · o_i
 
-Backward. With P'_ij = exp(s_ij − l'_i), which a flash kernel recomputes if it gets y and l' instead of
-o and l::
+Backward. A flash kernel that gets y and l' instead of o and l recomputes P'_ij = exp(s_ij − l'_i), and then::
 
     dS_ij = P'_ij · (dy_i · v_j − dy_i · y_i)    and dq, dk, dv from it, as without a sink
     dz = −Σ_i exp(z − l'_i) · (dy_i · y_i)
 
-The flash kernels are PyTorch's: cuDNN's where it is the fastest (plainly causal, whole multiples of `CUDNN_STEP`), and
-the variable-length one elsewhere. The kernels here turn o and l into y and l' in place, and sum dz.
+The flash kernels are PyTorch's: cuDNN where it is fastest (plainly causal, lengths that are multiples of `CUDNN_STEP`),
+and the variable-length kernel elsewhere. The kernels here turn o and l into y and l' in place, and sum dz.
 
-Saved: q, k, v, y, l' and the sinks; without sinks it is as much.
+Saved: q, k, v, y, l' and the sinks, which is what attention without sinks saves, plus [H] numbers.
 
 Source: https://arxiv.org/abs/2309.17453, https://arxiv.org/abs/2508.10925.
 """
@@ -62,7 +61,7 @@ def sink_attention_reference(
 
 
 def _visible(B: int, T: int, window: int | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """[B · T, B · T] bool: which tokens see which."""
+    """Which tokens see which: [B · T, B · T] bool."""
     index = torch.arange(B * T, device=device)
     distance = index[:, None] - index
     row = index // T if T else index
@@ -129,7 +128,7 @@ def _cudnn_runs(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _bounds(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[Tensor, int]:
-    """The segments that the variable-length kernel sees: the documents, or the rows of the batch."""
+    """Bounds of the sequences for the variable-length kernel: the documents, or the rows of the batch."""
     B, T = q.shape[:2]
     if cu_seqlens is not None:
         return cu_seqlens, max_seqlen
@@ -137,7 +136,7 @@ def _bounds(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[Tens
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int) -> tuple[list[Tensor], Tensor]:
-    """Heads [1, H, N, D] and a mask that is added to the scores, for PyTorch's flash attention on the CPU."""
+    """Heads [1, H, N, D] and an additive mask of the scores, for PyTorch's flash attention on the CPU."""
     B, T, H, _ = q.shape
     heads = [x.reshape(1, B * T, *x.shape[2:]).transpose(1, 2) for x in (q, k, v)]
     visible = _visible(B, T, window or None, cu_seqlens, q.device)
@@ -148,7 +147,7 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: 
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention without sinks: ``(o [B, T, H, D], l [H, B · T] fp32)``, both of their own memory."""
+    """Attention without sinks: ``(o [B, T, H, D], l [H, B · T] fp32)``, both newly allocated."""
     B, T, H, D = q.shape
     aten = torch.ops.aten
     if q.device.type == "cpu":
@@ -178,6 +177,7 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, H, D = q.shape
     aten = torch.ops.aten
+    # PyTorch's kernel for the CPU has no groups: keys are repeated for it, and their gradients summed over a group.
     if q.device.type == "cpu":
         heads, added = _on_cpu(q, k, v, cu_seqlens, window)
         results = (x.view(1, B * T, H, D).transpose(1, 2) for x in (dy, y))
@@ -188,6 +188,7 @@ def _flash_backward(
         return dq.transpose(1, 2).reshape(q.shape), dk, dv
 
     if cu_seqlens is None and not window and _cudnn_runs(q, k, v):
+        # cuDNN, where it can run: it takes [B, H, T, D] and lse as [B, H, T, 1].
         heads = [x.transpose(1, 2) for x in (q, k, v, y)]
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout
         statistics = lse.view(H, B, T).transpose(0, 1).reshape(B, H, T, 1).contiguous()
@@ -198,6 +199,7 @@ def _flash_backward(
         return dq, dk, dv
 
     bounds, longest = _bounds(q, cu_seqlens, max_seqlen)
+    # FlashAttention, over the packed tokens [B · T, H, D].
     rows = [x.reshape(B * T, *x.shape[2:]) for x in (dy, q, k, v, y)]
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads = aten._flash_attention_backward(
@@ -247,12 +249,14 @@ def _sink_attention_backward(
     dy = dy.contiguous()
     grads: list[Tensor] = [x.new_empty(0) for x in inputs]
     if need_sinks:
+        # dsink of a head is a sum over tokens: each program writes its part, [H, programs].
         grid, constants = _grid(B * T, H, D)
         sums = torch.empty(H, grid[0], dtype=torch.float32, device=q.device)
         with on_device_of(q):
             _sinks_backward_kernel[grid](dy, y, lse, sinks.contiguous(), sums, B * T, H, **constants)
         grads[3] = sums.sum(1).to(sinks.dtype)
     if need_qkv:
+        # With the lse that includes the sink, the ordinary backward gives the gradients of q, k and v.
         grads[:3] = _flash_backward(dy, q, k, v, y, lse, cu_seqlens, max_seqlen, scale, window)
     return tuple(grad.contiguous() for grad in grads)
 
@@ -295,7 +299,7 @@ register_autograd("sink_attention", _backward, _setup)
 
 
 def is_fused(q: Tensor) -> bool:
-    """Whether `sink_attention` keeps no scores of such heads in memory: in half precision, up to 256 dimensions."""
+    """Whether `sink_attention` computes such heads without storing scores: in half precision, up to 256 dimensions."""
     half = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
     return use_triton(q) and (half or q.device.type == "cpu")
 
@@ -311,7 +315,7 @@ def sink_attention(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Causal attention in which each head has one more score, its sink, that no key and no value belongs to.
+    """Causal attention in which each head has one more score, its sink, without a key or a value.
 
     Args:
         q: [B, T, H, D], float32, float16 or bfloat16. Where `is_fused` is False all scores are in memory.
@@ -319,8 +323,8 @@ def sink_attention(
         sinks: [H], of any floating-point dtype.
         scale: factor of q·k.
         window: number of tokens that a token attends to, itself included; None for all.
-        cu_seqlens: [n + 1] int32, bounds of documents over the B · T flattened tokens, the bounds of all rows among
-            them. None: each row is a document.
+        cu_seqlens: [n + 1] int32, bounds of documents over the B · T flattened tokens, including the bounds of all
+            rows. None: each row is a document.
         max_seqlen: upper bound of the length of a document; T by default.
 
     Returns:

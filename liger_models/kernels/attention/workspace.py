@@ -1,11 +1,11 @@
 """Layout of the workspace of `causal_attention`: which tiles of weights a launch writes, and where.
 
 The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*. One
-launch fills the workspace for some query heads, its *slots*, and for a part of the queries. Only tiles with visible
-pairs have a place: the later a tile of queries, the more tiles of keys it sees. So that every slot is a rectangle, the
-tiles of queries are folded into pairs that see about equally many keys: the last with the first, the last but one with
-the second, and so on. Of an odd number of tiles the last one is alone. The places of a slot with 5 tiles of queries, 0
-to 4, are 3 pairs of width 5; here each place is shown as its tile of queries, whose tiles of keys are in order::
+launch fills the workspace for some query heads, its *slots*, and for a part of the queries. A tile has a place only if
+it has visible pairs, so later tiles of queries have more tiles of keys. To make every slot a rectangle, the tiles of
+queries are paired so that all pairs see about equally many keys: the last with the first, the last but one with the
+second, and so on. If their number is odd, the last tile stays alone. For example, the tiles of queries 0 to 4 make 3
+pairs with 5 places each. The table shows the tile of queries at each place; its tiles of keys are in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0
@@ -32,8 +32,8 @@ dv are summed over launches in fp32."""
 class Part(NamedTuple):
     """The heads and queries of a launch.
 
-    Kernels take these numbers one by one and pack them again: Triton would specialize the entries of a tuple, and so
-    compile a kernel for each launch.
+    Kernels take these numbers one by one and pack them again, because Triton would specialize the entries of a tuple
+    and compile a kernel for each launch.
 
     Attributes:
         T, S: queries and keys of a row of the batch; query i is token i + S − T.
@@ -61,7 +61,7 @@ VARYING = ["kv_head", "query_head", "query_heads", "query", "tiles", "width", "s
 
 @triton.jit
 def key_tiles(tile, position, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many tiles of keys a tile of queries sees, if tile 0 begins at this position of the S keys."""
+    """How many tiles of keys a tile of queries sees if tile 0 begins at ``position`` of the S keys."""
     return tl.cdiv(tl.minimum(position + (tile + 1) * BLOCK_M, S), BLOCK_N)
 
 
@@ -74,7 +74,7 @@ def slot_head(slot, part, H: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def first_place(slot, tile, part, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Place of the first tile of keys of a tile of queries; its other tiles of keys follow."""
+    """Place of the first tile of keys that a tile of queries sees; the places of the others follow."""
     upper = tile >= part.tiles // 2  # the later tile of its pair, which comes first
     pair = tl.where(upper, part.tiles - 1 - tile, tile + part.tiles % 2)
     position = part.query + part.S - part.T
@@ -89,7 +89,7 @@ def tile_at(
 ):  # fmt: skip
     """The tile at a place: row of the batch, query head, first query, first key, and whether it has visible pairs.
 
-    The last is exact only with bounds (a window or documents); without, all tiles are written.
+    Visibility is exact only with bounds (a window or documents); without bounds, all tiles are written.
     """
     pairs = (part.tiles + 1) // 2
     pair = place // part.width % pairs
@@ -120,8 +120,8 @@ class Launch(NamedTuple):
         part: which heads and queries.
         kv_heads: KV heads, of the B · G of all rows.
         key_tiles: tiles of keys that the queries see.
-        later: whether launches before see some of these keys, with query heads of the same KV heads.
-        finished: the tiles of keys from here on are not in launches to come.
+        later: whether an earlier launch sees some of these keys with query heads of the same KV heads.
+        finished: index of the first tile of keys that no later launch sees.
     """
 
     part: Part
@@ -144,10 +144,10 @@ class Launch(NamedTuple):
 def parts_of_queries(
     T: int, S: int, block_m: int, block_n: int, matrices: int
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """How many heads one launch takes, and the parts of the queries, which have about as many visible keys each.
+    """How many heads one launch takes, and the parts of the queries, which have about equally many visible keys.
 
-    A part is its first query, its tiles of queries, and the places of a pair of them. ``matrices`` is how many
-    matrices of weights a launch writes.
+    A part is its first query, its number of tiles of queries, and the number of places of a pair of them. ``matrices``
+    is how many matrices of weights a launch writes.
     """
     queries, keys = triton.cdiv(T, block_m) * block_m, triton.cdiv(S, block_n) * block_n
     before = keys - queries
@@ -169,8 +169,8 @@ def parts_of_queries(
 def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -> list[Launch]:
     """Cut the heads and queries of q [B, T, H, D] and k [B, S, G, D] into launches.
 
-    The forward takes all query heads of a KV head before the next one: its keys are in the cache then. The backward
-    takes all KV heads before the second query head of one: sums over queries have more tiles then.
+    The forward takes all query heads of a KV head before the next KV head, while its keys are in the cache. The
+    backward takes one query head of all KV heads before the second one, so that sums over queries have more tiles.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)

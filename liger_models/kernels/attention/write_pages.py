@@ -1,7 +1,7 @@
 """Writing keys and values of new tokens into the pages of a cache, in place.
 
-With P tokens in a page, slot s is token s % P of page s // P. Token n of the new ones goes to slot slots[n]; a negative
-slot is for tokens that are not kept (padding)::
+With P tokens in a page, slot s is token s % P of page s // P. New token n is written to slot slots[n]; a token with a
+negative slot (padding) is not written::
 
     keys[s // P, s % P] = k_n,   values[s // P, s % P] = v_n        with s = slots[n] >= 0
 
@@ -32,7 +32,7 @@ def _write_pages_kernel(
     keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, k_n, k_g, v_n, v_g,
     SIZE: tl.constexpr, D: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements of the keys of a token, [G, D] of SIZE elements, and as many of its values, per program."""
+    """Write BLOCK of the SIZE = G · D elements of a token's keys, and as many of its values, per program."""
     await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
@@ -69,10 +69,10 @@ def _write_pages_fake(keys, values, k, v, slots):
 
 
 def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write the keys and values of new tokens into pages. Slots that several tokens name get any of them.
+    """Write the keys and values of new tokens into pages. If several tokens name one slot, any of them is written.
 
     Args:
-        keys, values: [pages, P, G, D], contiguous, which are written to.
+        keys, values: [pages, P, G, D], contiguous; written in place.
         k, v: [N, G, D] in the dtype of the pages.
         slots: [N] int64, where each token goes, below pages · P; negative for a token that is not kept.
 

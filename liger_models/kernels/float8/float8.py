@@ -1,6 +1,6 @@
-"""Rounding of matrices to float8, and products of what was rounded.
+"""Rounding of matrices to float8, and products of the rounded matrices.
 
-A matrix is rounded with one scale, or with a scale of each row::
+A matrix is rounded with one scale, or with one scale per row::
 
     s = MAX / max(|x|)                    the maximum over the tensor or the row, MAX the largest number of the format;
                                           with ``power_of_2`` s is rounded down to a power of 2
@@ -10,16 +10,16 @@ The hardware contracts the last dimension of both factors, each stored by rows, 
 
     a @ bᵀ = cast((qa @ qbᵀ) / sa / sb)
 
-A linear layer has three products, ``y = x @ Wᵀ``, ``dx = dy @ W`` and ``dW = dyᵀ @ x``. The second needs the columns of
-W as rows, the third those of dy and x. Kernels therefore write a matrix by rows, by columns (transposed), or both. They
-compute what they round on the way: a matrix may be given as a tensor, or as a norm, a gated product or the gradient of
-gate and up, which then never exists in another format.
+A linear layer has three products, ``y = x @ Wᵀ``, ``dx = dy @ W`` and ``dW = dyᵀ @ x``. The second product needs the
+columns of W as rows, and the third needs the columns of dy and x as rows. Kernels therefore write a matrix by rows, by
+columns (transposed), or both. They can also compute the matrix that they round (a norm, a gated product, or the
+gradient of gate and up), which then exists only in float8.
 
     tensorwise            one scale for a tensor; dy in e5m2, all else in e4m3
     rowwise               a scale, a power of 2, for each row of each factor; all in e4m3
     rowwise_with_gw_hp    the same, but one scale for W in dx, and dW is computed from dy and x as they are
 
-Devices without such products multiply what was rounded in fp32.
+Devices without float8 products multiply the rounded matrices in fp32.
 
 Source: https://arxiv.org/abs/2209.05433 (formats); the recipes are those of torchao.float8.
 """
@@ -58,13 +58,13 @@ TINY = 1e-12
 
 
 class Recipe(NamedTuple):
-    """How the factors of a linear layer's products are rounded.
+    """How a linear layer rounds the factors of its products.
 
     Attributes:
-        by_row: a scale for each row of a factor, instead of one for the tensor.
-        wide_gradients: gradients are in e5m2, which has a wider range than e4m3 and one bit less.
-        power_of_2: scales are powers of 2.
-        rounds_dw: the product for the weight gradient is in float8, too.
+        by_row: whether each row of a factor has a scale, instead of one scale for the tensor.
+        wide_gradients: whether gradients are in e5m2, which has a wider range and one mantissa bit less than e4m3.
+        power_of_2: whether scales are powers of 2.
+        rounds_dw: whether the product for the weight gradient is also in float8.
     """
 
     by_row: bool
@@ -85,7 +85,7 @@ class Float8(NamedTuple):
 
     Attributes:
         data: [R, K] in a float8 dtype.
-        inverse: 1 / scale in fp32, [] of the tensor or [R] of its rows.
+        inverse: 1 / scale in fp32: [] for the tensor, or [R] for its rows.
     """
 
     data: Tensor
@@ -93,7 +93,7 @@ class Float8(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix [N, C] to be rounded, and what kernels compute it from.
+    """A matrix [N, C] to be rounded, and the tensors from which kernels compute it.
 
     ======================  ==========================  =============================================
     kind                    x, other, rstd              values
@@ -101,7 +101,7 @@ class Matrix(NamedTuple):
     ``plain``               [N, C]                      x
     ``rms_norm``            [N, C], [C], [N]            `rms_norm` of x with weight ``other``
     ``product``             [N, 2 C]                    `gated_act` of x
-    ``gradient``            [N, C], [N, C / 2]          gradient of x, given that of `gated_act` of x
+    ``gradient``            [N, C], [N, C / 2]          gradient of x, from the gradient of its `gated_act`
     ======================  ==========================  =============================================
     """
 
@@ -132,7 +132,7 @@ def is_fnuz(device: torch.device) -> bool:
 
 
 def float8_dtype(device: torch.device, wide: bool = False) -> torch.dtype:
-    """The format of a device with 3 bits of mantissa, or ``wide`` with 2 and a larger range."""
+    """The device's float8 format with 3 mantissa bits, or if ``wide`` with 2 and a larger range."""
     if is_fnuz(device):
         return torch.float8_e5m2fnuz if wide else torch.float8_e4m3fnuz
     return torch.float8_e5m2 if wide else torch.float8_e4m3fn
@@ -167,14 +167,14 @@ def _inverse(scale):
 
 @triton.jit
 def _gated(gate, up, ACT: tl.constexpr, dtype: tl.constexpr):
-    """`gated_act` of gate and up, rounded to dtype as there, in fp32."""
+    """`gated_act` of gate and up, rounded to dtype as in that op, but held in fp32."""
     a, _ = _activation(gate, ACT)
     return (a.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _gated_gradient(gate, up, dy, ACT: tl.constexpr, dtype: tl.constexpr):
-    """The gradients of gate and up in dtype, given that of `gated_act` of them."""
+    """The gradients of gate and up in dtype, given the gradient of their `gated_act`."""
     a, slope = _activation(gate, ACT)
     return (dy * up * slope).to(dtype), (dy * a.to(dtype).to(tl.float32)).to(dtype)
 
@@ -184,11 +184,12 @@ def _values(
     x_ptr, other_ptr, rstd_ptr, row, start, N, C, weight_offset,
     KIND: tl.constexpr, ACT: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, COLUMNS] of a `Matrix`, from a column on, in fp32 as rounded to the dtype of x; 0 outside."""
+    """Load or compute [ROWS, COLUMNS] of a `Matrix`: in fp32, rounded to the dtype of x, with 0 outside the matrix."""
     dtype = x_ptr.dtype.element_ty
     exists = row < N
     column = start + tl.arange(0, COLUMNS)[None, :]
     inside = exists & (column < C)
+    # Kinds other than plain are rounded to the dtype of x first, as the op that computes them alone would do.
     if KIND == "plain":
         return tl.load(x_ptr + row * C + column, mask=inside, other=0.0).to(tl.float32)
     elif KIND == "rms_norm":
@@ -261,7 +262,7 @@ def _flat_amax_kernel(
 
 @triton.jit
 def _store_columns(pointer, q, row, column, C, padded):
-    """Store q [ROWS, COLUMNS] as columns that are ``padded`` long."""
+    """Store q [ROWS, COLUMNS] transposed, in rows of length ``padded``."""
     place = column.to(tl.int64)[:, None] * padded + tl.trans(row)
     tl.store(pointer + place, tl.trans(q), mask=(column < C)[:, None] & tl.trans(row < padded))
 
@@ -344,6 +345,7 @@ def _rms_norm_round_kernel(
     wide = h.to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / C + eps)
     tl.store(rstd_ptr + tl.program_id(0), rstd)
+    # The normed row is rounded to the stream's dtype first: float8 must see the values that a norm alone returns.
     w = tl.load(w_ptr + column, mask=inside, other=0.0)
     y = scale_rows(wide * rstd, w, weight_offset, SCALE_IN_FP32, h.dtype).to(h.dtype).to(tl.float32)
     amax = tl.max(tl.abs(y), 0)
@@ -367,10 +369,11 @@ def _limits(dtype: torch.dtype, power_of_2: bool) -> dict[str, object]:
 
 
 def add_amax(matrix: Matrix, amax: Tensor) -> None:
-    """Raise amax in fp32, [1] or [C], to the largest absolute value of the matrix, or of each column."""
+    """Raise amax (fp32) to the largest absolute value of the matrix if it is [1], or of each column if it is [C]."""
     N, C = matrix.shape
     pointers, constants = _arguments(matrix)
     count = matrix.x.numel()
+    # One maximum of elementwise values needs no rows: a pass in the order of memory is faster than one by tiles.
     if N * C and amax.numel() == 1 and matrix.rstd is None:
         with on_device_of(matrix.x):
             _flat_amax_kernel[(triton.cdiv(count, FLAT * FLAT_BLOCKS),)](
@@ -389,11 +392,11 @@ def round_tiles(
     matrix: Matrix, amax: Tensor, dtype: torch.dtype, power_of_2: bool, *, rows: bool, columns: bool,
     product_amax: Tensor | None = None,
 ) -> tuple[Float8 | None, Float8 | None, Float8 | None]:  # fmt: skip
-    """The matrix rounded by a known amax, [1] of the tensor or [C] of its columns: by rows and by columns, on request.
+    """Round the matrix by a known amax, [1] of the tensor or [C] of its columns; return rows and columns as requested.
 
-    The columns are [C, N], where N is padded with zeros to a multiple of 16. With an amax of each column only they may
-    be asked for. The third result, for a gradient of gate and up with a ``product_amax`` [1], is the columns of the
-    product of gate and up.
+    The columns are [C, N], where N is padded with zeros to a multiple of 16. With an amax per column, only columns may
+    be requested. The third result is the columns of the gated product; it exists for a gradient of gate and up with a
+    ``product_amax`` [1].
     """
     N, C = matrix.shape
     x = matrix.x
@@ -429,7 +432,7 @@ def round_tiles(
 
 
 def round_rows(matrix: Matrix, dtype: torch.dtype, power_of_2: bool) -> Float8:
-    """The matrix rounded with a scale of each row, read once."""
+    """Round the matrix with one scale per row."""
     N, C = matrix.shape
     rows = torch.empty(N, C, dtype=dtype, device=matrix.x.device)
     inverse = torch.empty(N, dtype=torch.float32, device=matrix.x.device)
@@ -454,16 +457,16 @@ def round_matrix(
     amax: Tensor | None = None,
     known: bool = False,
 ) -> tuple[Float8, Float8]:
-    """A factor as a recipe rounds it, by rows and by columns; only what is asked for may be used.
+    """Round a factor as the recipe says, by rows and by columns; the caller may use only the requested ones.
 
     Args:
         matrix: [N, C].
         recipe: one of `RECIPES`.
-        gradient: whether it is a gradient, which some recipes round to e5m2.
-        rows, columns: what is asked for: [N, C], and the transposed [C, N] with N padded to a multiple of 16.
-        amax: [1] in fp32, an upper bound so far of the absolute values (0 at first), which is raised to that of the
-            matrix. Only for one scale for the tensor.
-        known: amax already is such a bound.
+        gradient: whether the matrix is a gradient, which some recipes round to e5m2.
+        rows, columns: whether to return [N, C], and the transposed [C, N] with N padded to a multiple of 16.
+        amax: [1] in fp32, the largest absolute value so far (0 at first), which is raised to the matrix's. Used only
+            with one scale per tensor.
+        known: whether amax already covers the matrix.
     """
     dtype = float8_dtype(matrix.x.device, gradient and recipe.wide_gradients)
     by_rows = by_columns = None
@@ -482,7 +485,7 @@ def round_matrix(
 
 
 def round_columns(matrix: Matrix, recipe: Recipe, amax: Tensor | None = None) -> Float8:
-    """`round_matrix` by columns alone; amax, if given, is known."""
+    """`round_matrix` by columns only. If amax is given, it must be at least the largest absolute value."""
     return round_matrix(matrix, recipe, rows=False, columns=True, amax=amax, known=amax is not None)[1]
 
 
@@ -490,15 +493,15 @@ def round_gradient(
     gate_up: Tensor, d_product: Tensor, act: str, recipe: Recipe, amax: Tensor | None, *,
     rows: bool, columns: bool, product: bool,
 ) -> tuple[Float8, Float8, Float8]:  # fmt: skip
-    """Rounded: the gradient of gate_up by rows and by columns, and the columns of the gated product.
+    """Round the gradient of gate_up by rows and by columns, and the gated product by columns.
 
     Args:
         gate_up: [N, 2 F].
         d_product: [N, F], the gradient of the product.
         act: the activation.
         recipe: one of `RECIPES`.
-        amax: [1], a known bound of the product, as in `round_matrix`; None where it is not known.
-        rows, columns, product: what is asked for; only that may be used.
+        amax: [1], the largest absolute value of the product; None where it is not known.
+        rows, columns, product: which results are requested; the caller may use only these.
     """
     gradient, of_product = Matrix("gradient", gate_up, d_product, act=act), Matrix("product", gate_up, act=act)
     parts: tuple[Float8 | None, ...]
@@ -519,7 +522,7 @@ def round_gradient(
 
 
 def round_known(x: Tensor, dtype: torch.dtype, amax: Tensor) -> Tensor:
-    """x [R, K] rounded with one scale, from a known amax [1] in fp32; in a float8 dtype."""
+    """Round x [R, K] to a float8 dtype with one scale, from a known amax [1] in fp32."""
     if use_triton(x):
         by_rows, _, _ = round_tiles(plain(x), amax, dtype, False, rows=True, columns=False)
         assert by_rows is not None
@@ -529,12 +532,12 @@ def round_known(x: Tensor, dtype: torch.dtype, amax: Tensor) -> Tensor:
 
 
 def tensor_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale, not a power of 2, of tensors with these maxima, in fp32 and of the shape of amax."""
+    """The scale of tensors with these maxima, not rounded to a power of 2: fp32, in the shape of amax."""
     return (torch.finfo(dtype).max / amax.double().clamp_min(TINY)).float()
 
 
 def transposed(matrix: Float8) -> Float8:
-    """A matrix [R, K] with one scale as its columns: [K, R], R a multiple of 16."""
+    """Transpose a matrix [R, K] with one scale: [K, R], where R is a multiple of 16."""
     codes = matrix.data
     if not use_triton(matrix.inverse):
         return Float8(codes.view(torch.uint8).t().contiguous().view(codes.dtype), matrix.inverse)
@@ -546,16 +549,16 @@ def transposed(matrix: Float8) -> Float8:
 
 
 def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
-    """A weight [O, C] as y needs it; amax [1] is raised to its largest absolute value where the recipe uses that.
+    """Round a weight [O, C] by rows, for y; amax [1] is raised to its largest absolute value if the recipe uses amax.
 
-    ``gathered`` is the weight as ranks have rounded it, each its rows, with one scale. The values of ``weight`` are not
-    read then.
+    ``gathered`` is the weight with one scale, each rank having rounded its own rows. If it is given, the values of
+    ``weight`` are not read.
     """
     return round_matrix(plain(weight), recipe, amax=amax)[0] if gathered is None else gathered
 
 
 def weight_columns(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
-    """A weight [O, C] as dx needs it, [C, O], with the amax that `weight_rows` has found."""
+    """Round a weight [O, C] by columns, [C, O], for dx, with the amax that `weight_rows` found."""
     if gathered is not None:
         return transposed(gathered)
     if recipe.by_row and not recipe.rounds_dw:  # one scale, for which the forward has sought no maximum
@@ -564,7 +567,7 @@ def weight_columns(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float
 
 
 def float8_pair(codes: Tensor | None, inverse: Tensor | None) -> Float8 | None:
-    """What ops take as two tensors."""
+    """Rebuild a `Float8` from the two tensors that ops take."""
     return None if codes is None or inverse is None else Float8(codes, inverse)
 
 
@@ -572,11 +575,12 @@ def rms_norm_round(
     x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool,
     recipe: Recipe, amax: Tensor,
 ) -> tuple[Float8, Tensor, Tensor]:  # fmt: skip
-    """``h = residual + x``, and `rms_norm` of h rounded by rows, which have at most `rms_norm.MAX_TILE` columns.
+    """``h = residual + x``, then `rms_norm` of h, rounded by rows; rows have at most `rms_norm.MAX_TILE` columns.
 
-    Returns ``(rows, h, rstd)``. With scales of rows this is one kernel. Otherwise a first one raises amax [1] to the
-    maximum, and a second one rounds.
+    Returns ``(rows, h, rstd)``. With one scale per row this is one kernel. Otherwise a first kernel raises amax [1] to
+    the maximum, and a second kernel rounds.
     """
+    # The kernel adds and norms. With one scale per row it also rounds; otherwise it finds the maximum.
     residual = residual.contiguous()
     C = residual.shape[-1]
     N = residual.numel() // C
@@ -596,18 +600,19 @@ def rms_norm_round(
             )  # fmt: skip
     if recipe.by_row:
         return Float8(rows, inverse), h, rstd
+    # One scale per tensor: a second pass rounds the normed rows, which it recomputes from h.
     matrix = normed_matrix(h, weight, rstd, weight_offset, scale_in_fp32)
     return round_matrix(matrix, recipe, amax=amax, known=True)[0], h, rstd
 
 
 def normed_matrix(h: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float, scale_in_fp32: bool) -> Matrix:
-    """`rms_norm` of h [..., C] as a matrix, from the saved rstd."""
+    """Describe `rms_norm` of h [..., C] as a `Matrix`, from the saved rstd."""
     rows = h.reshape(-1, h.shape[-1]).contiguous()
     return Matrix("rms_norm", rows, weight.contiguous(), rstd.reshape(-1), "", weight_offset, scale_in_fp32)
 
 
 def pad_columns(data: Tensor) -> Tensor:
-    """[R, K], with zeros up to a multiple of 16 columns."""
+    """Pad [R, K] with columns of zeros to a multiple of 16 columns."""
     missing = -data.shape[1] % MULTIPLE
     return F.pad(data.view(torch.uint8), (0, missing)).view(data.dtype) if missing else data
 
@@ -615,7 +620,7 @@ def pad_columns(data: Tensor) -> Tensor:
 def scaled_product(a: Float8, b: Float8, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """``a @ bᵀ`` [M, N] in ``dtype``, of a [M, K] and b [N, K].
 
-    N must be a multiple of 16. ``fast`` lets NVIDIA's hardware keep fewer bits of the sums, as it suffices for y.
+    N must be a multiple of 16. ``fast`` lets NVIDIA's hardware keep fewer bits of the sums, which suffices for y.
     """
     M, N = a.data.shape[0], b.data.shape[0]
     if M == 0 or a.data.shape[1] == 0:
@@ -628,7 +633,7 @@ def scaled_product(a: Float8, b: Float8, dtype: torch.dtype, *, fast: bool = Fal
     scale_a, scale_b = a.inverse, b.inverse
     if by_row:  # both factors or none
         scale_a, scale_b = scale_a.expand(M).contiguous()[:, None], scale_b.expand(N).contiguous()[None]
-    left, right = (pad_columns(each.data) for each in (a, b))
+    left, right = (pad_columns(factor.data) for factor in (a, b))
     out_dtype = torch.bfloat16 if by_row else dtype
     y = torch._scaled_mm(left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=fast)
     return y.to(dtype)

@@ -1,4 +1,4 @@
-"""The gated MLP after its norm, as `gated_mlp`, with its products in float8.
+"""The gated MLP after its norm, as in `gated_mlp`, with products in float8.
 
 Forward, with q the rounding of a `Recipe`, N a norm and A = `gated_act`::
 
@@ -13,12 +13,12 @@ Backward, with dh the gradient of the new residual stream, in this order::
     dn = q(du) @ q(Wgu)                   with du = A'(dp); one kernel then gives dx = N'(dn) + dh
     dWgu = q(du)ᵀ @ q(N(h)),   dbgu = Σ_rows du
 
-The kernels that round compute N(h), A(u) and du on the way, so that these never exist in another format, unless a
-recipe or a bias needs them as they are. Weights are rounded in each pass, as in `float8_norm_linear`.
+The kernels that round also compute N(h), A(u) and du, so these exist only in float8, unless a recipe or a bias needs
+them unrounded. Weights are rounded in each pass, as in `float8_norm_linear`.
 
-Saved: what `gated_mlp` saves, and with one scale for a tensor the largest absolute values of N(h), Wgu, A(u) and Wd.
-With ``recompute`` u is not saved, and many rows go through in chunks, as there. A scale for a tensor then follows from
-a chunk or from the rows up to its end.
+Saved: the tensors that `gated_mlp` saves, and with one scale per tensor also the largest absolute values of N(h), Wgu,
+A(u) and Wd. With ``recompute`` u is not saved, and many rows are processed in chunks, as in `gated_mlp`. One scale per
+tensor then means one scale per chunk, computed from this chunk or from all rows up to its end.
 
 Source: https://arxiv.org/abs/2002.05202 (gated MLP), https://arxiv.org/abs/2209.05433 (float8 training).
 """
@@ -57,7 +57,7 @@ def float8_gated_mlp_reference(
     gate_up_bias: Tensor | None, down_bias: Tensor | None, *, act: str, recipe: str,
     gathered: tuple[Float8 | None, Float8 | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `float8_gated_mlp` computes, in plain torch."""
+    """`float8_gated_mlp` in plain torch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
     gate_up = float8_linear_reference(norm.reference(residual), gate_up_weight, gate_up_bias, recipe, gathered[0])
@@ -75,14 +75,14 @@ class Float8GatedMLPInputs(NamedTuple):
 
 
 class Float8GatedMLPOutputs(NamedTuple):
-    """Outputs of the op. ``amax`` [4] has the largest absolute values of N(h), Wgu, A(u) and Wd."""
+    """Outputs of the op. ``amax`` [4] holds the largest absolute values of N(h), Wgu, A(u) and Wd."""
 
     mlp: GatedMLPOutputs
     amax: Tensor
 
 
 class Float8GatedMLPSaved(NamedTuple):
-    """What the forward saves for the backward."""
+    """Tensors and constants that the forward saves for the backward."""
 
     mlp: GatedMLPSaved
     amax: Tensor
@@ -113,7 +113,7 @@ class Float8GatedMLPUpstream(NamedTuple):
 
 
 def _products(inputs: Float8GatedMLPInputs | Float8GatedMLPSaved, amax: Tensor) -> tuple[Float8Product, Float8Product]:
-    """The products of gate and up, and of down."""
+    """The float8 products of both projections."""
     mlp, recipe = inputs.mlp, RECIPES[inputs.recipe]
     gate_up = Float8Product(mlp.gate_up, recipe, amax[:1], amax[1:2], inputs.gate_up_gathered)
     down = Float8Product(mlp.down, recipe, amax[2:3], amax[3:], inputs.down_gathered)
@@ -192,23 +192,24 @@ def float8_gated_mlp(
     Args:
         x: [..., C], the output of a branch, which is added to the residual stream; None adds nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
-        norm: the norm; without a weight none.
+        norm: the norm; if it has no weight, rows are not normed.
         gate_up_weight: [2 F, C], row 2f is gate f and row 2f + 1 is up f; 2 F and C are multiples of 16.
-        down_weight: [O, F] in the dtype of gate_up_weight, which is that of y and may differ from the stream's; O and F
-            are multiples of 16. Autocast does not change it.
+        down_weight: [O, F] in the dtype of gate_up_weight. The result y has this dtype, which may differ from the
+            stream's and which autocast does not change. O and F are multiples of 16.
         gate_up_bias: [2 F].
         down_bias: [O].
         act: "silu", "gelu_tanh" or "gelu".
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
         recompute, result: as in `gated_mlp`.
-        gathered: q(Wgu) and q(Wd) with one scale each, where they are known; the weights' values are not read then.
+        gathered: q(Wgu) and q(Wd) with one scale each, if they are known. The weights' values are then not read.
 
     Returns:
-        ``(y, residual)``: [..., O] in the dtype of the weights, and [..., C] in that of the residual (without x, the
-        tensor that came in).
+        ``(y, residual)``: [..., O] in the dtype of the weights, and [..., C] in the dtype of the residual. Without x
+        the second is the ``residual`` that was passed.
 
     Raises:
-        ValueError: the shapes do not fit together or are no multiples of 16, or an unknown activation, norm or recipe.
+        ValueError: the shapes do not fit together or are no multiples of 16, or the activation, norm or recipe is
+            unknown.
         TypeError: a tensor is not floating-point, or the weights have several dtypes.
     """
     op = "float8_gated_mlp"

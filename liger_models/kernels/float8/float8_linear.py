@@ -1,4 +1,4 @@
-"""A linear layer in float8, alone and after a norm with the residual addition in front.
+"""A linear layer in float8, alone or after a residual addition and a norm.
 
 Forward, with q the rounding of a `Recipe` and N a norm as in `norm_linear`, or none::
 
@@ -10,10 +10,11 @@ Backward, with dh the gradient of the new residual stream::
     dn = q(dy) @ q(W)                     one kernel then gives dx = N'(dn) + dh and the norm's weight gradients
     dW = q(dy)ᵀ @ q(N(h)),   db = Σ_rows dy
 
-An RMSNorm rounds its rows itself, so that they never exist in another format. The backward rounds them again from h. W
-is rounded in each pass, because the forward needs its rows and the backward its columns: q(W) is not saved.
+The kernel of an RMSNorm also rounds, so the normed rows exist only in float8. The backward computes them again from h.
+W is rounded in each pass, because the forward needs its rows and the backward needs its columns: q(W) is not saved.
 
-Saved: what `norm_linear` saves, and with one scale for a tensor the largest absolute values of N(h) and W, two numbers.
+Saved: the tensors that `norm_linear` saves, and with one scale per tensor also the largest absolute values of N(h) and
+W.
 
 Source: https://arxiv.org/abs/2209.05433 (float8 training); https://arxiv.org/abs/1910.07467 (RMSNorm).
 """
@@ -61,6 +62,7 @@ class _Float8Product(torch.autograd.Function):
     def forward(ctx, x, weight, recipe, codes, inverse):
         ctx.recipe = RECIPES[recipe]
         ctx.save_for_backward(x, weight, codes, inverse)
+        # FSDP may have gathered W in rounded form.
         rows = float8_pair(codes, inverse) or _rounded(weight, ctx.recipe)
         return scaled_product(_rounded(x, ctx.recipe), rows, weight.dtype, fast=True)
 
@@ -70,12 +72,15 @@ class _Float8Product(torch.autograd.Function):
         gathered = float8_pair(codes, inverse)
         dx = d_weight = None
         if ctx.needs_input_grad[0]:
+            # dx sums over the rows of W, so each column of W has a scale, as a row of Wᵀ. With "rowwise_with_gw_hp" all
+            # of W has one scale.
             for_dx = recipe if recipe.rounds_dw else recipe._replace(by_row=False)
             columns = transposed(gathered) if gathered else _rounded(weight.t(), for_dx)
             dx = scaled_product(_rounded(dy, recipe, True), columns, weight.dtype)
         if ctx.needs_input_grad[1] and recipe.rounds_dw:
             d_weight = scaled_product(_rounded(dy.t(), recipe, True), _rounded(x.t(), recipe), weight.dtype)
         elif ctx.needs_input_grad[1]:
+            # "rowwise_with_gw_hp" computes dW without rounding.
             d_weight = dy.t() @ x
         return dx, d_weight, None, None, None
 
@@ -88,7 +93,7 @@ def _rounded(x: Tensor, recipe: Recipe, gradient: bool = False) -> Float8:
 def float8_linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, gathered: Float8 | None = None
 ) -> Tensor:
-    """What `float8_linear` computes, in plain torch."""
+    """`float8_linear` in plain torch."""
     rows = x.to(weight.dtype).reshape(-1, x.shape[-1])
     y: Tensor = _Float8Product.apply(rows, weight, recipe, *(gathered or (None, None)))
     y = y.view(*x.shape[:-1], weight.shape[0])
@@ -99,7 +104,7 @@ def float8_norm_linear_reference(
     x: Tensor | None, residual: Tensor, norm: FusedNorm, weight: Tensor, bias: Tensor | None, recipe: str,
     gathered: Float8 | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `float8_norm_linear` computes, in plain torch."""
+    """`float8_norm_linear` in plain torch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
     return float8_linear_reference(norm.reference(residual), weight, bias, recipe, gathered), residual
@@ -114,14 +119,14 @@ class Float8NormLinearInputs(NamedTuple):
 
 
 class Float8NormLinearOutputs(NamedTuple):
-    """Outputs of the op. ``amax`` [2] has the largest absolute values of the normed rows and of W."""
+    """Outputs of the op. ``amax`` [2] holds the largest absolute values of the normed rows and of W."""
 
     linear: NormLinearOutputs
     amax: Tensor
 
 
 class Float8NormLinearSaved(NamedTuple):
-    """What the forward saves for the backward."""
+    """Tensors and constants that the forward saves for the backward."""
 
     linear: NormLinearSaved
     amax: Tensor
@@ -153,6 +158,7 @@ class Float8NormLinearUpstream(NamedTuple):
 def _forward(inputs: Float8NormLinearInputs) -> Float8NormLinearOutputs:
     linear, recipe, gathered = inputs
     weight, tokens = linear.projection.weight, linear.residual.shape[:-1]
+    # With one scale per tensor the product fills amax, from which the backward takes the scales.
     amax = torch.zeros(2, dtype=torch.float32, device=weight.device)
     product = Float8Product(linear.projection, RECIPES[recipe], amax[:1], amax[1:], gathered)
     product.round_weight()
@@ -215,21 +221,21 @@ def float8_norm_linear(
     x: Tensor | None, residual: Tensor, norm: FusedNorm, weight: Tensor, bias: Tensor | None, recipe: str,
     gathered: Float8 | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``residual = residual + x``, then ``y = norm(residual) @ weightᵀ + bias`` with a product in float8.
+    """``residual = residual + x``, then ``y = norm(residual) @ weightᵀ + bias``, where the product is in float8.
 
     Args:
         x: [..., C], the output of a branch, which is added to the residual stream; None adds nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
-        norm: the norm; without a weight none.
-        weight: [O, C], both multiples of 16; its dtype is that of y and may differ from the stream's. Autocast does not
-            change it.
+        norm: the norm; if it has no weight, rows are not normed.
+        weight: [O, C], both multiples of 16. The result y has its dtype, which may differ from the stream's and which
+            autocast does not change.
         bias: [O] or None.
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
-        gathered: q(W) with one scale, where it is known; the values of the weight are not read then.
+        gathered: q(W) with one scale, if it is known. The weight's values are then not read.
 
     Returns:
-        ``(y, residual)``: [..., O] in the dtype of the weight, and [..., C] in that of the residual (without x, the
-        tensor that came in).
+        ``(y, residual)``: [..., O] in the dtype of the weight, and [..., C] in the dtype of the residual. Without x the
+        second is the ``residual`` that was passed.
 
     Raises:
         ValueError: the shapes do not fit together or are no multiples of 16, or the recipe is unknown.
@@ -249,5 +255,5 @@ def float8_norm_linear(
 def float8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, gathered: Float8 | None = None
 ) -> Tensor:
-    """``x @ weightᵀ + bias`` [..., O] with a product in float8; arguments and errors as of `float8_norm_linear`."""
+    """``x @ weightᵀ + bias`` [..., O] in float8; arguments and errors as in `float8_norm_linear`."""
     return float8_norm_linear(None, x, FusedNorm(None), weight, bias, recipe, gathered)[0]

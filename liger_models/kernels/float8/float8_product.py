@@ -1,11 +1,11 @@
-"""The products of a projection in float8, for the sequences of `norm_linear` and `gated_mlp`.
+"""The float8 products of a projection, as steps of `norm_linear` and `gated_mlp`.
 
-Each product rounds both of its factors right before it, see `float8`. Kernels that round also compute what they round
-on the way, so the normed rows, the gated product and the gradient of gate and up never exist in another format, unless
-a recipe or a bias needs them as they are.
+Both factors are rounded right before each product, see `float8`. The kernels that round also compute the normed rows,
+the gated product and the gradient of gate and up, so these exist only in float8, unless a recipe or a bias needs them
+unrounded.
 
-With one scale for a tensor, ``amax`` has the largest absolute values of the rows and of W. The forward finds them and
-the backward uses them again.
+With one scale per tensor, ``amax`` holds the largest absolute values of the rows and of W. The forward finds them and
+the backward reuses them.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ FLOAT8 = Argument("Tensor? {0}_codes=None, Tensor? {0}_inverse=None", tuple, flo
 
 @dataclass
 class Upstream:
-    """An upstream gradient [N, O]: as it is, and rounded by rows for dn and by columns for dW, each if it is needed."""
+    """An upstream gradient [N, O]: unrounded, rounded by rows for dn, and rounded by columns for dW; None if unused."""
 
     dy: Tensor | None
     rows: Float8 | None
@@ -63,8 +63,8 @@ class Float8Product(Product):
         projection: the weight and the bias.
         recipe: how factors are rounded.
         amax: [1] in fp32, the largest absolute value of the rows; None in a backward that does not know it.
-        weight_amax: [1] in fp32, that of W.
-        gathered: q(W) with one scale, where it is known; the values of W are not read then.
+        weight_amax: [1] in fp32, the largest absolute value of W.
+        gathered: q(W) with one scale, if it is known. The values of W are then not read.
     """
 
     weight: Tensor
@@ -81,27 +81,28 @@ class Float8Product(Product):
         self.rounded = weight_rows(self.weight, self.recipe, self.weight_amax, self.gathered)
 
     def find_weight_amax(self) -> None:
-        """Find the maximum of W alone, where the backward needs it."""
+        """Find the maximum of W without rounding W, if the backward needs it."""
         if not self.recipe.by_row and self.gathered is None:
             add_amax(plain(self.weight), self.weight_amax)
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype of the normed rows that `gradients` takes; None if it rounds rows that are computed again."""
+        """The dtype of the normed rows that `gradients` takes; None if it recomputes and rounds the rows itself."""
         return None if self.recipe.rounds_dw else self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
-        """``(rows to multiply, h, statistics)`` of the norm in front. An RMSNorm rounds its rows itself."""
+        """``(rows to multiply, h, statistics)`` of the preceding norm. The kernel of an RMSNorm also rounds."""
         if _rounds_itself(norm, residual, self.dtype):
             assert norm.weight is not None
             assert self.amax is not None
             constants = norm.eps, norm.weight_offset, norm.scale_in_fp32
             return rms_norm_round(x, residual, norm.weight, *constants, self.recipe, self.amax)
+        # Other norms write unrounded rows, and a second kernel rounds them.
         normed, h, statistics = norm.forward(x, residual)
         return round_matrix(plain(normed.to(self.dtype)), self.recipe, amax=self.amax)[0], h, statistics
 
     def normed_again(self, norm: FusedNorm, h: Tensor, statistics: Tensor, *, for_weight: bool) -> Any:
-        """The normed rows [N, C] once more, for `forward`, or for the gradient of the weight."""
+        """The normed rows [N, C] recomputed, for `forward` or for the gradient of the weight."""
         if for_weight and not self.recipe.rounds_dw:
             return norm.again(h, statistics, self.dtype).view(-1, h.shape[-1])
         if _rounds_itself(norm, h, self.dtype):
@@ -110,7 +111,7 @@ class Float8Product(Product):
         return plain(norm.again(h, statistics, self.dtype))
 
     def forward(self, rows: Any) -> Tensor:
-        """y [N, O] of rounded rows, or of a `Matrix` of them that the forward has rounded before."""
+        """y [N, O] of rounded rows, or of a `Matrix` that the op's forward has already rounded once."""
         if isinstance(rows, Matrix):
             rows, _ = round_matrix(rows, self.recipe, amax=self.amax, known=True)
         weight = self.rounded
@@ -120,7 +121,7 @@ class Float8Product(Product):
         return y if self.bias is None else y.add_(self.bias.to(self.dtype))
 
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
-        """y of rounded rows; no kernel computes the gated product with it."""
+        """y of rounded rows, and None: no float8 kernel also computes the gated product."""
         return self.forward(rows), None
 
     def gated(self, gate_up: Tensor, act: str) -> Any:
@@ -133,10 +134,11 @@ class Float8Product(Product):
         return Upstream(dy, *round_matrix(plain(dy), self.recipe, gradient=True, rows=for_rows, columns=columns))
 
     def rows_gradient(self, dy: Upstream) -> tuple[Tensor, None]:
-        """dn [N, C] of an `upstream` gradient, whose rows are freed."""
+        """dn [N, C] of an `upstream` gradient; frees the gradient's rounded rows."""
         columns = weight_columns(self.weight, self.recipe, self.weight_amax, self.gathered)
         assert dy.rows is not None
         dn = scaled_product(dy.rows, columns, self.dtype)
+        # The rounded rows are freed before dW is computed.
         dy.rows = None
         return dn, None
 
@@ -144,7 +146,8 @@ class Float8Product(Product):
         self, d_product: Tensor, gate_up: Tensor, act: str, down: Product, *, for_rows: bool,
         needs: ProjectionNeeds, need_product: bool, overwrite_gate_up: bool,
     ) -> tuple[Upstream, Any]:  # fmt: skip
-        """As in `Product`. The kernel that computes the gradient of gate and up rounds it, unless it is also needed."""
+        """As in `Product`. One kernel computes and rounds the gradient of gate and up, if it isn't needed unrounded."""
+        # db sums unrounded numbers, so with a bias the gradient is written first and rounded by a second kernel.
         if self.recipe.rounds_dw and not needs.bias:
             assert isinstance(down, Float8Product)
             rows, columns, product = round_gradient(
@@ -165,10 +168,11 @@ class Float8Product(Product):
         needs: ProjectionNeeds,
         totals: ProjectionGradients | None = None,
     ) -> ProjectionGradients:
-        """dW and db, as in `Product`. ``rows`` are a tensor, a `Matrix`, or columns that are rounded."""
+        """dW and db, as in `Product`. ``rows`` is a tensor, a `Matrix`, or rounded columns."""
         chunked = totals is not None
         wide = sum_dtype(self.dtype, chunked)
         weight = bias = None
+        # dW: a float8 product of columns, or with `rounds_dw` off a product of the unrounded dy and rows.
         if rows is not None and needs.weight:
             if self.recipe.rounds_dw:
                 assert dy.columns is not None

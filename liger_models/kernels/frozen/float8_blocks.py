@@ -1,12 +1,13 @@
-"""A frozen weight in float8 (e4m3) with a scale for each block of a checkpoint, as DeepSeek-V3 and Qwen3-FP8 have them.
+"""A frozen weight in float8 (e4m3) with one scale per block, the format of the DeepSeek-V3 and Qwen3-FP8 checkpoints.
 
-    W = bf16(code · scale)        one scale for 128 numbers of a row, which share it with the rows of their block
+    W = bf16(code · scale)        one scale per block of 128 columns and several rows
 
-It has these scales for every row, so that rows of several matrices may be interleaved, as packed projections do. W is
-dequantized in one pass for each product and freed after it. Its numbers are those of the checkpoint read in bfloat16.
+The weight stores the scales of every row, so packed projections can interleave rows of several matrices. W is
+dequantized in one pass before each product and freed after it. The dequantized numbers equal those of the checkpoint
+read in bfloat16.
 
-The forward of few rows, as in a step of decoding, reads the codes instead: a tile of W is dequantized in registers, to
-the same numbers, right before it is multiplied. Only the order of the sums differs.
+With few rows, as in a step of decoding, the forward reads the codes instead: it dequantizes a tile of W in registers,
+to the same numbers, right before the product. Only the order of the sums differs.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3.
 """
@@ -41,22 +42,22 @@ ROW_TILE = (4, 1024, 2)
 """Tile of the kernel for a single row of x: results of a program, columns that it reads in a step, and its warps."""
 
 RUN = tl.constexpr(16)
-"""Columns that a thread of this kernel reads at once, and adds up."""
+"""Number of columns that a thread of this kernel reads and sums at once."""
 
 TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
-"""Tiles of the kernel for several rows, each up to a number of rows of x: that number, the results of a program, the
-columns that a warp reads in a step, and the warps of a program, which share the columns."""
+"""Tiles of the kernel for several rows: the maximum number of rows of x, the results of a program, the columns that a
+warp reads in a step, and the warps of a program, which share the columns."""
 
 ROUND = tl.constexpr("""{
 .reg .b32 pair;
 cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000;
 }""")
-"""PTX that rounds two numbers in float32 to bfloat16 at once. Compilers round each by itself, which is slow."""
+"""PTX that rounds two numbers in float32 to bfloat16 at once. Compilers round the numbers one by one, which is slow."""
 
 
 @triton.jit
 def _numbers(codes, scales):
-    """The products of codes and scales in float32, which the weight rounds to bfloat16."""
+    """The products of codes and scales in float32, before they are rounded to bfloat16."""
     return codes.to(tl.float32) * scales.to(tl.float32)
 
 
@@ -74,7 +75,7 @@ def _block_weight_kernel(
 
 
 def blocks_dense_reference(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """What `blocks_dense` computes, in plain torch."""
+    """`blocks_dense` in plain torch."""
     factors = scales.float().repeat_interleave(width, 1)[:, : codes.shape[1]]
     return (codes.float() * factors).bfloat16().to(dtype)
 
@@ -84,7 +85,7 @@ def blocks_dense(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) 
 
     Args:
         codes: [O, C] in float8_e4m3fn, contiguous.
-        scales: [O, C / width], rounded up, in a floating-point dtype.
+        scales: [O, ceil(C / width)], in a floating-point dtype.
         width: columns that share a scale.
         dtype: float32, float16 or bfloat16.
     """
@@ -105,7 +106,7 @@ def _block_row_kernel(
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, LOW: tl.constexpr,
     OVERLAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS results of a single row of x; a step reads BLOCKS blocks of each row of W."""
+    """Compute ROWS results of a single row of x; each step reads BLOCKS blocks of each row of W."""
     start_next(OVERLAPS)
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
     RUNS: tl.constexpr = COLUMNS // RUN
@@ -114,6 +115,7 @@ def _block_row_kernel(
     known = (row < N)[:, None]
     if RANKS:
         B = load_B(B_ptr, row, N, R, RANKS)
+    # A sum for each run of columns, so that a thread adds its own products and only the last step crosses threads.
     total = tl.zeros([ROWS, RUNS], tl.float32)
     if LOW != "awaited":
         end_previous(OVERLAPS)
@@ -130,6 +132,7 @@ def _block_row_kernel(
         first = tl.load(x_ptr + half, mask=half < K, other=0.0)
         second = tl.load(x_ptr + half + RUN // 2, mask=half + RUN // 2 < K, other=0.0)
         x = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [RUNS, RUN]).to(tl.float32)
+        # W in registers, rounded to bfloat16 as `blocks_dense` rounds it: [ROWS, BLOCKS, WIDTH].
         numbers = _numbers(tl.reshape(codes, [ROWS, BLOCKS, WIDTH]), scales[:, :, None])
         if PTX:
             numbers = tl.inline_asm_elementwise(ROUND, "=f,=f,f,f", [numbers], tl.float32, True, 2)
@@ -148,7 +151,7 @@ def _block_rows_kernel(
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS results of each of up to COLUMNS rows of x; a step reads PARTS times BLOCK columns of each row of W.
+    """Compute ROWS results for up to COLUMNS rows of x; each step reads PARTS times BLOCK columns of each row of W.
 
     BLOCK columns share a scale.
     """
@@ -157,9 +160,11 @@ def _block_rows_kernel(
     column = tl.arange(0, COLUMNS)
     at = row.to(tl.int64)[None, :]
     known = (row < N)[None, :]
+    # PARTS products of BLOCK columns each: one for each warp, added at the end.
     total = tl.zeros([PARTS, ROWS, COLUMNS], tl.float32)
     for start in range(0, K, BLOCK * PARTS):
         first = start + tl.arange(0, PARTS) * BLOCK
+        # Codes [PARTS, ROWS, BLOCK], scales [PARTS, ROWS] and x [PARTS, BLOCK, COLUMNS].
         k = first[:, None] + tl.arange(0, BLOCK)[None, :]
         inside = (k < K)[:, None, :] & known[:, :, None]
         codes = tl.load(
@@ -175,12 +180,12 @@ def _block_rows_kernel(
 
 
 def takes_width(width: int) -> bool:
-    """Whether kernels for few rows take blocks of so many columns."""
+    """Whether kernels for few rows support blocks of ``width`` columns."""
     return WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0
 
 
 def takes_block_rows(x: Tensor, codes: Tensor, scales: Tensor, width: int) -> bool:
-    """Whether `block_rows` takes x: few rows, as `takes_float8_rows` has them, and blocks whose width fits."""
+    """Whether `block_rows` can multiply x: `takes_float8_rows` holds, and the width of the blocks is supported."""
     return takes_width(width) and scales.is_contiguous() and takes_float8_rows(x, codes)
 
 
@@ -188,9 +193,9 @@ def block_rows(
     x: Tensor, codes: Tensor, scales: Tensor, width: int, bias: Tensor | None, act: str = "",
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch a kernel for few rows x [..., C]: ``(y [..., O], act(gate) · up [..., O / 2])``.
+    """Multiply few rows x [..., C] by one kernel, and return ``(y [..., O], act(gate) · up [..., O / 2])``.
 
-    The second is empty without an activation. ``low_rank`` has the dtype of x.
+    The second result is empty without an activation. ``low_rank`` has the dtype of x.
     """
     (N, K), G = codes.shape, scales.shape[1]
     y, M, x = x.new_empty(*x.shape[:-1], N), x.numel() // K, x.contiguous()
@@ -199,6 +204,7 @@ def block_rows(
     (low, B, R), constants = low_rank_arguments(x, low_rank)
     constants |= {"WIDTH": width, "HAS_BIAS": bias is not None, "ACT": act}
     with on_device_of(x):
+        # One row is multiplied without matrix units, several rows with them.
         if M == 1:
             rows, columns, warps = ROW_TILE
             blocks = max(min(columns // width, triton.next_power_of_2(G)), 1)
@@ -218,7 +224,7 @@ def block_rows(
 
 @register
 class Float8Blocks(Format):
-    """e4m3 codes [O, C] with scales [O, C / width], rounded up, of a checkpoint; ``layout`` is ``[width]``."""
+    """e4m3 codes [O, C] with a checkpoint's scales [O, ceil(C / width)]; ``layout`` is ``[width]``."""
 
     name = "blocks"
     number = 3
@@ -227,7 +233,7 @@ class Float8Blocks(Format):
     remedy = "keep_float8=False"
 
     def dense(self, weight: FrozenWeight) -> Tensor:
-        """As `blocks_dense`."""
+        """See `blocks_dense`."""
         # All rows of all experts at once.
         codes, scales = weight.codes.flatten(0, -2), weight.scales.flatten(0, -2)
         return blocks_dense(codes, scales, weight.layout[0], weight.dtype).view(weight.shape)
@@ -235,12 +241,12 @@ class Float8Blocks(Format):
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """As `block_rows`."""
+        """See `block_rows`."""
         codes, scales, width = weight.codes, weight.scales, weight.layout[0]
         if not takes_block_rows(x, codes, scales, width):
             return None
         return block_rows(x, codes, scales, width, bias, act, low_rank)
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """A slice of columns has whole blocks. Each row has scales of its own."""
+        """A slice of columns must consist of whole blocks. Slices of rows are free, since each row has its scales."""
         return 1 if rows else layout[0]

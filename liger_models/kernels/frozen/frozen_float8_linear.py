@@ -1,19 +1,20 @@
-"""A linear layer whose frozen weight is stored in float8 (e4m3) with one scale for each row, multiplied in float8.
+"""A linear layer whose frozen weight is stored in float8 (e4m3) with one scale per row, with products in float8.
 
     W = code · scale                      scale of the row, in fp32
 
     y  = (X @ codeᵀ) · a · scale + b      X, a: x in float8, with a_n = max |x_n| / 448 for row n
     dx = (G @ code) · c                   G, c: dy · scale in float8, in the same way
 
-Rows of x and of dy are rounded as they come (dynamic quantization). dx sums over the rows of W, so their scales are
-multiplied into dy before. Products are those of `torch._scaled_mm`, which wants the matrix of the backward transposed:
-one kernel copies the codes for each product. Sums are in fp32, and results are rounded to bfloat16 once.
+Rows of x and of dy are rounded with the scales of their own values (dynamic quantization). dx sums over the rows of W,
+so dy is multiplied by their scales before it is rounded. `torch._scaled_mm` computes the products. It needs a
+transposed matrix in the backward, so one kernel copies the codes for each product. Sums are in fp32, and results are
+rounded to bfloat16 once.
 
-The forward of few rows, as in a step of decoding, rounds no activation: reading the codes takes the time, so they are
-multiplied with X as it is, and each sum with the scale of its row.
+With few rows, as in a step of decoding, the forward does not round activations. Reading the codes takes most of the
+time, so it multiplies them with the unrounded x, and each sum with the scale of its row.
 
 Without float8 products (other dtypes than bfloat16, sizes that are not multiples of 16, GPUs older than sm_89), W is
-dequantized for each product. Saved: only the stored weight, which exists anyway.
+dequantized for each product. Saved: only the stored weight, which takes no extra memory.
 
 Source: https://arxiv.org/abs/2209.05433 (the format); https://arxiv.org/abs/2208.07339 (scales of rows).
 """
@@ -60,7 +61,7 @@ TILE_WARPS = 8
 
 
 def quantize_rows_reference(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What `quantize_rows` computes, in plain torch."""
+    """`quantize_rows` in plain torch."""
     wide = x.float() if factors is None else x.float() * factors
     largest = wide.new_tensor(LARGEST)  # CUDA multiplies by the reciprocal of a number instead
     scales = (wide.abs().amax(-1) / largest).clamp_min(SMALLEST_SCALE)
@@ -84,7 +85,7 @@ def _quantize_rows_kernel(
 
 
 def quantize_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: codes [N, K] in float8 and scales [N] in fp32 of x [N, K], times ``factors`` [K] if given."""
+    """Quantize x [N, K], times ``factors`` [K] if given, to codes [N, K] in float8 and scales [N] in fp32."""
     x = x if x.stride(1) == 1 else x.contiguous()
     N, K = x.shape
     codes, scales = x.new_empty(N, K, dtype=DTYPE), x.new_empty(N, dtype=torch.float32)
@@ -108,7 +109,7 @@ def _transpose_kernel(code_ptr, out_ptr, rows, columns, TILE: tl.constexpr):
 
 
 def transposed(codes: Tensor) -> Tensor:
-    """Launch the kernel: codes [O, C], whose bytes it copies, as [C, O] in memory."""
+    """Copy codes [O, C] to [C, O] in memory."""
     rows, columns = codes.shape
     out = codes.new_empty(columns, rows)
     with on_device_of(codes):
@@ -119,7 +120,7 @@ def transposed(codes: Tensor) -> Tensor:
 
 
 def converts(device: torch.device) -> bool:
-    """Whether Triton kernels on a device read float8."""
+    """Whether Triton kernels on a device can convert float8."""
     return device.type == "cpu" or cuda_capability(device) >= MIN_CAPABILITY
 
 
@@ -135,7 +136,7 @@ def _dense_kernel(code_ptr, scale_ptr, w_ptr, C, BLOCK: tl.constexpr):
 
 
 def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes [..., C] times the scales [...] of their rows, in ``dtype``: a weight, or those of experts."""
+    """Codes [..., C] times the scales [...] of their rows, in ``dtype``, for one weight or for stacked experts."""
     if not (use_triton(scales) and converts(codes.device) and codes.is_contiguous()):
         return codes.to(dtype).mul_(scales[..., None])  # codes are exact in every dtype; the product is in fp32
     weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -149,7 +150,7 @@ def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def multiplies(x: Tensor, codes: Tensor) -> bool:
-    """Whether the products with x [N, K] are computed in float8."""
+    """Whether products with x [N, K] run in float8."""
     sizes = codes.shape
     return (
         x.dtype == torch.bfloat16
@@ -161,7 +162,7 @@ def multiplies(x: Tensor, codes: Tensor) -> bool:
 
 
 def takes_float8_rows(x: Tensor, codes: Tensor) -> bool:
-    """Whether `row_linear_forward` takes them: few rows, a device that converts float8, no `batch_invariant`."""
+    """Whether `row_linear_forward` can run: few rows, a device that converts float8, and no `batch_invariant`."""
     return are_few(x, MOST_ROWS) and codes.is_contiguous() and converts(x.device)
 
 
@@ -172,6 +173,7 @@ def float8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
     rows = x.reshape(-1, x.shape[-1])
     if not multiplies(rows, codes):
         return F.linear(x, float8_dense(codes, scales, x.dtype), bias)
+    # x is rounded to float8, too, with a scale per row.
     y = _scaled_mm(*quantize_rows(rows), codes.t(), scales)
     y = y if bias is None else y.add_(bias)
     return y.view(*x.shape[:-1], codes.shape[0])
@@ -182,6 +184,8 @@ def float8_input_product(dy: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     rows = dy.reshape(-1, dy.shape[-1])
     if not multiplies(rows, codes):
         return dy @ float8_dense(codes, scales, dy.dtype)
+    # The scales of W's rows are inside this product's sum, so they multiply dy before it is rounded. The hardware takes
+    # its second matrix by columns, so the codes are transposed in memory.
     ones = scales.new_ones(codes.shape[1])
     return _scaled_mm(*quantize_rows(rows, scales), transposed(codes).t(), ones).view(*dy.shape[:-1], codes.shape[1])
 
@@ -203,7 +207,7 @@ def frozen_float8_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> 
 
     Args:
         x: [..., C]; under autocast it is cast to autocast's dtype.
-        weight: torchao's ``Float8Tensor`` of shape [O, C], in e4m3 with one scale for each row. It gets no gradient.
+        weight: torchao's ``Float8Tensor`` of shape [O, C], in e4m3 with one scale per row. It gets no gradient.
         bias: [O] or None.
 
     Returns:
@@ -229,18 +233,18 @@ class Float8Rows(Format):
     rounds_inputs = True
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Codes of the shape, and a scale for each row."""
+        """Codes of that shape, and one scale per row."""
         return {"codes": (shape, DTYPE), "scales": (shape[:-1], torch.float32)}
 
     def quantize(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """With torchao's numbers, whose scales are rounded to the dtype of the matrix."""
+        """As torchao quantizes, with scales rounded to the dtype of the matrix."""
         import torchao.quantization as torchao
 
         rounded: Any = torchao.Float8Tensor.from_hp(matrix)
         return rounded.qdata, rounded.scale.view(-1)
 
     def quantize_expert(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """As `quantize_rows_reference`."""
+        """See `quantize_rows_reference`."""
         return quantize_rows_reference(matrix)
 
     def of_torchao(self, weight: Any) -> FrozenWeight | None:
@@ -250,21 +254,21 @@ class Float8Rows(Format):
         return FrozenWeight(self, (weight.qdata, weight.scale.view(-1)), weight.shape, [], weight.dtype)
 
     def dense(self, weight: FrozenWeight) -> Tensor:
-        """As `float8_dense`."""
+        """See `float8_dense`."""
         return float8_dense(weight.codes, weight.scales, weight.dtype)
 
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """As `row_linear_forward`."""
+        """See `row_linear_forward`."""
         if not takes_float8_rows(x, weight.codes):
             return None
         return row_linear_forward(x, weight.codes, bias, act, weight.scales, low_rank)
 
     def product(self, weight: FrozenWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-        """As `float8_product`."""
+        """See `float8_product`."""
         return float8_product(x, weight.codes, weight.scales, bias)
 
     def input_product(self, weight: FrozenWeight, dy: Tensor) -> Tensor:
-        """As `float8_input_product`."""
+        """See `float8_input_product`."""
         return float8_input_product(dy, weight.codes, weight.scales)

@@ -2,15 +2,15 @@
 
     W = table[code] · scale,   scale = cast(code of the scale / factor) + mean        y = x · Wᵀ + b,   dx = dy · W
 
-W is dequantized in one pass, in the weight's dtype, by the forward and again by the backward, and freed after the
-product. It equals torchao's ``get_original_weight`` bit for bit: every step is rounded to the weight's dtype. The
-forward of few rows, as in a step of decoding, is that of `nf4_rows`.
+The forward and the backward each dequantize W in one pass, in the weight's dtype, and free it after the product. W
+equals torchao's ``get_original_weight`` bit for bit, because every step is rounded to the weight's dtype. With few
+rows, as in a step of decoding, the forward runs `nf4_rows`.
 
     codes      two per byte, the first in the upper half
     scales     one int8 per block of 64 codes
     factors    one per block of at most 256 scales; one mean for all
 
-Saved: only the quantized weight, which exists anyway.
+Saved: only the quantized weight, which takes no extra memory.
 
 Source: https://arxiv.org/abs/2305.14314.
 """
@@ -42,7 +42,7 @@ def _nf4_weight_kernel(
     PAIRS: tl.constexpr, PIECES_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr,
     PIECES_PER_MEAN: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """A piece is PAIRS bytes of codes with one scale, which is read and computed once for the piece."""
+    """Dequantize pieces of PAIRS bytes of codes; the scale of a piece is read and computed once."""
     dtype: tl.constexpr = table_ptr.dtype.element_ty
     pairs, numbers = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
     piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
@@ -63,7 +63,7 @@ def nf4_layout(shape: Sequence[int]) -> list[int]:
     """How a matrix is quantized: rows, columns, codes for each scale, scales for each factor.
 
     Raises:
-        ValueError: its numbers are not a multiple of 64.
+        ValueError: the number of elements is not a multiple of 64.
     """
     size = math.prod(shape)
     if size % NF4_BLOCK != 0:
@@ -72,10 +72,10 @@ def nf4_layout(shape: Sequence[int]) -> list[int]:
 
 
 def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Launch the kernel: the weight [rows, columns], rounded to the dtype of the table and then cast to ``dtype``.
+    """Dequantize the weight [rows, columns], rounded to the dtype of the table and then cast to ``dtype``.
 
     Args:
-        packed: codes, scales, factors, mean, table. Several means are those of equal parts of the rows.
+        packed: codes, scales, factors, mean, table. Several means belong to equal parts of the rows, in order.
         layout: rows, columns, codes for each scale, scales for each factor.
         dtype: float32, float16 or bfloat16.
     """
@@ -95,7 +95,7 @@ def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tens
 
 
 def nf4_dense_reference(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What `nf4_dense` computes, in plain torch."""
+    """`nf4_dense` in plain torch."""
     codes, scales, factors, mean, table = packed
     rows, columns, codes_per_scale, per_factor = layout
     scale = (scales.view(-1, per_factor) / factors.view(-1, 1)).to(table.dtype)
@@ -132,7 +132,7 @@ TABLE = (
 
 @register
 class NormalFloat4(Format):
-    """Codes of 4 bits in torchao's layout; ``layout`` is codes for each scale, scales for each factor.
+    """4-bit codes in torchao's layout; ``layout`` is the number of codes per scale and of scales per factor.
 
     The tensors of a matrix, and of X experts::
 
@@ -142,10 +142,10 @@ class NormalFloat4(Format):
         means      []                        [X]
         table      [16]                      [16]
 
-    Blocks may go over the ends of rows. As parameters, codes and scales of a matrix have a row for each block, and
-    factors, mean and table are one tensor, ``factors``. A slice of columns has some scales of each row, so its scales
-    of a factor do not follow each other: factors are repeated for as few scales as slices of all ranks have in common,
-    and mean and table, which every rank has, are a tensor of their own, ``constants``.
+    A block may span the end of a row. As parameters, codes and scales of a matrix have a row per block, and factors,
+    mean and table are one tensor, ``factors``. A slice of columns has some scales of each row, so scales with the same
+    factor are not adjacent in it: a factor is repeated for every run of scales that the slices of all ranks have in
+    common. Mean and table, which every rank has, are then a separate tensor, ``constants``.
     """
 
     name = "nf4"
@@ -156,7 +156,7 @@ class NormalFloat4(Format):
     remedy = 'dtype="float8" in quantize_base'
 
     def layout(self, matrix: Sequence[int]) -> list[int]:
-        """As `nf4_layout`."""
+        """See `nf4_layout`."""
         return nf4_layout(matrix)[2:]
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
@@ -174,7 +174,7 @@ class NormalFloat4(Format):
         }
 
     def quantize(self, matrix: Tensor) -> Sequence[Tensor]:
-        """With torchao's numbers."""
+        """As torchao quantizes."""
         import torchao.quantization as torchao
 
         packed = self.of_torchao(torchao.to_nf4(matrix, *self.layout(matrix.shape)))
@@ -199,12 +199,12 @@ class NormalFloat4(Format):
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """As `nf4_rows`."""
+        """See `nf4_rows`."""
         packed, sizes = self._packed(weight), self._sizes(weight)
         return nf4_rows(x, bias, packed, sizes, act, low_rank) if takes_nf4_rows(x, packed, sizes) else None
 
     def pack(self, weight: FrozenWeight) -> dict[str, Tensor]:
-        """Of experts the tensors as they are, of a matrix those with a row for each block."""
+        """The tensors of experts unchanged; the tensors of a matrix with one row per block."""
         if len(weight.shape) == 3:
             return super().pack(weight)
         codes, scales, factors, mean, table = weight.tensors
@@ -212,7 +212,7 @@ class NormalFloat4(Format):
         return {"codes": codes.view(len(scales), -1), "scales": scales.view(-1, 1), "factors": numbers}
 
     def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:
-        """Tensors for the kernels, which take them in one piece."""
+        """Flatten the tensors, as kernels take them."""
         if len(shape) == 3:
             codes, scales, factors, means, table = tensors.values()
             return codes, scales.flatten(1), factors.flatten(1), means, table
@@ -224,7 +224,7 @@ class NormalFloat4(Format):
         return codes, scales, factors, constants[0], constants[1:]
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Numbers that share a scale, be they of a row or of several."""
+        """How many numbers share a scale, within a row or across rows."""
         return layout[0]
 
     def slices(
@@ -251,7 +251,7 @@ class NormalFloat4(Format):
         return tensors, [block, fewer], dict.fromkeys(("codes", "scales", "factors"), dim)
 
     def quantize_part(self, numbers: Tensor, layout: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Codes, and the largest number of each block. Scales are quantized together, around their mean."""
+        """Codes, and the largest number of each block, from which `finish` computes the scales of all ranks."""
         import torchao.quantization as torchao
 
         blocks = numbers.reshape(-1, layout[0])
@@ -259,7 +259,7 @@ class NormalFloat4(Format):
         return codes.quantized_data.view(len(numbers), -1), blocks.abs().amax(1).view(len(numbers), -1)
 
     def finish(self, statistics: Tensor, layout: Sequence[int]) -> Sequence[Tensor]:
-        """Scales, factors, mean and table, as torchao computes them from the largest numbers of all blocks."""
+        """Scales, factors, mean and table, computed as torchao does from the largest numbers of all blocks."""
         largest, per_factor = statistics.flatten(), layout[1]
         mean = largest.mean()
         centered = (largest - mean).view(-1, per_factor)  # [factors, scales of a factor]
@@ -275,5 +275,5 @@ class NormalFloat4(Format):
 
     @staticmethod
     def _sizes(weight: FrozenWeight) -> list[int]:
-        """Rows of all experts, columns, and the layout."""
+        """The rows of all experts, the columns, and the layout."""
         return [math.prod(weight.shape[:-1]), weight.shape[-1], *weight.layout]

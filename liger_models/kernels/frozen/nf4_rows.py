@@ -1,17 +1,18 @@
 """Few rows, as in a step of decoding, times a weight in 4 bits (NF4). Only the codes of the weight are read.
 
-Numbers of the table are multiplied with x, and each sum over a block with the block's scale::
+Numbers of the table are multiplied with x, and the sum over each block is multiplied with the block's scale::
 
     y_n = Σ_blocks scale_n · (Σ_block table[code] · x) + b_n
 
-The products table · scale are not rounded, so y is nearer to the product in real numbers than that of `nf4_dense`.
+The products table · scale are not rounded, so y is closer to the exact product than with `nf4_dense`.
 
-Up to `MOST_LOOKUPS` rows of x have a kernel that finds the two numbers of a byte of codes, as matrix units want them,
-in two instructions: one makes an address of the byte, the other reads the pair. Shared memory holds all 256 pairs 32
-times, once in each bank, so that the lanes of a warp read in one go whatever their bytes are. A product of matrix units
-has eight columns: rows of x or, for one or two of them, blocks of a row, with zeros for the other blocks.
+For up to `MOST_LOOKUPS` rows of x, a kernel looks up the two numbers of a byte of codes, in the order of the matrix
+units, in two instructions: one turns the byte into an address, the other reads the pair. Shared memory holds all 256
+pairs 32 times, once in each bank, so the lanes of a warp read in one access whatever their bytes are. A product of the
+matrix units has eight columns. They are rows of x or, if x has one or two rows, blocks of a row, with zeros for the
+other blocks.
 
-More rows, other GPUs and other dtypes have a kernel of plain Triton; from NVIDIA's Ampere on, it looks numbers up in
+More rows, other GPUs and other dtypes use a kernel in plain Triton. From NVIDIA's Ampere on, it looks numbers up in
 registers.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
@@ -53,9 +54,9 @@ scales of each result that a step reads, and the warps of a program, each of whi
 
 
 def _fill() -> str:
-    """PTX that makes pairs from the table at $1. The copy of this lane begins at $0, and a pair is 128 bytes further.
+    """PTX that builds the pairs from the table at $1. This lane's copy begins at $0, with 128 bytes from pair to pair.
 
-    A thread writes four copies of 16 pairs, whose second number is the same.
+    Each thread writes four copies of 16 pairs, all with the same second number.
     """
     ptx = "{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .b16 first, second;\n"
     ptx += "mov.u32 a, pairs; mov.u32 n, %laneid; mad.lo.u32 $0, n, 4, a;\n"
@@ -72,11 +73,12 @@ def _step(kind: str, columns: int) -> str:
 
     The eight columns of a product are ``columns`` rows of x times ``slots`` blocks. Lane 4 · group + quarter of a warp
     holds codes of the rows group and group + 8 of W, and the same numbers of x for column group. Its sums are those of
-    the columns 2 · quarter and 2 · quarter + 1. Two lanes share a block, or four for eight rows of x.
+    the columns 2 · quarter and 2 · quarter + 1. Two lanes share a block, or four lanes if x has eight rows.
 
     $0 to $3 are the new sums and $4 to $7 the old ones, row ``group`` first. $8 and $9 are the addresses of the codes
-    of both rows, $10 that of x, $11 and $12 the blocks from there to the last one of codes and of x. $13 says with
-    which codes x is multiplied, -1 with none; $14 to $17 are two scales of each row, and $18 is the address of `_fill`.
+    of both rows, and $10 is the address of x. $11 and $12 count the blocks that follow to the end of the codes and of
+    x. $13 selects the codes that x is multiplied with, -1 for none. $14 to $17 are two scales of each row, and $18 is
+    the address from `_fill`.
     """
     slots, lanes = 8 // columns, 4 if columns == 8 else 2
     loads, words, numbers = max(slots * lanes // 4, 1), 8 // lanes, 32 // lanes
@@ -84,6 +86,8 @@ def _step(kind: str, columns: int) -> str:
     ptx = "{.reg .b32 o, s, y<2>, a<4>; .reg .b64 p, q; .reg .pred loads, uses; .reg .f32 c<8>, u, v;\n"
     ptx += f".reg .b32 w<{2 * words * loads * repeats}>, x<{numbers * repeats}>;\nsetp.ge.s32 loads, $13, 0;\n"
     names = lambda name, start, count: "{" + ", ".join(f"{name}{start + i}" for i in range(count)) + "}"
+    # Load the codes of all blocks, then all numbers of x, so that the loads are in flight together. The minimum keeps
+    # addresses inside the tensors.
     for load in range(loads * repeats):
         ptx += f"min.s32 o, $11, {load * 4 // lanes}; mad.wide.s32 p, o, 32, $8; mad.wide.s32 q, o, 32, $9;\n"
         for i, at in enumerate("pq"):
@@ -93,6 +97,7 @@ def _step(kind: str, columns: int) -> str:
         ptx += f"min.s32 o, $12, {slots * repeat}; mad.wide.s32 p, o, 128, $10;\n"
         for i in range(0, numbers, 4):
             ptx += f"@loads ld.global.v4.b32 {names('x', numbers * repeat + i, 4)}, [p+{4 * i}];\n"
+    # Look up the two weights of each byte in shared memory, and multiply. The first products of a chain add to zero.
     for repeat in range(repeats):
         chains = 4 // lanes  # independent sums
         for load in range(loads):
@@ -110,6 +115,7 @@ def _step(kind: str, columns: int) -> str:
                 before = c if load or j >= chains else "{" + ", ".join(["0f00000000"] * 4) + "}"
                 ptx += f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {c}, {names('a', 0, 4)}, "
                 ptx += f"{{{x[0]}, {x[1]}}}, {before};\n"
+        # Scale the sums of a block. With eight columns the scales are in other lanes.
         scales = ["$14", "$15", "$16", "$17"]
         if columns == 2:
             scales = [f"${14 + repeat}"] * 2 + [f"${16 + repeat}"] * 2
@@ -165,7 +171,7 @@ PAIRS = tl.constexpr(_pairs())
 
 @triton.jit
 def nf4_scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr):
-    """The scales of these blocks, rounded to dtype, in fp32."""
+    """The scales of ``blocks``, rounded to dtype, in fp32."""
     code = tl.load(scale_ptr + block, mask=inside, other=0).to(tl.float32)
     factor = tl.load(factor_ptr + block // SCALES_PER_FACTOR, mask=inside, other=1.0).to(tl.float32)
     # Between 7 and 8 significant bits a quotient is never so near to a tie of bfloat16 that division must be exact.
@@ -177,7 +183,7 @@ def nf4_scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, S
 def _lookup_scale(
     scale_ptr, factor_ptr, mean, row, block, blocks, dtype: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr
 ):
-    """The scales of these blocks of these rows, zero beyond the last block."""
+    """The scales of blocks of rows, zero beyond the last block."""
     inside = block < blocks
     scale = nf4_scale(scale_ptr, factor_ptr, mean, row * blocks + block, inside, dtype, SCALES_PER_FACTOR)
     return tl.where(inside, scale, 0.0)
@@ -189,7 +195,7 @@ def _nf4_lookup_kernel(
     M, N, blocks, R, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr,
     OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS = 16 results of each of up to COLUMNS rows of x. Tensors have an element for each thread (`_step`)."""
+    """Compute ROWS = 16 results for up to COLUMNS rows of x. Tensors have one element per thread (`_step`)."""
     start_next(OVERLAPS)
     dtype: tl.constexpr = table_ptr.dtype.element_ty
     BF16: tl.constexpr = STEP1_BF16 if COLUMNS == 1 else STEP2_BF16 if COLUMNS == 2 else STEP8_BF16
@@ -255,9 +261,9 @@ def _nf4_rows_kernel(
     ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS results of each of up to COLUMNS rows of x; a step reads the codes of SCALES scales of each row of W.
+    """Compute ROWS results for up to COLUMNS rows of x; each step reads the codes of SCALES scales of each row of W.
 
-    Numbers with even and with odd index are multiplied separately: a byte of codes and a pair of x have one of each.
+    Numbers with even and odd indices are multiplied separately, since a byte of codes holds one of each.
     """
     start_next(OVERLAPS)
     dtype: tl.constexpr = table_ptr.dtype.element_ty
@@ -265,10 +271,12 @@ def _nf4_rows_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mean = tl.load(mean_ptr).to(tl.float32)
     if PTX:
+        # The table as upper and lower bytes in eight registers, from which `prmt` looks numbers up.
         h0, h1, h2, h3, l0, l1, l2, l3 = tl.inline_asm_elementwise(
             PLANES, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l", [table_ptr.to(tl.uint64, bitcast=True)],
             (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), True, 1,
         )  # fmt: skip
+    # Sums of products by scale: [SCALES, ROWS, COLUMNS].
     total = tl.zeros([SCALES, ROWS, COLUMNS], tl.float32)
     blocks = pairs // PAIRS_PER_SCALE
     known = (row < N)[None, :]
@@ -282,6 +290,7 @@ def _nf4_rows_kernel(
             code_ptr + at[:, :, None] * pairs + pair[:, None, :], mask=some[:, :, None], other=0,
             eviction_policy="evict_first",
         )  # fmt: skip
+        # x as pairs of one integer each, [SCALES, PAIRS_PER_SCALE, COLUMNS], which are split below.
         there = (block < blocks)[:, None, None] & (column < M)[None, None, :]
         x = tl.load(pair_ptr + column[None, None, :] * pairs + pair[:, :, None], mask=there, other=0)
         scale = nf4_scale(scale_ptr, factor_ptr, mean, at * blocks + block[:, None], some, dtype, SCALES_PER_FACTOR)
@@ -303,7 +312,7 @@ def _nf4_rows_kernel(
 
 
 def takes_nf4_rows(x: Tensor, packed: Packed, layout: Sequence[int]) -> bool:
-    """Whether `nf4_rows` takes x: few rows in the dtype of the table, for a weight whose rows have whole blocks."""
+    """Whether `nf4_rows` can multiply x: few rows in the table's dtype, and whole blocks in each row of the weight."""
     _, columns, codes_per_scale, _ = layout
     return (
         codes_per_scale & (codes_per_scale - 1) == 0 == columns % codes_per_scale
@@ -317,9 +326,9 @@ def nf4_rows(
     x: Tensor, bias: Tensor | None, packed: Packed, layout: Sequence[int], act: str = "",
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch a kernel for few rows x [..., columns]: ``(y [..., rows], act(gate) · up [..., rows / 2])``.
+    """Multiply few rows x [..., columns] by one kernel, and return ``(y [..., rows], act(gate) · up [..., rows / 2])``.
 
-    The second is empty without an activation. ``low_rank`` has the dtype of x.
+    The second result is empty without an activation. ``low_rank`` has the dtype of x.
     """
     N, K, codes_per_scale, per_factor = layout
     y, M = x.new_empty(*x.shape[:-1], N), x.numel() // K

@@ -1,17 +1,17 @@
-"""A frozen weight in fewer bits, and the formats that it may have.
+"""A frozen weight in fewer bits, and its formats.
 
-An op dequantizes such a weight right before each product, forward and backward, and frees it after the product. A
-forward of few rows, as in a step of decoding, multiplies with the codes instead. Only the stored tensors are saved for
-the backward, and they exist anyway.
+An op dequantizes such a weight right before each product, forward and backward, and frees it after the product. With
+few rows, as in a step of decoding, the forward multiplies with the codes instead. Only the stored tensors are saved for
+the backward, which takes no extra memory.
 
-`FrozenWeight` is the only class that layers, ops, loading, saving and sharding know. A `Format` says what is different
-in one format, and is defined and registered in a single file::
+Layers, ops, loading, saving and sharding know only the class `FrozenWeight`. A `Format` holds everything that is
+specific to one format, and is defined and registered in a single file::
 
     nf4       `nf4_linear`: 4-bit codes with scales of 8 bits
     float8    `frozen_float8_linear`: e4m3 with a scale for each row, multiplied in float8 where the device can
-    blocks    `float8_blocks`: e4m3 with the scales of a checkpoint, for blocks of it
+    blocks    `float8_blocks`: e4m3 with a checkpoint's scales of blocks
 
-The defaults of `Format` are right for codes and scales by rows, so that a new format has to implement `quantize`,
+The defaults of `Format` suit formats whose codes and scales follow the rows. Such a format only implements `quantize`,
 `tensors_like` and `dense`.
 """
 
@@ -35,10 +35,10 @@ MAX_TENSORS = 5
 class FrozenWeight(NamedTuple):
     """A frozen weight [O, C], or the frozen matrices [X, O, C] of X experts, in fewer bits. It has no gradient.
 
-    Ops and layers use it in place of a tensor, so it has some attributes of a tensor.
+    Ops and layers use it in place of a tensor, so it has some of a tensor's attributes.
 
     Attributes:
-        format: what the tensors mean.
+        format: the meaning of the tensors.
         tensors: the stored tensors, in the order of ``format.names``; the codes are first.
         shape: of the dense weight.
         layout: numbers that the format needs to read its tensors.
@@ -58,8 +58,8 @@ class FrozenWeight(NamedTuple):
         Args:
             weight: floating-point. On the meta device the result has no values either.
             name: of the format.
-            device: the device to which the matrices are moved, one after the other, and where they are quantized.
-                Default: that of the weight.
+            device: the device to which the matrices are moved, one after the other, to be quantized. Default: the
+                weight's device.
 
         Raises:
             ImportError: the format needs torchao, which is not installed.
@@ -73,19 +73,20 @@ class FrozenWeight(NamedTuple):
         elif weight.dim() == 2:
             tensors = list(format_.quantize(weight.to(device)))
         else:
+            # Matrix by matrix, so that only one dense matrix is on the device at a time.
             experts = [format_.quantize_expert(matrix.to(device)) for matrix in weight]
             tensors = [
-                each[0] if part in format_.shared else torch.stack(each)
-                for part, each in zip(format_.names, zip(*experts, strict=True), strict=True)
+                matrices[0] if part in format_.shared else torch.stack(matrices)
+                for part, matrices in zip(format_.names, zip(*experts, strict=True), strict=True)
             ]
             tensors[0] = tensors[0].view(*shape[:2], -1)  # codes [X, O, ...]
         return cls(format_, tuple(tensors), shape, layout, weight.dtype)
 
     @classmethod
     def of(cls, weight: Tensor) -> "FrozenWeight | None":
-        """The weight that a tensor of torchao's holds, with which it shares memory; None for any other tensor."""
-        found = (each.of_torchao(weight) for each in FORMATS.values())
-        return next((each for each in found if each is not None), None)
+        """The weight of a torchao tensor, sharing its memory; None for any other tensor."""
+        weights = (format_.of_torchao(weight) for format_ in FORMATS.values())
+        return next((frozen for frozen in weights if frozen is not None), None)
 
     @property
     def codes(self) -> Tensor:
@@ -130,7 +131,7 @@ class FrozenWeight(NamedTuple):
         return True
 
     def data_ptr(self) -> int:
-        """0, since the dense weight is newly allocated, and so is aligned."""
+        """Always 0, which counts as aligned: the dense weight will be newly allocated."""
         return 0
 
     def to(self, dtype: torch.dtype) -> "FrozenWeight":
@@ -142,7 +143,8 @@ class FrozenWeight(NamedTuple):
         return self.scales.new_empty(*size, dtype=dtype or self.dtype)
 
     def split(self, count: int) -> list["FrozenWeight"]:
-        """The matrices of experts, ``count`` experts at a time."""
+        """Split the matrices of experts into groups of ``count`` experts."""
+        # [X, O, C] -> pieces [count, O, C], views of the same memory; the last one may be smaller.
         X, *matrix = self.shape
         return [
             self._replace(
@@ -171,9 +173,9 @@ class FrozenWeight(NamedTuple):
 class Format:
     """How a weight is stored in fewer bits. `register` makes an instance known by its name.
 
-    A matrix [O, C] has codes and some other tensors. Those of experts have one dimension more, the first, except those
-    that are `shared`. As parameters, the tensors are sharded by their first dimension (`apply_fsdp`, `apply_ep`), or
-    as `slices` says (`apply_tp`).
+    A matrix [O, C] has codes and some other tensors. The tensors of experts have one more dimension in front, except
+    the `shared` tensors. As parameters, the tensors are sharded along their first dimension (`apply_fsdp`, `apply_ep`)
+    or by `slices` (`apply_tp`).
     """
 
     name: ClassVar[str]
@@ -188,14 +190,14 @@ class Format:
     rounds_inputs: ClassVar[bool] = False
     """Whether products round x, too, so that a row's result depends on the kernel that computes it."""
     is_kept: ClassVar[bool] = False
-    """Whether the tensors are those of a checkpoint, read and saved as they are. Such a weight cannot be quantized."""
+    """Whether the tensors come from a checkpoint and are saved unchanged. Such a weight cannot be quantized."""
     in_common: ClassVar[bool] = False
     """Whether ranks that have parts of a matrix [O, C] quantize it together; see `quantize_part`."""
     remedy: ClassVar[str] = "another format"
     """What to use instead where a slice would end within a block."""
 
     def layout(self, matrix: Sequence[int]) -> list[int]:
-        """Numbers that are needed to read the tensors of a matrix [O, C]; raises ValueError for a wrong size."""
+        """The integers needed to read the tensors of a matrix [O, C]; raises ValueError for an unsupported size."""
         return []
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
@@ -204,18 +206,18 @@ class Format:
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes of the tensors of a weight [O, C] or [X, O, C]."""
-        return sum(math.prod(size) * kind.itemsize for size, kind in self.tensors_like(shape, dtype).values())
+        return sum(math.prod(size) * stored.itemsize for size, stored in self.tensors_like(shape, dtype).values())
 
     def quantize(self, matrix: Tensor) -> Sequence[Tensor]:
         """The tensors of a dense matrix [O, C]."""
         raise NotImplementedError
 
     def quantize_expert(self, matrix: Tensor) -> Sequence[Tensor]:
-        """As `quantize`, for the matrix of one expert."""
+        """`quantize` for the matrix of one expert."""
         return self.quantize(matrix)
 
     def of_torchao(self, weight: Any) -> FrozenWeight | None:
-        """The weight in a tensor subclass of torchao's, with which it shares memory; None for any other tensor."""
+        """The weight of a torchao tensor subclass, sharing its memory; None for any other tensor."""
         return None
 
     def dense(self, weight: FrozenWeight) -> Tensor:
@@ -241,11 +243,11 @@ class Format:
         return dict(zip(self.names, weight.tensors, strict=True))
 
     def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:
-        """The inverse of `pack`, also of the tensors of one slice (`slices`), which has the given shape and layout."""
+        """The inverse of `pack`, for a whole weight or for a slice (`slices`), of the given shape and layout."""
         return tuple(tensors.values())
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """A slice of rows must have a multiple of so many numbers, a slice of columns of so many columns."""
+        """The unit of slices: the elements of a slice of rows, or the columns of a slice, must be a multiple of it."""
         return 1
 
     def slices(
@@ -257,19 +259,19 @@ class Format:
             tensors: of the whole weight.
             shape: of the whole weight, [O, C] or [X, O, C].
             layout: of the whole weight.
-            dim: of the weight, along which it is sliced. Slices have whole blocks.
+            dim: the dimension along which the weight is sliced. Slices have whole blocks.
             ranks: number of slices.
 
         Returns:
-            The tensors, their layout, and the dimension along which each is sliced; the others are the same in every
-            slice.
+            The tensors, their layout, and the dimension along which each sliced tensor is sliced. The other tensors are
+            the same in every slice.
         """
         if dim == len(shape) - 1:
             return tensors, layout, dict.fromkeys(("codes", *self.by_column), dim)
         return tensors, layout, {name: dim for name in tensors if name not in self.shared}
 
     def quantize_part(self, numbers: Tensor, layout: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Quantize one rank's numbers [n, K] of a matrix, n rows of its codes, if ranks quantize it `in_common`.
+        """Quantize one rank's numbers [n, K], n rows of a matrix's codes, if ranks quantize the matrix `in_common`.
 
         Returns:
             The codes, and statistics [n, m] that the ranks exchange; see `finish`.
@@ -277,7 +279,7 @@ class Format:
         raise NotImplementedError
 
     def finish(self, statistics: Tensor, layout: Sequence[int]) -> Sequence[Tensor]:
-        """The tensors of the whole matrix besides its codes, from the statistics [N, m] of all ranks."""
+        """All tensors of the whole matrix except its codes, from the statistics [N, m] of all ranks."""
         raise NotImplementedError
 
 
@@ -286,12 +288,14 @@ FORMATS: dict[str, Format] = {}
 _NUMBERS: dict[int, Format] = {}
 
 
-def register(kind: type[Format]) -> type[Format]:
-    """Make a format known; a decorator of its class. Raises ValueError if its name or its number is taken."""
-    if kind.name in FORMATS or kind.number in _NUMBERS:
-        raise ValueError(f"register: name and number of a format must be new, got {kind.name!r} and {kind.number}.")
-    FORMATS[kind.name] = _NUMBERS[kind.number] = kind()
-    return kind
+def register(format_class: type[Format]) -> type[Format]:
+    """Register a format; a decorator of its class. Raises ValueError if the name or number is taken."""
+    if format_class.name in FORMATS or format_class.number in _NUMBERS:
+        raise ValueError(
+            f"register: name and number of a format must be new, got {format_class.name!r} and {format_class.number}."
+        )
+    FORMATS[format_class.name] = _NUMBERS[format_class.number] = format_class()
+    return format_class
 
 
 Weight = Tensor | FrozenWeight
@@ -303,15 +307,16 @@ SCHEMA = (
 )
 """Arguments of an op besides a weight. If they are given, the weight is a tensor of codes.
 
-The tensors have the names of NF4, and are those that the format has. The layout is the number of the format, the number
-of dimensions, the shape, and the layout of the format.
+The tensors have the names of NF4; tensors that the format lacks are None. The layout holds the number of the format,
+the number of dimensions, the shape, and the layout of the format.
 """
 
 
 def weight_for_op(weight: Weight) -> tuple[Tensor, tuple[Any, ...]]:
-    """A weight as arguments of an op: the tensor, and the arguments that `SCHEMA` has besides."""
+    """A weight as arguments of an op: the tensor, and the further arguments in `SCHEMA`."""
     if isinstance(weight, Tensor):
         return weight, (None, None, None, None, [], None)
+    # An op has a fixed number of arguments: None stands for tensors that the format does not have.
     codes, *others = weight.tensors
     missing = [None] * (MAX_TENSORS - len(weight.tensors))
     layout = [weight.format.number, len(weight.shape), *weight.shape, *weight.layout]
@@ -319,16 +324,17 @@ def weight_for_op(weight: Weight) -> tuple[Tensor, tuple[Any, ...]]:
 
 
 def weight_from_op(weight: Tensor, rest: Sequence[Any]) -> Weight:
-    """The inverse of `weight_for_op`; ``rest`` is empty where the dispatcher has left out defaults."""
+    """The inverse of `weight_for_op`; ``rest`` is empty if the dispatcher left out defaults."""
     if not rest or rest[0] is None:
         return weight
+    # The layout tells the format and where the shape ends.
     *others, (number, dims, *sizes), dtype = rest
     tensors = weight, *(tensor for tensor in others if tensor is not None)
     return FrozenWeight(_NUMBERS[number], tensors, torch.Size(sizes[:dims]), sizes[dims:], dtype)
 
 
 def dense(weight: Weight) -> Tensor:
-    """The weight as a tensor, to be multiplied with and freed."""
+    """The weight as a dense tensor, which the caller multiplies with and frees."""
     return weight if isinstance(weight, Tensor) else weight.dense()
 
 
@@ -342,7 +348,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 def few_rows(
     x: Tensor, weight: Weight, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """`product` with a low-rank term, and ``act(gate) · up``, by one kernel; None if there is none."""
+    """`product` with a low-rank term, and ``act(gate) · up``, by one kernel; None if there is no such kernel."""
     if not (takes_low_rank(x, low_rank) and use_triton(x)):
         return None
     if not isinstance(weight, Tensor):
@@ -387,6 +393,7 @@ def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, _, needs_bias, *_ = ctx.needs_input_grad
+    # x is not saved: a frozen weight has no gradient, and dx needs only dy and W.
     weight = *ctx.saved_tensors, *ctx.constants
     dx = torch.ops.liger_models.quantized_linear_backward(dy, *weight) if needs_x else None
     return dx, None, dy.flatten(0, -2).sum(0) if ctx.has_bias and needs_bias else None, *[None] * 6
@@ -416,6 +423,7 @@ def quantized_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None
         )
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    # The weight is dequantized to the dtype of x.
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if not use_triton(x):
         return F.linear(x, weight.dense(), bias)

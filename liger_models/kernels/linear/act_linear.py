@@ -1,11 +1,11 @@
-"""An activation and the linear layer after it; only the activation's input is saved.
+"""An activation followed by a linear layer; only the activation's input is saved.
 
 Forward, with the activation in fp32::
 
     a = cast(act(x))
     y = a · Wᵀ + b
 
-Backward, where a is recomputed in the pass over x that the activation's gradient needs anyway::
+Backward; the kernel that computes the activation's gradient from x also recomputes a::
 
     da = dy · W,   dx = da · act'(x),   dW = dyᵀ · a,   db = Σ dy
 
@@ -40,6 +40,7 @@ NUM_WARPS = 8
 
 def act_reference(x: Tensor, act: str) -> Tensor:
     """The activation alone, in plain torch: [..., F] in the dtype of x."""
+    # In fp32, or in fp64 for fp64 inputs, with one rounding at the end.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if act == "quick_gelu":
         return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
@@ -88,7 +89,7 @@ def _activate(x: Tensor, act: str) -> Tensor:
 
 
 def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[Tensor, Tensor | None]:
-    """``(dx, a or None)``. a overwrites da, which this op owns."""
+    """Return ``(dx, a or None)``; a overwrites da, which this op owns."""
     x = x.contiguous()
     da = da.contiguous().to(x.dtype)
     dx = torch.empty_like(x)
@@ -101,7 +102,7 @@ def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[T
 
 
 class ActLinearInputs(NamedTuple):
-    """Inputs of the op `act_linear`, as the function of that name takes them."""
+    """Inputs of the op `act_linear`, in the order of that function's arguments."""
 
     x: Tensor
     weight: Tensor
@@ -110,7 +111,7 @@ class ActLinearInputs(NamedTuple):
 
 
 class ActLinearSaved(NamedTuple):
-    """What the forward saves for the backward."""
+    """Tensors and constants that the forward saves for the backward."""
 
     x: Tensor
     weight: Tensor
@@ -150,6 +151,7 @@ def _backward(inputs: ActLinearUpstream) -> ActLinearGradients:
     dy = inputs.dy.reshape(-1, weight.shape[0])  # [N, O]
     dx = a = d_weight = None
     if needs.x:
+        # One kernel computes dx and recomputes a, which dW needs and which was not saved.
         dx, a = _activate_backward((dy @ weight).view(x.shape), x, act, needs.weight)
     elif needs.weight:
         a = _activate(x, act)
@@ -189,7 +191,8 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
 
     Args:
         x: [..., F], float32, float16 or bfloat16.
-        weight: [O, F]. Its dtype is the result's; it may differ from x's, and autocast does not change it.
+        weight: [O, F]. The result has its dtype, which may differ from the dtype of x and which autocast does not
+            change.
         bias: [O] or None.
         act: "gelu", "gelu_tanh", "quick_gelu" or "relu2".
 

@@ -7,7 +7,7 @@ A = `gated_act`::
     u = N(h) @ Wguᵀ + bgu                 gate and up interleaved
     y = A(u) @ Wdᵀ + bd
 
-Either product may have a low-rank term (LoRA) as in `norm_linear`, with matrices and gradients of its own.
+Either projection may have a low-rank term (LoRA), as in `norm_linear`, with its own matrices and gradients.
 
 Backward, with dh the gradient of the new residual stream, in this order::
 
@@ -17,17 +17,18 @@ Backward, with dh the gradient of the new residual stream, in this order::
     dWgu = duᵀ @ N(h),   dbgu = Σ_rows du
 
 Saved: h, the norm's fp32 statistics of each row, the weights, and u. With ``recompute`` u is not saved: the backward
-recomputes it from h, bit for bit, and du takes its place. The normed activations and the product are never saved.
-Frozen weights may be quantized, as in `norm_linear`: each is dequantized right before each of its products. A
-gradient that is not needed costs nothing; the others have the dtype of their input. The backward is one op, so that a
-compiler cannot see what it recomputes and save the forward's instead.
+recomputes it from h, bit for bit, and du overwrites it. The normed activations and the product p are never saved.
+Frozen weights may be quantized, as in `norm_linear`: a weight is dequantized right before each of its products.
+Gradients that are not needed cost nothing; every other gradient has the dtype of its input. The backward is one op,
+which hides the recomputed tensors from compilers. A compiler that saw them would save them in the forward.
 
-Where u is not saved, many rows go through in chunks, forward and backward: u, p, dn and the normed rows exist for one
+If u is not saved, many rows are processed in chunks, forward and backward: u, p, dn and the normed rows exist for one
 chunk at a time. The gradients of the weights are then summed over the chunks in fp32 and rounded once.
 
-With ``ranks`` each rank has its own gates and ups and the columns of Wd for them. y is then a rank's part of a sum, and
-dn is summed over the ranks before N'. With ``ranks.sequence`` each rank also has its own tokens. N(h) is then gathered
-before its products with Wgu and du, dn is reduce-scattered, y is of all tokens, and h of the own ones.
+With ``ranks`` each rank has its own gates and ups, and the columns of Wd for them. y is then a rank's part of a sum,
+and dn is summed over the ranks before N'. With ``ranks.sequence`` each rank also has its own tokens. N(h) is then
+gathered before its products with Wgu and du, and dn is reduce-scattered. y covers all tokens, and h only the rank's
+own.
 
 Source: https://arxiv.org/abs/2002.05202; recomputation as in https://arxiv.org/abs/2205.05198.
 """
@@ -108,7 +109,7 @@ def gated_mlp_reference(
     gate_up_low_rank: LowRank | None = None,
     down_low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `gated_mlp` computes, in plain torch."""
+    """`gated_mlp` in plain torch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
     normed = FusedNorm(norm_weight, norm_bias, norm, eps, weight_offset, scale_in_fp32).reference(residual)
@@ -117,7 +118,7 @@ def gated_mlp_reference(
 
 
 class GatedMLPInputs(NamedTuple):
-    """Inputs of the op `gated_mlp`, as the function of that name takes them."""
+    """Inputs of the op `gated_mlp`, named as that function's arguments."""
 
     x: Tensor | None
     residual: Tensor
@@ -135,8 +136,8 @@ class GatedMLPOutputs(NamedTuple):
 
     Attributes:
         y: [..., O].
-        h: [..., C], the residual stream; None without x, because an output of an op may not be one of its inputs.
-        statistics: the norm's, of each row.
+        h: [..., C], the residual stream; None without x, because an op may not return one of its inputs.
+        statistics: the norm's statistics of each row.
         u: [..., 2 F], gates and ups; None with ``recompute``.
     """
 
@@ -147,7 +148,7 @@ class GatedMLPOutputs(NamedTuple):
 
 
 class GatedMLPSaved(NamedTuple):
-    """What the forward saves for the backward. Of the biases only that of gate and up is saved, to recompute u."""
+    """Tensors and constants saved for the backward. A bias is saved only for gate and up, if u is recomputed."""
 
     h: Tensor
     statistics: Tensor
@@ -170,7 +171,7 @@ class GatedMLPNeeds(NamedTuple):
 
 
 class GatedMLPGradients(NamedTuple):
-    """Gradients of the inputs. The op of the backward returns that of the residual stream as ``residual`` alone."""
+    """Gradients of the inputs. The backward op returns the stream's gradient as ``residual`` and leaves ``x`` None."""
 
     x: Tensor | None = None
     residual: Tensor | None = None
@@ -196,7 +197,7 @@ class Products(NamedTuple):
 
 
 def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: bool) -> tuple[int, int]:
-    """The rank's own rows in a chunk, and the number of ranks whose rows u holds."""
+    """Return the number of the rank's own rows in a chunk, and the number of ranks whose rows u holds."""
     copies = ranks.size if ranks is not None and ranks.sequence_parallel else 1
     row_bytes = gate_up_weight.shape[0] * gate_up_weight.itemsize
     return -(-_chunk_rows(N * copies, row_bytes) // copies) if recompute else N, copies
@@ -239,7 +240,7 @@ def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOut
 
 
 def _forward_rows(x: Tensor | None, residual: Tensor, inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
-    """The outputs for rows x and residual [N, C]: all of them, or a chunk."""
+    """The outputs of rows x and residual [N, C], which are all rows or a chunk."""
     gate_up, down = products
     ranks = inputs.ranks
     rows, stream, statistics = gate_up.normed(inputs.norm, x, residual)
@@ -295,9 +296,10 @@ def gated_mlp_backward(inputs: GatedMLPUpstream, products: Products) -> GatedMLP
 def _backward_rows(
     inputs: GatedMLPUpstream, products: Products, totals: GatedMLPGradients | None = None
 ) -> GatedMLPGradients:
-    """The gradients for rows: all of them, or a chunk, for which ``totals`` are the sums over the chunks before it.
+    """The gradients of all rows, or of a chunk; ``totals`` holds the sums over the chunks before it.
 
-    dy [N, O], dh, h [N, C], u [N, 2 F]; dy and u hold all ranks' rows where each rank has its own tokens.
+    dy is [N, O], dh and h are [N, C], and u is [N, 2 F]. If each rank has its own tokens, dy and u hold all ranks'
+    rows.
     """
     dy, dh, saved, needs = inputs
     h, statistics, u, norm, _, _, act, ranks = saved
@@ -344,7 +346,7 @@ def _backward_rows(
 
 
 def _rounded(gradients: GatedMLPGradients, norm: FusedNorm, dtype: torch.dtype) -> GatedMLPGradients:
-    """The sums over chunks, which are in fp32, in the dtypes of the parameters."""
+    """Round the fp32 sums over chunks to the dtypes of the parameters."""
     d_norm = gradients.norm
     if norm.weight is not None:
         d_norm = NormGradients(*(None if total is None else total.to(norm.weight.dtype) for total in d_norm))
@@ -378,7 +380,7 @@ def gated_mlp_backward_fake(inputs: GatedMLPUpstream) -> GatedMLPGradients:
 def gated_mlp_save(
     ctx: Any, inputs: GatedMLPInputs, outputs: GatedMLPOutputs, needs: GatedMLPNeeds, *constants: Tensor
 ) -> GatedMLPSaved:
-    """What the backward needs. ``constants`` are further outputs that have no gradient."""
+    """The tensors and constants for the backward. ``constants`` are further outputs without a gradient."""
     mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, outputs.u, *constants)
     return GatedMLPSaved(
         h=inputs.residual if outputs.h is None else outputs.h,
@@ -440,35 +442,35 @@ def gated_mlp(
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C], or None for no norm.
         gate_up_weight: [2 F, C], row 2f is gate f and row 2f + 1 is up f; a tensor or a frozen `FrozenWeight`.
-        down_weight: [O, F] in the dtype of gate_up_weight, which is that of y and may differ from the stream's.
-            Autocast does not change it.
+        down_weight: [O, F] in the dtype of gate_up_weight. The result y has this dtype, which may differ from the
+            stream's and which autocast does not change.
         gate_up_bias: [2 F].
         down_bias: [O].
         act: "silu", "gelu_tanh" or "gelu".
         eps, weight_offset, scale_in_fp32: as in `rms_norm`; a LayerNorm uses eps alone.
         norm: "rms_norm" or "layer_norm".
-        norm_bias: [C], of a LayerNorm; None for none.
-        recompute: gate and up are not saved but recomputed in the backward, for one more matrix product. The gradients
-            are the same. (The reference backend ignores it.)
-        result: False, with ``recompute``, for a y of which only the gradient is used: it is left uninitialized. (The
-            reference backend ignores it.)
+        norm_bias: [C], the bias of a LayerNorm; None for no bias.
+        recompute: recompute gate and up in the backward instead of saving them, at the cost of one more matrix product.
+            The gradients are the same. The reference backend ignores it.
+        result: False, with ``recompute``, leaves y uninitialized, for callers that only use its gradient. The reference
+            backend ignores it.
         ranks: tensor parallel ranks, each with its own pairs of gate and up; None for one rank. y is then the rank's
             part of a sum, so down_bias must be None and is added to the sum. With ``ranks.sequence`` x and residual
-            hold the rank's own tokens, y is of all tokens, and the gradients of the norm's weights are the own tokens'
-            share.
+            hold the rank's own tokens, y covers all tokens, and the gradients of the norm's weights are sums over the
+            rank's own tokens.
         gate_up_low_rank: ``(A [R, C], B [2 F, R])`` in the weights' dtype; gate and up gain ``(norm(residual) @ Aᵀ) @
             Bᵀ``.
         down_low_rank: ``(A [R, F], B [O, R])``, in the same way for the down projection. With ranks, B of gate and up
-            and A of down have the rank's own rows and columns; the others are the same on all ranks, and their
-            gradients are the rank's share of a sum.
+            has the rank's own rows, and A of down has its own columns. The other two matrices are the same on all
+            ranks, and their gradients are the rank's part of a sum.
 
     Returns:
-        ``(y, residual)``: [..., O] in the dtype of the weights, and [..., C] in that of the residual (without x, the
-        tensor that came in).
+        ``(y, residual)``: [..., O] in the dtype of the weights, and [..., C] in the dtype of the residual. Without x
+        the second is the ``residual`` that was passed.
 
     Raises:
-        ValueError: the shapes do not fit together, or an unknown activation or norm.
-        TypeError: a tensor that is not floating-point, or weights or low-rank terms of several dtypes.
+        ValueError: the shapes do not fit together, or the activation or norm is unknown.
+        TypeError: a tensor is not floating-point, or the weights and low-rank terms differ in dtype.
     """
     check_act("gated_mlp", act)
     fused_norm = FusedNorm(norm_weight, norm_bias, norm, eps, weight_offset, scale_in_fp32)

@@ -1,12 +1,12 @@
-"""A linear layer with a low-rank term (LoRA), as decoding calls it.
+"""A linear layer with a low-rank term (LoRA), for decoding.
 
 ::
 
-    y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ        x @ Aᵀ is rounded; for few rows all else is summed in fp32 and rounded once
+    y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ        x @ Aᵀ is rounded; with few rows the rest is summed in fp32 and rounded once
 
-Few rows, for which W has a kernel (`row_linear`, `nf4_linear`, `frozen_float8_linear`, `float8_blocks`), take two
-launches: one for x @ Aᵀ, and the one that multiplies with W, which adds the term to its sums. `norm_linear` and
-`gated_mlp` do the same.
+Few rows take two launches if W has a kernel for them (`row_linear`, `nf4_linear`, `frozen_float8_linear`,
+`float8_blocks`): one for x @ Aᵀ, and one that multiplies with W and adds the low-rank term to its sums. `norm_linear`
+and `gated_mlp` do the same.
 """
 
 from typing import NamedTuple
@@ -57,7 +57,7 @@ def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Lo
 
     Raises:
         ValueError: the shapes do not fit together.
-        TypeError: a tensor that is not floating-point, or a low-rank term of another dtype than the weight.
+        TypeError: a tensor is not floating-point, or the low-rank term differs from the weight in dtype.
     """
     op = "low_rank_linear"
     check_linear(op, "weight", weight, bias, x.shape[-1])

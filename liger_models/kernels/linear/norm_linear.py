@@ -1,4 +1,4 @@
-"""A norm and the linear layer after it, with the residual addition in front; the normed activations are not saved.
+"""Residual addition, norm and linear layer in one op; the normed activations are not saved.
 
 Forward, with N = `rms_norm` or `layer_norm` (its cast order, then a cast to the weight's dtype)::
 
@@ -12,18 +12,19 @@ Backward, with dh the gradient of the new residual stream::
     dW = dyᵀ @ N(h),   db = Σ_rows dy
     dA = gᵀ @ N(h),   dB = dyᵀ @ (N(h) @ Aᵀ)
 
-Saved: h, the norm's fp32 statistics of each row (one number for RMSNorm, two for LayerNorm) and the weights. With a
-frozen W and a low-rank term nothing is saved beyond that: the normed rows are recomputed for dA and dB too. A gradient
-that is not needed costs nothing; the others have the dtype of their input. The backward is one op, so that a compiler
-cannot see that it recomputes N(h) and save the forward's instead.
+Saved: h, the norm's fp32 statistics of each row (one number for RMSNorm, two for LayerNorm) and the weights. A frozen W
+with a low-rank term saves nothing more, because the backward also recomputes the normed rows for dA and dB. Gradients
+that are not needed cost nothing; every other gradient has the dtype of its input. The backward is one op, which hides
+the recomputed N(h) from compilers. A compiler that saw it would save N(h) in the forward.
 
 A frozen W may be in fewer bits (`FrozenWeight`). It is dequantized right before y and again right before dn, each time
-into a buffer that is freed after the product, or multiplied in float8. What is saved is W as it is stored, which exists
-anyway.
+into a buffer that is freed after the product, or it is multiplied in float8. Only the stored W is saved, which takes no
+extra memory.
 
 With ``ranks`` each rank has its own rows of W, and dn is summed over the ranks before N'. With ``ranks.sequence`` each
-rank also has its own tokens. N(h) is then gathered before the products with W and dy, dn is reduce-scattered, and y is
-of all tokens. Nothing more is saved. B has the rows of W, and dA is a rank's part of a sum, which the caller completes.
+rank also has its own tokens. N(h) is then gathered before the products with W and dy, dn is reduce-scattered, and y
+covers all tokens. Nothing more is saved. B is sharded by rows, as W is. dA is a rank's part of a sum, which the caller
+completes.
 
 Source: https://arxiv.org/abs/1910.07467 (RMSNorm), https://arxiv.org/abs/1607.06450 (LayerNorm);
 https://arxiv.org/abs/2205.05198 for tokens on ranks; https://arxiv.org/abs/2106.09685 for low-rank terms.
@@ -76,7 +77,7 @@ def norm_linear_reference(
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `norm_linear` computes, in plain torch."""
+    """`norm_linear` in plain torch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
     return linear(copy_to_region(norm.reference(residual), ranks), weight, bias, low_rank), residual
@@ -94,7 +95,7 @@ def rms_norm_linear_reference(
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `rms_norm_linear` computes, in plain torch."""
+    """`rms_norm_linear` in plain torch."""
     norm = FusedNorm(norm_weight, None, "rms_norm", eps, weight_offset, scale_in_fp32)
     return norm_linear_reference(x, residual, norm, weight, bias, ranks, low_rank)
 
@@ -110,13 +111,13 @@ def layer_norm_linear_reference(
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `layer_norm_linear` computes, in plain torch."""
+    """`layer_norm_linear` in plain torch."""
     norm = FusedNorm(norm_weight, norm_bias, "layer_norm", eps)
     return norm_linear_reference(x, residual, norm, weight, bias, ranks, low_rank)
 
 
 class NormLinearInputs(NamedTuple):
-    """Inputs of the op `norm_linear`, as the function of that name takes them."""
+    """Inputs of the op `norm_linear`, named as that function's arguments."""
 
     x: Tensor | None
     residual: Tensor
@@ -130,8 +131,8 @@ class NormLinearOutputs(NamedTuple):
 
     Attributes:
         y: [..., O].
-        h: [..., C], the residual stream; None without x, because an output of an op may not be one of its inputs.
-        statistics: the norm's, of each row.
+        h: [..., C], the residual stream; None without x, because an op may not return one of its inputs.
+        statistics: the norm's statistics of each row.
     """
 
     y: Tensor
@@ -140,7 +141,7 @@ class NormLinearOutputs(NamedTuple):
 
 
 class NormLinearSaved(NamedTuple):
-    """What the forward saves for the backward."""
+    """Tensors and constants that the forward saves for the backward."""
 
     h: Tensor
     statistics: Tensor
@@ -159,7 +160,7 @@ class NormLinearNeeds(NamedTuple):
 
 
 class NormLinearGradients(NamedTuple):
-    """Gradients of the inputs. The op of the backward returns that of the residual stream as ``residual`` alone."""
+    """Gradients of the inputs. The backward op returns the stream's gradient as ``residual`` and leaves ``x`` None."""
 
     x: Tensor | None = None
     residual: Tensor | None = None
@@ -184,6 +185,7 @@ def norm_linear_forward(inputs: NormLinearInputs, product: Product) -> NormLinea
         rows = gather_rows(normed.reshape(-1, normed.shape[-1]), ranks)  # [N, C], of all ranks' tokens
         y = rows_in_order(product.forward(rows), residual.shape[:-1], ranks)
     else:
+        # [..., O] from the tokens as they are, because each rank has all of them.
         y = product.forward(normed)
     return NormLinearOutputs(y, None if x is None else h, statistics)
 
@@ -195,12 +197,12 @@ def norm_linear_backward(
     """The backward with any kind of product, for all rows or for a chunk of them.
 
     Args:
-        dy: [N, O], as `Product.upstream` returns it.
+        dy: [N, O], from `Product.upstream`.
         dh: [..., C].
-        saved: of the same rows; its projection is not read.
-        product: of the projection.
+        saved: the saved tensors of the same rows; its projection is not read.
+        product: the projection's product.
         needs: the gradients that are needed.
-        totals: for a chunk, the gradients of the parameters so far, in fp32, to which those of the chunk are added.
+        totals: for a chunk, the fp32 sums of the parameters' gradients over the chunks before it.
     """
     h, statistics, norm, _, ranks = saved
     chunked, before = totals is not None, totals or NormLinearGradients()
@@ -258,7 +260,7 @@ def norm_linear_backward_fake(inputs: NormLinearUpstream) -> NormLinearGradients
 def norm_linear_save(
     ctx: Any, inputs: NormLinearInputs, outputs: NormLinearOutputs, needs: NormLinearNeeds, *constants: Tensor
 ) -> NormLinearSaved:
-    """What the backward needs. ``constants`` are further outputs that have no gradient."""
+    """The tensors and constants for the backward. ``constants`` are further outputs without a gradient."""
     mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, *constants)
     h = inputs.residual if outputs.h is None else outputs.h
     return NormLinearSaved(h, outputs.statistics, inputs.norm, inputs.projection.without_bias(), inputs.ranks)
@@ -294,7 +296,7 @@ def norm_linear(
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm_linear` or `layer_norm_linear`, by the kind of ``norm``, which must have a weight."""
+    """`rms_norm_linear` or `layer_norm_linear`, depending on ``norm``, which must have a weight."""
     op = f"{norm.kind}_linear"
     norm.check(op, x, residual)
     check_linear(op, "weight", weight, bias, residual.shape[-1])
@@ -323,19 +325,20 @@ def rms_norm_linear(
         x: [..., C], the output of a branch, which is added to the residual stream; None adds nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C].
-        weight: [O, C], a tensor or a frozen `FrozenWeight`; its dtype is that of y and may differ from the stream's.
-            Autocast does not change it.
+        weight: [O, C], a tensor or a frozen `FrozenWeight`. The result y has its dtype, which may differ from the
+            stream's and which autocast does not change.
         bias: [O].
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
         ranks: tensor parallel ranks, each with its own rows of weight and bias; None for one rank. With
-            ``ranks.sequence`` x and residual hold the rank's own tokens, y is of all tokens, and the gradients of the
-            norm's weights are the own tokens' share.
-        low_rank: ``(A [R, C], B [O, R])`` in the weight's dtype; y gains ``(rms_norm(residual) @ Aᵀ) @ Bᵀ``. With ranks
-            A is the same on all of them, B has the rank's own rows, and the gradient of A is the rank's share of a sum.
+            ``ranks.sequence`` x and residual hold the rank's own tokens, y covers all tokens, and the gradients of the
+            norm's weights are sums over the rank's own tokens.
+        low_rank: ``(A [R, C], B [O, R])`` in the weight's dtype; y gains ``(rms_norm(residual) @ Aᵀ) @ Bᵀ``. With
+            ranks, all ranks have the same A, B has the rank's own rows, and the gradient of A is the rank's part of a
+            sum.
 
     Returns:
-        ``(y, residual)``: [..., O] in the dtype of the weight, and [..., C] in that of the residual (without x, the
-        tensor that came in).
+        ``(y, residual)``: [..., O] in the dtype of the weight, and [..., C] in the dtype of the residual. Without x the
+        second is the ``residual`` that was passed.
 
     Raises:
         ValueError: the shapes do not fit together.

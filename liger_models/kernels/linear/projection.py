@@ -1,14 +1,14 @@
-"""A projection in a fused op: its product with rows, and the gradients of the rows and of its parameters.
+"""The projection of a fused op: its product with rows, and the gradients of the rows and of its parameters.
 
-For rows n [N, C] of the op, which a norm or an activation has computed::
+For rows n [N, C], the output of a norm or an activation::
 
     y = n @ Wᵀ + b + (n @ Aᵀ) @ Bᵀ        the low-rank term (LoRA) is optional, and n @ Aᵀ is rounded
     g = dy @ B,   dn = dy @ W + g @ A
     dW = dyᵀ @ n,   db = Σ_rows dy,   dA = gᵀ @ n,   dB = dyᵀ @ (n @ Aᵀ)
 
-`Product` computes these for a dense W and for one that is frozen in fewer bits. `float8.float8_product` overrides what
-differs when dense matrices are multiplied in float8. The sequences of the ops are therefore written once: `norm_linear`
-for a norm and a projection, `gated_mlp` for the MLP, which has a norm and a projection in front.
+`Product` computes these for a dense W and for a W that is frozen in fewer bits. `float8.float8_product` overrides the
+steps that differ in float8. The order of the steps is therefore written once: in `norm_linear` for a norm and a
+projection, and in `gated_mlp` for the MLP, whose first part is a norm and a projection.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -122,13 +122,13 @@ def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Te
 
 
 def of_stream(gradients: Gradients, dx: Tensor | None, needs: Any) -> Gradients:
-    """Gradients whose first two, of x and of the residual, are dx, that of the residual stream, where they need one."""
+    """Set the gradients of x and of the residual to dx, the gradient of the residual stream, where they are needed."""
     _, _, *parameters = gradients
     return type(gradients)(dx if needs.x else None, dx if needs.residual else None, *parameters)  # type: ignore
 
 
 def norm_gradients_fake(norm: FusedNorm, needs: NormNeeds) -> NormGradients:
-    """Gradients of a norm's parameters, without values. They have the dtype of its weight."""
+    """Gradients of a norm's parameters, without values, in the dtype of its weight."""
     weight = norm.weight
     if weight is None:
         return NormGradients()
@@ -136,7 +136,7 @@ def norm_gradients_fake(norm: FusedNorm, needs: NormNeeds) -> NormGradients:
 
 
 def projection_gradients_fake(projection: Projection, needs: ProjectionNeeds) -> ProjectionGradients:
-    """Gradients of a projection's parameters, without values. They have the dtype of its weight."""
+    """Gradients of a projection's parameters, without values, in the dtype of its weight."""
     weight, _, low_rank = projection
     A, B = low_rank or (None, None)
     return ProjectionGradients(
@@ -156,15 +156,15 @@ class Product:
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype of the normed rows that `gradients` takes; None if it takes none that the norm's backward wrote."""
+        """The dtype in which the norm's backward writes normed rows for `gradients`; None if it writes none."""
         return self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
-        """``(rows to multiply, h, statistics)`` of the norm in front."""
+        """``(rows to multiply, h, statistics)`` of the preceding norm."""
         return norm.forward(x, residual)
 
     def normed_again(self, norm: FusedNorm, h: Tensor, statistics: Tensor, *, for_weight: bool) -> Any:
-        """The normed rows [N, C] once more, for `forward`, or for the gradient of the weight."""
+        """The normed rows [N, C] recomputed, for `forward` or for the gradient of the weight."""
         return norm.again(h, statistics, self.dtype).view(-1, h.shape[-1])
 
     def forward(self, rows: Any) -> Tensor:
@@ -172,21 +172,21 @@ class Product:
         return linear_forward(rows, self.weight, self.bias, self.low_rank)
 
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
-        """y of rows [N, C], which are gates and ups, and their gated product if the same kernel computes it."""
+        """y of rows [N, C], which holds gates and ups, and the gated product of y if the same kernel computes it."""
         rows = rows.to(self.dtype)
         both = few_rows(rows, self.weight, self.bias, act, self.low_rank)
         return (self.forward(rows), None) if both is None else both
 
     def gated(self, gate_up: Tensor, act: str) -> Any:
-        """`gated_act` of gates and ups [N, 2 F], as rows for `forward`."""
+        """`gated_act` of gates and ups [N, 2 F], as the rows of `forward`."""
         return gated_act_forward(gate_up, act)
 
     def gated_again(self, gate_up: Tensor, act: str) -> Any:
-        """The same rows once more, for the gradient of the weight."""
+        """The rows of `gated` recomputed, for the gradient of the weight."""
         return gated_act_forward(gate_up, act)
 
     def upstream(self, dy: Tensor, *, for_rows: bool, for_weight: bool) -> Any:
-        """dy [N, O] as a factor of the products for dn, dW, or both."""
+        """dy [N, O] in the form that the products for dn, dW or both take."""
         return dy
 
     def rows_gradient(self, dy: Any) -> tuple[Tensor, Tensor | None]:
@@ -196,6 +196,7 @@ class Product:
             return dn, None
         A, B = self.low_rank
         g = dy @ B
+        # In place, so that no second [N, C] is held.
         return dn.addmm_(g, A), g
 
     def gated_backward(
@@ -207,8 +208,8 @@ class Product:
         d_product [N, F] may be overwritten.
 
         Returns:
-            The `upstream` gradient of this product, and the gated product as rows for the gradients of ``down``, which
-            must not be used unless ``need_product``.
+            The `upstream` gradient of this product, and the gated product as the rows for `gradients` of ``down``. The
+            gated product may be used only with ``need_product``.
         """
         return gated_act_backward(
             d_product, gate_up, act, need_product, overwrite_dy=True, overwrite_gate_up=overwrite_gate_up
@@ -221,18 +222,20 @@ class Product:
 
         Args:
             dy: the `upstream` gradient [N, O].
-            g: from `rows_gradient`, if that was called.
+            g: the second result of `rows_gradient`, if that was called.
             rows: [N, C]; None if no gradient needs them.
             needs: the gradients that are needed.
             totals: for a chunk of the rows, the sums over the chunks before it. The gradients are then in fp32 and
                 added to them.
         """
+        # With chunks, gradients are fp32 sums that are rounded once, after the last chunk.
         chunked, before = totals is not None, totals or ProjectionGradients()
         weight = bias = low_rank_A = low_rank_B = None
         if rows is not None and needs.weight:
             weight = weight_gradient(before.weight, dy, rows, chunked)
         if rows is not None and self.low_rank is not None:
             A, B = self.low_rank
+            # dA needs g = dy @ B, which `rows_gradient` may have computed; dB needs n @ Aᵀ, which is not saved.
             if needs.low_rank_A:
                 low_rank_A = weight_gradient(before.low_rank_A, dy @ B if g is None else g, rows, chunked)
             if needs.low_rank_B:
@@ -243,7 +246,7 @@ class Product:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
-    """``x @ weightᵀ + bias`` and the low-rank term, in the weight's dtype, which the caller casts under autocast."""
+    """``x @ weightᵀ + bias`` and the low-rank term, in the weight's dtype. The caller casts it under autocast."""
     with _no_autocast(weight.device):
         x = x.to(weight.dtype)
         y = product(x, dense(weight), None if bias is None else bias.to(weight.dtype))
@@ -251,11 +254,12 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | N
 
 
 def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
-    """`linear` without a backward, inside an op: few rows have kernels of their own, which add the low-rank term."""
+    """`linear` without a backward, inside an op. Few rows run a special kernel, which also adds the low-rank term."""
     if is_batch_invariant():
         return linear(x, weight, bias, low_rank)
 
     x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
+    # A step of decoding has few rows, for which one kernel reads W once and adds the low-rank term.
     rows = few_rows(x, weight, bias, low_rank=low_rank)
     if rows is not None:
         return rows[0]
@@ -264,6 +268,7 @@ def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Low
         y = product(x, weight, bias)
     if low_rank is not None:
         A, B = low_rank
+        # In place, so that no second [..., O] is held.
         y.view(-1, y.shape[-1]).addmm_(linear_forward(x, A, None).view(-1, A.shape[0]), B.t())
     return y
 
@@ -274,12 +279,12 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def sum_dtype(dtype: torch.dtype, chunked: bool) -> torch.dtype | None:
-    """The dtype in which gradients of chunks are summed; None for that of the gradient without chunks."""
+    """The dtype in which gradients of chunks are summed; None (the gradient's own dtype) without chunks."""
     return torch.promote_types(dtype, torch.float32) if chunked else None
 
 
 def weight_gradient(total: Tensor | None, dy: Tensor, rows: Tensor, chunked: bool) -> Tensor:
-    """``dyᵀ @ rows``. For a chunk it is in fp32 and added to the ``total`` of the chunks before it."""
+    """``dyᵀ @ rows``. A chunk's gradient is in fp32 and is added to ``total``, the sum of the previous chunks."""
     if not chunked:
         return dy.t() @ rows
     beta = int(total is not None)
@@ -290,7 +295,7 @@ def weight_gradient(total: Tensor | None, dy: Tensor, rows: Tensor, chunked: boo
 
 
 def bias_gradient(total: Tensor | None, dy: Tensor, chunked: bool) -> Tensor:
-    """``Σ_rows dy``, as `weight_gradient`."""
+    """``Σ_rows dy``, with chunks as in `weight_gradient`."""
     share = dy.sum(0, dtype=sum_dtype(dy.dtype, chunked))
     return share if total is None else total + share
 

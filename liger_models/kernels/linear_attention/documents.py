@@ -1,4 +1,4 @@
-"""Packed documents in kernels: blocks of consecutive tokens of which each belongs to one document."""
+"""Packed documents in kernels: blocks of consecutive tokens, each within one document."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from liger_models.kernels.dispatch import tl, triton
 
 @triton.jit
 def locate(cu_ptr, slot, documents, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The document of a block, its bounds, and the block's first token and end, which are equal if it is empty.
+    """The block's document and its bounds, and the block's first token and its end; these two are equal if it is empty.
 
-    The blocks of document n have the slots from start // BLOCK + n on, which are as many as it can need.
+    The blocks of document n have the slots from start // BLOCK + n on. This leaves enough slots for any length.
     """
     lanes = tl.arange(0, DOCUMENTS)
     starts = tl.load(cu_ptr + lanes, mask=lanes < documents, other=0)
@@ -21,19 +21,19 @@ def locate(cu_ptr, slot, documents, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr
 
 
 def bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """``cu_seqlens`` of the rows of x, [B, T, ...], one after the other; without them each row is a document."""
+    """The bounds of the documents of x [B, T, ...] as one sequence; without ``cu_seqlens`` each row is a document."""
     if cu_seqlens is None:
         return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
     return cu_seqlens.contiguous()
 
 
 def slots(tokens: int, documents: int, block: int) -> int:
-    """How many blocks there can be, whatever the lengths of the documents, which only the device knows."""
+    """Upper bound of the number of blocks; the host does not know the lengths of the documents."""
     return tokens // block + documents
 
 
 def flat(x: Tensor) -> Tensor:
-    """[B, T, ...] as [B · T, ...], the last dimension contiguous; a view if the strides allow it."""
+    """View [B, T, ...] as [B · T, ...], or copy it; the last dimension becomes contiguous."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
     B, T = x.shape[:2]

@@ -16,7 +16,7 @@ def _scan_back(
     HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dX, and the gradients of the state after each chunk and of the initial state; steps as in `scan`."""
+    """Write dX, and the gradients of the state after each chunk and of the initial state, in the steps of `scan`."""
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
@@ -101,9 +101,9 @@ def scans_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_OUT: tl.constexpr,
     HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Both scans of the backward, which do not depend on each other: half of the programs for one, half for the other.
+    """Run both scans of the backward, which are independent; each takes half of the programs.
 
-    The longer one comes first. On an H200 one launch takes 0.8 of the time of one after the other.
+    The longer scan comes first. On an H200 this launch takes 0.8 of the time of two successive launches.
     """
     programs = tl.num_programs(0) // 2
     program = tl.program_id(0)
@@ -123,7 +123,7 @@ def scans_kernel(
 
 @triton.jit
 def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] of matrix i, from a descriptor of a tensor of matrices; 0 outside of the matrix."""
+    """Load a tile [ROWS, COLUMNS] of matrix i from a descriptor of a tensor of matrices; 0 outside the matrix."""
     return tensor.load([i, row, column]).reshape(ROWS, COLUMNS)
 
 
@@ -135,11 +135,11 @@ def pair_kernel(
     C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
     DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The matrices between the tokens of one chunk and key head in the backward, and dV.
+    """Write the backward's matrices between the tokens of one chunk and key head, and dV.
 
-    They are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads, with the inverse norms of both sides; and the
-    parts of dβ and of the gradients of the running sums of g that come from them. Tiles are loaded by descriptors,
-    which know no end of a document: rows that follow it are dropped from the products.
+    The matrices are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads and scaled by the inverse norms of both
+    sides. The kernel also writes their parts of dβ and of the gradients of the running sums of g. Tiles are loaded by
+    descriptors, which ignore the end of a document, so products are masked beyond it.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -215,7 +215,7 @@ def _through_state(
     x, states, head, row, slot, factor, y, key_head, inside, C: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """factor · x Sᵀ for a chunk of x, and the products of its rows with those of y."""
+    """factor · x Sᵀ for a chunk of x, and the dot product of each of its rows with the same row of y."""
     product = tl.zeros([C, BLOCK_K], tl.float32)
     for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
         state = tl.trans(_tile(states, slot, 0, start, BLOCK_K, BLOCK_V))
@@ -227,7 +227,7 @@ def _through_state(
 
 @triton.jit
 def _add_pairs(sum, pairs, x, once, PRECISION: tl.constexpr):
-    """``sum`` + pairs @ x. In a loop of its own, or Triton gives the product to half of the warps."""
+    """``sum`` + pairs @ x, in a separate loop; otherwise Triton gives the product to only half of the warps."""
     for _ in tl.range(0, once, num_stages=1):
         sum = tl.dot(pairs, x, sum, input_precision=PRECISION)
     return sum
@@ -238,7 +238,7 @@ def _store_gradient(
     ptr, dx, x, norm, inside, row_size: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of x, q or k. dx is the gradient of x · norm times norm, with norm the inverse L2 norms."""
+    """Store the gradient of x (q or k). dx is ``norm`` times the gradient of x · norm, and norm the inverse L2 norm."""
     if NORMALIZE:
         unit = x.to(tl.float32) * norm[:, None]
         dx -= unit * tl.sum(dx * unit, 1)[:, None]
@@ -254,10 +254,10 @@ def query_gradients_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq of one chunk and key head, and the part through the states of the gradients of the running sums of g.
+    """Write dq of one chunk and key head, and add the states' part to the gradients of the running sums of g.
 
-    Rows of q and k that are multiplied element by element with the rows of a product are loaded by descriptors: for
-    loads by pointers, Triton changed the layout of the whole product before its sums.
+    Rows of q and k that are multiplied elementwise with rows of a product are loaded by descriptors. With loads by
+    pointers, Triton changes the layout of the whole product before it sums.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -300,9 +300,9 @@ def key_gradients_kernel(
     BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk, dβ and dg of one chunk and key head: their parts through the states, plus the parts of the previous kernels.
+    """Write dk, dβ and dg of one chunk and key head: the states' part plus the parts of the previous kernels.
 
-    S ∘ dS is summed in a loop of its own: with an accumulator beside it, registers were spilled.
+    S ∘ dS is summed in a separate loop; with another accumulator in the same loop, registers spill.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:

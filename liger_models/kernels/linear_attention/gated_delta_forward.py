@@ -9,7 +9,7 @@ from liger_models.kernels.linear_attention.documents import locate
 
 @triton.jit
 def load_rows(ptr, rows, stride, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The rows of a matrix [tokens, WIDTH], with 0 from row ``end`` on."""
+    """Load rows of a matrix [tokens, WIDTH], with 0 from row ``end`` on."""
     columns = tl.arange(0, BLOCK)[None, :]
     return tl.load(ptr + rows[:, None] * stride + columns, mask=(rows < end)[:, None] & (columns < WIDTH), other=0.0)
 
@@ -35,10 +35,10 @@ def similarity_kernel(
     BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr, NEED_P: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """P, the running sums of g and the inverse norms of one chunk and key head.
+    """Write P, the running sums of g, the inverse norms, and the factors of rows of one chunk and key head.
 
-    The factors of rows are four: β; the factors of K S in X and of D in the next state, which include the inverse norm
-    of k; and the factor of Q S in O.
+    Each row has four factors: β; the factors of K S in X and of D in the next state, which include the inverse norm of
+    k; and the factor of Q S in O.
     """
     key_head = tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
@@ -83,7 +83,7 @@ def _times(left, right, PRECISION: tl.constexpr):
 
 @triton.jit
 def _add_dots(sum, left, right, PRECISION: tl.constexpr):
-    """sum + left @ rightᵀ: the products of the rows of both."""
+    """sum + left @ rightᵀ"""
     return tl.dot(left, tl.trans(right), sum, input_precision=PRECISION)
 
 
@@ -98,13 +98,13 @@ def _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, ROW: tl.constexpr):
 
 @triton.jit
 def _scale_block(products, left, right, keep):
-    """A block of M, given k_i·k_j and the factors of its rows and columns."""
+    """A block of M, from k_i·k_j and the factors of its rows and columns."""
     return products * decays(left[0], right[0], keep) * left[1][:, None] * right[2][None, :]
 
 
 @triton.jit
 def _invert_block(products, factors, PRECISION: tl.constexpr):
-    """(I + M)⁻¹ of a block on the diagonal of M, from the inverses of its own blocks of 2, 4 and 8 in turn."""
+    """(I + M)⁻¹ of a diagonal block of M, from the inverses of its diagonal blocks of size 2, then 4, then 8."""
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     m = _scale_block(products, factors, factors, row > column)
     a = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -m, 0.0))
@@ -116,7 +116,7 @@ def _invert_block(products, factors, PRECISION: tl.constexpr):
 
 @triton.jit
 def _store_block(a_ptr, x, count, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
-    """Store a block [16, 16] of A [C, C], as far as there are tokens."""
+    """Store a block [16, 16] of A [C, C], without rows beyond the last token."""
     rows, columns = ROW + tl.arange(0, 16), COLUMN + tl.arange(0, 16)
     at = a_ptr + rows[:, None] * C + columns[None, :]
     tl.store(at, x.to(a_ptr.dtype.element_ty), mask=(rows < count)[:, None])
@@ -128,7 +128,7 @@ def inverse_kernel(
     C: tl.constexpr, DK: tl.constexpr, BLOCK: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A of one chunk and value head, in blocks of 16 x 16: those on the diagonal, then by products those below them."""
+    """Write A of one chunk and value head in blocks of 16 x 16: the diagonal, then the blocks below it by products."""
     head = tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -196,7 +196,7 @@ def inverse_kernel(
 
 @triton.jit
 def owned_columns(program, Hv: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr):
-    """The document, value head, key head, and columns of the state of a program of a scan."""
+    """The document, value head, key head and columns of the state that a program of a scan computes."""
     BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     head = (program // BLOCKS % Hv).to(tl.int64)
     columns = program % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -210,10 +210,10 @@ def scan(
     DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr,
     STORE_OUT: tl.constexpr, STORE_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Output and final state, or with STORE_STATES the state before each chunk and D, which the backward needs.
+    """Write output and final state, or with STORE_STATES the state before each chunk and D, for the backward.
 
-    A GPU has few programs for each of its processors here, so a step has to be short: what is the same for all columns
-    comes from the kernels before, and offsets are 32-bit numbers within a chunk.
+    There are few programs per multiprocessor, so a step has to be short: earlier kernels compute everything that all
+    columns share, and offsets within a chunk are 32-bit numbers.
     """
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
@@ -302,7 +302,7 @@ def scan_kernel(
     BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr,
     STORE_OUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`scan` of the forward, a kernel of its own."""
+    """`scan` as the kernel of the forward."""
     scan(
         tl.program_id(0), q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, out_ptr,
         final_ptr, out_ptr, out_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, Hv, GROUP, C, DK, BLOCK_K, DV, BLOCK_V,
@@ -316,7 +316,7 @@ def step_kernel(
     g_t, g_h, beta_t, beta_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """The recurrence, token by token."""
+    """Follow the recurrence token by token."""
     n, head, key_head, v_columns = owned_columns(tl.program_id(0), Hv, GROUP, DV, BLOCK_V)
     k_columns = tl.arange(0, BLOCK_K)
     inside_k, inside_v = k_columns < DK, v_columns < DV

@@ -1,4 +1,4 @@
-"""Gated delta rule: a layer that is linear in the tokens, whose state is a matrix for each head.
+"""Gated delta rule: linear attention whose state is one matrix per head.
 
 Forward, for each value head and token in fp32, with S [Dk, Dv] the state, q̂ and k̂ the L2-normalized query and key::
 
@@ -10,26 +10,26 @@ value, E_ij = exp(G_i − G_j) for i ≥ j and 0 otherwise, and rows of matrices
     M_ij = β_i · E_ij · k̂_i·k̂_j  (i > j),   A = (I + M)⁻¹,   P_ij = scale · E_ij · q̂_i·k̂_j
     X = β · (V − e^{G_i} · K̂ S),   D = A X,   O = scale · e^{G_i} · Q̂ S + P D,   S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D
 
-P of all chunks comes from one kernel, with the factors of rows of Q, K and X, and A from a second one. A third goes
-through the chunks in order, each program with some columns of S in registers. Backward, with dS the gradient of the
-state after the chunk, in the opposite order::
+One kernel computes P of all chunks and the factors of the rows of Q, K and X, and a second kernel computes A. A third
+kernel goes through the chunks in order; each of its programs holds some columns of S in registers. Backward, with dS
+the gradient of the state after the chunk, in the opposite order::
 
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-S and D, which do not depend on these, are recomputed at the same time. The other gradients of a chunk need what its
-queries and keys read, and what its keys write, ∘ for element by element::
+S and D, which do not depend on these gradients, are recomputed at the same time. The other gradients of a chunk are
+those of its reads (by queries and keys) and of its writes (by keys); ∘ is the elementwise product::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
     W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
 
-Where a key head serves several value heads, one program adds up what they give: a first kernel E ∘ dO Dᵀ and
-β · E ∘ dX Dᵀ, two others what goes through S and dS, to which they add the products with those sums. Products are in
-the dtype of q, k and v and are summed in fp32; the state and the decay are in fp32, and products within the inverse
-have errors of at most 2⁻¹⁶. Saved: the inputs, and A in their dtype. The backward recomputes P, S and D.
+If a key head serves several value heads, one program sums over them. A first kernel sums E ∘ dO Dᵀ and β · E ∘ dX Dᵀ.
+Two other kernels sum the terms with S and dS, and add the products with the first kernel's sums. Products are in the
+dtype of q, k and v and are summed in fp32; the state and the decay are in fp32, and products within the inverse have
+errors of at most 2⁻¹⁶. Saved: the inputs, and A in their dtype. The backward recomputes P, S and D.
 
-A few tokens without gradients (decoding) have a kernel of their own, which follows the recurrence.
+For a few tokens without gradients (decoding) a separate kernel follows the recurrence.
 
 Source: https://arxiv.org/abs/2412.06464; the form in chunks: https://arxiv.org/abs/2406.06484.
 """
@@ -73,8 +73,8 @@ BACK_STAGES = 2
 """Stages in the scans of the backward: with more, the shared memory of Hopper would not hold two programs."""
 
 GRADIENT_WARPS, GRADIENT_STAGES, GRADIENT_COLUMNS = 4, 2, 64
-"""The kernels with the other gradients take this many columns of v at a time, and at most half of them. Four warps took
-less time on Hopper than eight, with as many registers as they ask for or with 128."""
+"""The kernels of the other gradients take this many columns of v at a time, but at most half of v's columns. Four warps
+took less time on Hopper than eight, with as many registers as they ask for or with 128."""
 
 KEY_COLUMNS = 64
 """Kernels take this many columns of q and k, or twice as many. Other numbers gave wrong results on Hopper with
@@ -137,7 +137,7 @@ def gated_delta_rule_reference(
         between = (total[..., :, None] - total[..., None, :]).masked_fill(~causal, -torch.inf).exp()
 
         def read_state(x: Tensor) -> Tensor:
-            """``x`` times the state that its document had before this chunk, decayed up to the token."""
+            """``x`` times its document's state before this chunk, decayed up to the token."""
             out = (x @ state) * carried
             if initial is not None:
                 out = out + torch.einsum("bhtk,thkv->bhtv", x, initial[tokens_document]) * (1 - carried)
@@ -206,9 +206,9 @@ def _prepare(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: _Sizes, scale: float, normalize: bool, need_p: bool,
     inverse: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """A, P, running sums of g, factors of rows, and inverse norms of q and k; the heads first.
+    """Return A, P, the running sums of g, the factors of rows, and the inverse norms of q and k, all with heads first.
 
-    ``inverse`` is A, if it is known.
+    ``inverse`` is A if it is already known.
     """
     p = k.new_empty(sizes.Hv, sizes.tokens, CHUNK)
     total = k.new_empty(sizes.Hv, sizes.tokens, dtype=torch.float32)
@@ -233,7 +233,7 @@ def _prepare(
 
 
 def _matrices(x: Tensor, rows: int, columns: int) -> Any:
-    """A descriptor of a tensor of matrices, of which programs load ``rows`` x ``columns`` at a time."""
+    """Describe a tensor of matrices, to load ``rows`` x ``columns`` of one at a time."""
     if x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:2]):
         x = x.clone(memory_format=torch.contiguous_format)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
@@ -376,7 +376,7 @@ def _inverse_like(k: Tensor, v: Tensor) -> Tensor:
 def _gradients_like(
     d_out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Empty gradients; without one of the output there is none of q."""
+    """Allocate the gradients; without a gradient of the output, q has none."""
     d_initial = (
         g.new_empty(0, dtype=torch.float32)
         if initial_state is None
@@ -446,10 +446,10 @@ def _check(
 
 
 def is_fused(k: Tensor, v: Tensor) -> bool:
-    """Whether kernels compute the rule: in half precision on an accelerator, where heads fit them.
+    """Whether kernels compute the rule: on an accelerator, in half precision, with supported head sizes.
 
-    Heads have whole 16 bytes, and those of k at most 128 columns. In float32 the backward was wrong on a GPU, so plain
-    torch runs there.
+    Head sizes must be multiples of 16 bytes, and keys have at most 128 columns. In float32 the backward kernels gave
+    wrong results on a GPU, so float32 runs in plain torch.
     """
     in_half = k.dtype != torch.float32 or k.device.type == "cpu"
     fits = k.shape[-1] <= 2 * KEY_COLUMNS and not any(x.shape[-1] * x.itemsize % 16 for x in (k, v))
@@ -472,10 +472,10 @@ def gated_delta_rule(
     """The gated delta rule over whole sequences, packed documents, or the next tokens of a sequence.
 
     Args:
-        q, k: [B, T, Hk, Dk], float32, float16 or bfloat16. Where `is_fused` is False, plain torch computes.
+        q, k: [B, T, Hk, Dk], float32, float16 or bfloat16. Where `is_fused` is False, the rule runs in plain torch.
         v: [B, T, Hv, Dv], of the same dtype. Each key head serves Hv / Hk consecutive value heads.
         g: [B, T, Hv], the logarithm of the decay, at most 0; float32.
-        beta: [B, T, Hv], how far a token's value replaces what the state has for its key.
+        beta: [B, T, Hv], the share by which a token's value replaces the state's value for its key.
         scale: multiplies the queries; None for Dk^-0.5.
         normalize: divide each query and key by its L2 norm, ``x · rsqrt(Σ x² + 1e-6)``.
         initial_state: [B, Hv, Dk, Dv] float32, the state before the first token, or one for each document; None for 0.
@@ -515,11 +515,12 @@ def gated_delta_transition(
     """The effect of tokens on any state: ``state after = A @ state before + b``.
 
     Ranks that hold consecutive parts of a sequence exchange A and b, whose sizes do not depend on the number of tokens.
-    `states_before` then has the initial state of each.
+    `states_before` then computes the initial state of each rank.
 
     Args:
         k, v, g, beta, normalize: as in `gated_delta_rule`.
-        cu_seqlens: as there; A and b lead from the state before the first document to the state after the last one.
+        cu_seqlens: as in `gated_delta_rule`; A and b map the state before the first document to the state after the
+            last.
 
     Returns:
         ``(A, b)``: [B, Hv, Dk, Dk] and [B, Hv, Dk, Dv], float32.
@@ -554,7 +555,7 @@ def gated_delta_transition(
 
 
 def states_before(A: Tensor, b: Tensor, initial_state: Tensor | None = None) -> Tensor:
-    """The state before each of several consecutive parts of a sequence.
+    """The state before each consecutive part of a sequence.
 
     Args:
         A, b: [parts, B, Hv, Dk, Dk] and [parts, B, Hv, Dk, Dv], from `gated_delta_transition` of each part.

@@ -9,8 +9,8 @@ Backward, with p recomputed and dp = dy · σ(p) · (1 + p · (1 − σ(p)))::
     dx_t = Σ_j w_j · dp_{t + K − 1 − j},   dw_j = Σ_t dp_t · x_{t − K + 1 + j},   dbias = Σ_t dp_t
 
 The sums do not leave the document. Saved: x, the weight, the bias and the state. A program goes through consecutive
-tokens of some channels with the last inputs in registers, so each is read once. The gradients of weight and bias are
-summed in fp32: a partial result of each program, then `sum_partials`.
+tokens of some channels and keeps the last inputs in registers, so each input is read once. The gradients of weight and
+bias are summed in fp32: a partial result of each program, then `sum_partials`.
 """
 
 import torch
@@ -32,7 +32,7 @@ flight if a step is one token: what it loads is then handed from step to step.""
 
 
 def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
-    """x [B, T, C] at the tokens ``at`` of these documents, and before a document its initial state."""
+    """x [B, T, C] at the tokens ``at`` of their documents; tokens before a document come from its initial state."""
     if not x.shape[1]:
         x = x.new_zeros(len(x), 1, x.shape[2])
     start = edges[document]
@@ -81,7 +81,7 @@ def short_conv_reference(
 
 @triton.jit
 def _before(x_ptr, initial_ptr, t, start, x_t, at_initial, inside, K: tl.constexpr, HAS_INITIAL: tl.constexpr):
-    """The inputs of token t, or of the state if the document starts behind it, in fp32."""
+    """Load the inputs of token t in fp32, from the initial state if t lies before the document."""
     x = tl.load(x_ptr + t * x_t, mask=inside & (t >= start), other=0.0).to(tl.float32)
     if HAS_INITIAL:
         index = K - 1 + t - start
@@ -92,7 +92,7 @@ def _before(x_ptr, initial_ptr, t, start, x_t, at_initial, inside, K: tl.constex
 
 @triton.jit
 def _weight(weight_ptr, channels, J: tl.constexpr, inside, K: tl.constexpr):
-    """Weight J of four, in fp32; the first ones are 0 where a channel has fewer."""
+    """Load weight J of four, in fp32; with K < 4 weights the first 4 − K are 0."""
     index = J - 4 + K
     return tl.load(weight_ptr + channels * K + index, mask=inside & (index >= 0), other=0.0).to(tl.float32)
 
@@ -103,7 +103,7 @@ def _conv_kernel(
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS consecutive tokens of CHANNELS channels per program; all variables are [CHANNELS]."""
+    """Compute TOKENS consecutive tokens of CHANNELS channels per program; all variables are [CHANNELS]."""
     n, start, _, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
     if first == last:
         return
@@ -139,7 +139,7 @@ def _conv_backward_kernel(
     d_out_t, x_t, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """dx, the gradient of the initial state, and partial sums of the gradients of weight [C, K] and bias [C]."""
+    """Write dx, the gradient of the initial state, and partial sums for the gradients of weight [C, K] and bias [C]."""
     n, start, end, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channels < C
@@ -249,6 +249,7 @@ def _short_conv_backward(
         return dx, weight.new_zeros(C, K), weight.new_zeros(has_bias * C), d_initial
     cu = bounds(x, cu_seqlens)
     grid, constants = _launch(x, weight, cu)
+    # Each program sums dweight and dbias over its tokens; `sum_partials` adds the programs' sums in a fixed order.
     partial = torch.empty(grid[0], C * (K + has_bias), dtype=torch.float32, device=x.device)
     weight, rows, d_rows = weight.contiguous(), flat(x), flat(d_out)
     d_weight, d_bias = torch.empty_like(weight), weight.new_empty(has_bias * C)
@@ -301,7 +302,7 @@ def short_conv(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Each channel's causal convolution with a few weights of its own, then the activation.
+    """Causal depthwise convolution with up to four weights per channel, then the activation.
 
     Args:
         x: [B, T, C], float32, float16 or bfloat16.
@@ -318,7 +319,7 @@ def short_conv(
         [B, T, C] in the dtype of x; with ``return_state`` also the final state, of the shape of ``initial_state``.
 
     Raises:
-        ValueError: the shapes do not fit together, or another activation.
+        ValueError: the shapes do not fit together, or the activation is unknown.
         TypeError: a tensor has the wrong dtype.
     """
     op = "short_conv"
@@ -339,6 +340,7 @@ def short_conv(
             f"{list(initial_state.shape) if initial_state is not None else None}."
         )
     if use_triton(x):
+        # The final state is a copy of inputs, in plain torch, so its gradient needs no kernel.
         out = torch.ops.liger_models.short_conv(x, weight, bias, initial_state, cu_seqlens, activation == "silu")
         return (out, _final_state(x, K, initial_state, cu_seqlens)) if return_state else out
     out, state = short_conv_reference(

@@ -16,8 +16,8 @@ and c of logp, and with p = exp(z − lse)::
 Rows with target ``ignore_index`` give 0 everywhere. A target outside the vocabulary gives an error on the CPU and NaN
 on an accelerator, where a check would have to wait for the device.
 
-A scalar loss (reduction "mean" or "sum") computes its gradient in the forward, in one kernel: the second read of a row
-hits the cache. Per-token results, and compiled graphs, read the logits again in the backward.
+A scalar loss (reduction "mean" or "sum") computes its gradient in the forward, in one kernel, whose second read of a
+row hits the cache. Per-token results and compiled graphs read the logits again in the backward.
 
 Saved: the logits (never written to), and lse in fp32 as two numbers, max z and Σ exp(z − max z). One rounded number
 would lose the digits of p − 1 in a confident row.
@@ -51,11 +51,11 @@ LOWEST = -1e38
 
 
 class CrossEntropyOutput(NamedTuple):
-    """Result of the cross-entropy functions; fields that were not asked for are None.
+    """Result of the cross-entropy functions; fields that were not requested are None.
 
     Attributes:
-        loss: [], or the target's shape with reduction "none"; float32, includes the z-loss.
-        z_loss: the z-loss part of ``loss``, reduced alike; no gradient.
+        loss: [], or with reduction "none" the target's shape; float32, including the z-loss.
+        z_loss: the z-loss part of ``loss``, reduced in the same way; no gradient.
         log_probs: log-probability of each target, in the target's shape, 0 where ignored; differentiable.
         token_accuracy: [], share of the targets that are the most probable token; no gradient.
         predicted_tokens: the most probable token, int64, in the target's shape, −1 where ignored.
@@ -80,7 +80,7 @@ class LossOptions(NamedTuple):
 
 class TokenStatistics(NamedTuple):
     """Per-token results of one pass over logits: [N] float32. ``lse`` is [N, 2], max z and Σ exp(z − max z);
-    ``predicted`` is int64, and empty if not asked for."""
+    ``predicted`` is int64, and empty if not requested."""
 
     loss: Tensor
     z_loss: Tensor
@@ -91,14 +91,14 @@ class TokenStatistics(NamedTuple):
 
 @triton.jit
 def write_zeros(ptr, columns, V, BLOCK: tl.constexpr):
-    """Fill a row [V] with zeros; ``columns`` are the first BLOCK columns, in the layout of a program."""
+    """Fill a row [V] with zeros. ``columns`` are the first BLOCK columns, in the program's layout."""
     for start in range(0, V, BLOCK):
         tl.store(ptr + start + columns, tl.zeros(columns.shape, ptr.dtype.element_ty), mask=start + columns < V)
 
 
 @triton.jit
 def _load(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
-    """Logits or class weights; MASKED only where needed: with an arbitrary mask each number is loaded by itself."""
+    """Load logits or class weights. MASKED is set only where needed, since arbitrary masks prevent vector loads."""
     if MASKED:
         return tl.load(ptr + column, mask=column < V, other=0.0, eviction_policy=EVICT)
     return tl.load(ptr + column, eviction_policy=EVICT)
@@ -113,7 +113,7 @@ def _cross_entropy_kernel(
     HAS_C: tl.constexpr, STATISTICS: tl.constexpr, PREDICT: tl.constexpr, GRADIENT: tl.constexpr,
     LOWEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One row [V] of logits per program: with STATISTICS its losses, with GRADIENT the gradient of its logits."""
+    """Compute one row [V] of logits per program: with STATISTICS its losses, with GRADIENT its gradient."""
     GROUPS: tl.constexpr = BLOCK // VECTOR
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
@@ -241,7 +241,7 @@ def _cross_entropy_kernel(
 
 
 def final_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
-    """The logits [...] in fp32 or fp64, after factor and softcap, in plain torch."""
+    """The logits [...] in fp32 or fp64, after factor and softcap."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
@@ -263,6 +263,7 @@ def _chunk_in_torch(
     V = logits.shape[-1]
     z = final_logits(logits, logit_scale, softcap)
     valid = target != ignore_index
+    # The target as an index into this shard; 0 stands in for targets that are ignored or belong to another rank.
     in_shard = valid & (target >= 0) & (target < V)
     y = target.where(in_shard, 0)
     w = z.new_ones(V) if class_weight is None else class_weight.to(z.dtype)
@@ -287,6 +288,7 @@ def _chunk_in_torch(
         c = torch.zeros_like(total) if c is None else c
         smoothed = a * label_smoothing / vocabulary
         on_target = a * (1 - label_smoothing) * w[y] - c
+        # dz [N, V]: a term of all columns, minus the smoothed targets, minus the target itself.
         dz = all_log_probs.exp() * (on_target + smoothed * w_sum + 2 * a * z_loss * total)[:, None]
         dz -= smoothed[:, None] * w
         dz.scatter_add_(-1, y[:, None], -on_target.where(in_shard, 0)[:, None])
@@ -318,7 +320,7 @@ def token_statistics(
     predict: bool = False,
     vocabulary: int | None = None,
 ) -> TokenStatistics | None:
-    """One launch over ``logits`` [N, V]: the statistics unless ``lse`` is given, the gradient if ``gradient`` is given.
+    """Compute the statistics of ``logits`` [N, V] unless ``lse`` is given, and the gradient if ``gradient`` is given.
 
     ``gradient`` is written to; it may be ``logits`` itself, since each element is read before it is overwritten. ``a``
     and ``c`` [N] are the upstream gradients of the loss (None: 1) and of the log-probability (None: 0). If the logits
@@ -381,10 +383,12 @@ def cross_entropy_reference(
     token_loss = F.cross_entropy(
         flat, y, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
+    # F.cross_entropy has no z-loss, and with class weights or smoothing its result is no log-probability.
     squared = (z_loss * flat.logsumexp(-1).square()).where(valid, 0)
     log_probs = -F.cross_entropy(flat, y, ignore_index=ignore_index, reduction="none")
     predicted = flat.argmax(-1).where(valid, -1)
     hits = token_accuracy(predicted, y, ignore_index)
+    # The z-loss is a part of the loss; the part that is reported has no gradient.
     scale = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, z.dtype)
     loss = reduce((token_loss + squared) * scale, reduction, target.shape)
     z_part = reduce((squared * scale).detach(), reduction, target.shape)
@@ -401,10 +405,10 @@ def token_scale(
     num_items: Tensor | float | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Factor [N] of each token's loss under ``reduction``: weight over divisor, without host synchronization.
+    """Factor [N] of each token's loss under ``reduction``: weight divided by divisor, without host synchronization.
 
-    The divisor of "mean" is ``num_items`` if given. Otherwise it is the sum over non-ignored tokens of token weight
-    times the target's class weight; without weights, their number. If it is 0, the factor is 0.
+    The divisor of "mean" is ``num_items`` if given. Otherwise it is the sum, over non-ignored tokens, of token weight
+    times the target's class weight. Without weights it is the number of these tokens. If it is 0, the factor is 0.
     """
     valid = target != ignore_index
     if reduction == "mean" and num_items is None and class_weight is None and token_weight is None:
@@ -485,7 +489,7 @@ register_autograd("cross_entropy", _backward, _setup)
 
 
 def _loss_and_gradient(logits, target, class_weight, factors, options, predict) -> tuple[Tensor, ...]:
-    """``Σ factors · token losses``, its z-loss part, predictions, the gradient, and the scale taken out for fp16."""
+    """Return ``Σ factors · token losses``, its z-loss part, predictions, the gradient, and its scale for fp16."""
     logits = logits.contiguous()
     gradient = torch.empty_like(logits)
     a, scale = without_exponent(factors, logits.dtype)
@@ -511,7 +515,7 @@ def check_arguments(
     reduction: str,
     num_items: Tensor | float | None,
 ) -> None:
-    """Raise ValueError or TypeError that names the wrong argument, what it must be and what it is."""
+    """Raise ValueError or TypeError that names the wrong argument, its requirement, and its value."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -557,7 +561,7 @@ def cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> CrossEntropyOutput:
-    """Cross entropy of ``logits`` against ``target``, as ``F.cross_entropy`` with the additions below.
+    """Cross entropy of ``logits`` against ``target``: ``F.cross_entropy`` with the additions below.
 
     Args:
         logits: [..., V], floating-point; never written to.
@@ -565,20 +569,21 @@ def cross_entropy(
         class_weight: [V], weight of each class; no gradient.
         token_weight: [...], weight of each token's loss; no gradient.
         ignore_index: target value of tokens that are ignored.
-        label_smoothing: share of the target mass that is spread evenly over the vocabulary.
+        label_smoothing: share of the target's probability that is spread evenly over the vocabulary.
         z_loss: coefficient of ``lse²``, which keeps the logits from drifting.
         softcap: cap the logits, after ``logit_scale``, to ``softcap · tanh(logits / softcap)``; None for no cap.
         logit_scale: factor of the logits.
         reduction: "mean" divides by ``num_items`` if given, otherwise by the sum of the weights of the non-ignored
             tokens; "sum" adds; "none" returns one loss per token.
-        num_items: divisor of "mean", such as the number of targets over all accumulation steps and ranks; 0 gives 0.
+        num_items: divisor of "mean", such as the number of targets over all accumulation steps and ranks; if it is 0,
+            the loss is 0.
         return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: also return these fields.
 
     Returns:
         `CrossEntropyOutput`.
 
     Raises:
-        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        ValueError: shapes do not match, or an option or (on the CPU) a target is out of range.
         TypeError: the target is not int64, or logits or weights are not floating-point.
     """
     check_floating("cross_entropy", logits=logits, class_weight=class_weight, token_weight=token_weight)
@@ -589,6 +594,7 @@ def cross_entropy(
         "cross_entropy", tuple(logits.shape[:-1]), V, target, class_weight, token_weight,
         ignore_index, label_smoothing, softcap, reduction, num_items,
     )  # fmt: skip
+    # Rows [N, V], and the factor [N] that reduces the losses of tokens.
     flat, y = logits.reshape(-1, V), target.reshape(-1)
     predict = return_token_accuracy or return_predicted_tokens
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
@@ -618,6 +624,6 @@ def cross_entropy(
 
 
 def token_accuracy(predicted: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Share of the non-ignored targets that were predicted, float32; 0 if there are none."""
+    """Share of the non-ignored targets that were predicted, float32; 0 if all are ignored."""
     valid = target != ignore_index
     return (predicted == target).where(valid, False).sum() / valid.sum().clamp_min(1)

@@ -1,7 +1,7 @@
-"""Divergence of a student's distribution from a teacher's, of the distributions themselves.
+"""Divergence of a student's distribution from a teacher's, both held in full.
 
-They are log-probabilities s and t or probabilities q and p, m is log(β · p + (1 − β) · q), and D is the sum of d. Each
-term is a function of one pair of entries, and so is its derivative for the student's::
+The student has log-probabilities s or probabilities q, the teacher t or p, and m is log(β · p + (1 − β) · q). D is a
+sum of terms d. Each term and its derivative depend on one pair of entries::
 
     forward_kl  d = p · (t − s)                                   dd/ds = −p
     reverse_kl  d = q · (s − t)                                   dd/ds = q · (s − t) + q
@@ -10,10 +10,10 @@ term is a function of one pair of entries, and so is its derivative for the stud
     kl          d = p · (log max(p, ε) − s)                       dd/ds = −p
     kl_log      d = p · (t − s)                                   dd/ds = −p
 
-The last two are 0 where p is 0 and infinite where only q is 0. The others replace s and t of −∞ by a finite number. For
-a scalar loss one kernel reads both tensors once, sums the terms of each block of a row, and writes the gradient in the
-dtype of the student. Terms that are not summed, and compiled graphs, read both tensors again in the backward. Saved:
-the inputs and that gradient.
+``kl`` and ``kl_log`` are 0 where p is 0 and infinite where only q is 0. The others replace s and t of −∞ by a finite
+number. For a scalar loss one kernel reads both tensors once, sums the terms of each block of a row, and writes the
+gradient in the dtype of the student. Unreduced terms and compiled graphs read both tensors again in the backward.
+Saved: the inputs and that gradient.
 
 Source: https://arxiv.org/abs/1503.02531, generalized JSD https://arxiv.org/abs/2306.13649, tvd
 https://arxiv.org/abs/2307.15190.
@@ -77,7 +77,7 @@ def distribution_divergence_reference(
 
 @triton.jit
 def _term(x, y, beta, eps, KIND: tl.constexpr, LOWEST: tl.constexpr):
-    """The summand of D for one entry x of the student and y of the teacher, and its derivative for x."""
+    """The term d for entries x of the student and y of the teacher, and its derivative with respect to x."""
     if KIND == 3:
         d = 0.5 * tl.abs(x - y)
         dx = tl.where(x > y, 0.5, tl.where(x < y, -0.5, x - y))  # 0 or NaN
@@ -105,7 +105,7 @@ def _terms_kernel(
     KIND: tl.constexpr, SUM: tl.constexpr, TERMS: tl.constexpr, GRADIENT: tl.constexpr, HAS_UPSTREAM: tl.constexpr,
     LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK terms of a row [V] per program: their sum, the terms themselves, or the gradient of the student."""
+    """Compute BLOCK terms of a row [V] per program, and store their sum, the terms, or the student's gradient."""
     blocks = tl.cdiv(V, BLOCK)
     row = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
@@ -140,10 +140,10 @@ def _terms(
     student: Tensor, teacher: Tensor, factors: Tensor, kind: str, beta: float, eps: float, *,
     terms: bool = False, gradient: Tensor | None = None, upstream: Tensor | None = None, sums: bool = False,
 ) -> Tensor:  # fmt: skip
-    """One launch over distributions [N, V]; rows whose factor is 0 are skipped.
+    """Launch the kernel over distributions [N, V]; rows whose factor is 0 are skipped.
 
-    Returns the terms [N, V] (``terms``), or their sums over each row [N] (``sums``), neither multiplied by a factor.
-    ``gradient`` is filled with the derivative times the row's factor, and times ``upstream`` [N, V] if given.
+    Returns the terms [N, V] (``terms``) or their sum over each row [N] (``sums``), without factors. ``gradient`` is
+    filled with the derivative times the row's factor, and times ``upstream`` [N, V] if given.
     """
     N, V = student.shape
     block = min(triton.next_power_of_2(V), TERMS_BLOCK)
@@ -214,7 +214,7 @@ register_autograd("distribution_divergence", _autograd, _setup)
 
 
 def _loss_and_gradient(student, teacher, factors, kind, beta, eps) -> tuple[Tensor, ...]:
-    """``Σ factors · rows``, the gradient, and the scale taken out of it for fp16."""
+    """Return ``Σ factors · rows``, the gradient, and the gradient's scale for fp16."""
     student, teacher = student.contiguous(), teacher.contiguous()
     gradient = torch.empty_like(student)
     shares, scale = without_exponent(factors, student.dtype)
@@ -233,20 +233,20 @@ def distribution_divergence(
     labels: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Divergence of distributions that are held in full.
+    """Divergence of a student's distribution from a teacher's, both held in full.
 
     Args:
-        student: [..., V]: log-probabilities, for tvd probabilities.
-        teacher: [..., V], which gets no gradient: log-probabilities, for tvd and kl probabilities.
+        student: [..., V]: log-probabilities, but probabilities for tvd.
+        teacher: [..., V]: log-probabilities, but probabilities for tvd and kl. It gets no gradient.
         kind: "forward_kl", "reverse_kl", "jsd", "tvd", "kl" or "kl_log".
         beta: β of jsd, in (0, 1).
         eps: lower bound of p in the logarithm of kl.
-        reduction: "none", "sum", "mean" (over all terms) or "batchmean" (over rows), of the rows that are not ignored.
-        labels: [...], read only for ``ignore_index``; None to ignore no row.
+        reduction: "none", "sum", "mean" (over all terms) or "batchmean" (over rows); ignored rows do not count.
+        labels: [...], only compared with ``ignore_index``; None ignores no row.
         ignore_index: label of rows that are ignored.
 
     Returns:
-        [] or with reduction "none" [..., V], float32 (float64 for float64 inputs on the CPU).
+        [], or with reduction "none" [..., V], in float32 (float64 for float64 inputs on the CPU).
 
     Raises:
         ValueError: the shapes do not match, or kind or reduction is unknown.
@@ -282,6 +282,7 @@ def distribution_divergence(
             factors /= valid.sum().clamp_min(1) * (V if reduction == "mean" else 1)
     training = student.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
+    # A scalar loss computes its gradient in the forward.
     if training and not terms:
         loss: Tensor = HandOver.apply(_loss_and_gradient, 3, (0,), flat, other, factors, kind, beta, eps)[0]
         return loss

@@ -10,12 +10,11 @@ t = log softmax(u / τ), q = exp(s), p = exp(t)::
     tvd         D = ½ · Σ |p − q|                                 a = ½ · q · sign(q − p)
     cosine      D = β · (1 − cos(z, u))
 
-with m = log(β · p + (1 − β) · q). Backward: dD/dz_j = (a_j − q_j · Σ a) / τ, and for cosine
-β · (cos · z_j / |z|² − u_j / (|z| · |u|)). jsd with β = 0 is forward_kl and with β = 1 reverse_kl, the limits of jsd/β
-and jsd/(1 − β); jsd itself would be 0. The loss of a token may add the cross entropy of z against a target, at
-temperature 1.
+with m = log(β · p + (1 − β) · q). Backward: dD/dz_j = (a_j − q_j · Σ a) / τ, and for cosine β · (cos · z_j / |z|² − u_j
+/ (|z| · |u|)). jsd with β = 0 means forward_kl, the limit of jsd/β, and with β = 1 reverse_kl, the limit of jsd/(1 −
+β); jsd itself would be 0 there. The loss of a token may add the cross entropy of z against a target, at temperature 1.
 
-The rows are processed in the chunks of `linear_cross_entropy`, with logits of both models. The loss is a scalar, so its
+The rows are processed in chunks as in `linear_cross_entropy`, with logits of both models. The loss is a scalar, so its
 gradients are computed in the forward: four products in all. Logits are fp32 even for half-precision inputs, because
 divergences are small differences of them. Only the student gets gradients. Saved: as in `linear_cross_entropy`.
 
@@ -59,7 +58,7 @@ TOGETHER = 4
 
 
 class DivergenceOutput(NamedTuple):
-    """Result of `linear_divergence`: [] fp32 each.
+    """Result of `linear_divergence`: fp32 scalars.
 
     Attributes:
         loss: ``soft_weight · soft_loss + hard_weight · hard_loss``.
@@ -73,7 +72,7 @@ class DivergenceOutput(NamedTuple):
 
 
 class DivergenceOptions(NamedTuple):
-    """Constants of the divergence of a row, as in `linear_divergence`."""
+    """Constants of a row's divergence, as in `linear_divergence`."""
 
     kind: str
     beta: float
@@ -94,7 +93,7 @@ def over_mixture(s: Tensor, t: Tensor, beta: float) -> Tensor:
 
 
 def token_divergence(kind: str, z: Tensor, u: Tensor, beta: float, temperature: float) -> Tensor:
-    """D [...] of the logits z and u [..., V] in plain torch, differentiable."""
+    """D [...] of logits z and u [..., V] in plain torch, differentiable."""
     if kind == "cosine":
         return beta * (1 - F.cosine_similarity(z, u, -1, NORM_FLOOR))
     s = (z / temperature).log_softmax(-1).clamp_min(LOWEST)  # for logits of −inf, p · log p must be 0
@@ -137,6 +136,7 @@ def linear_divergence_reference(
         shift = None if teacher_bias is None else teacher_bias.to(wide)
         u = F.linear(teacher_x.to(wide), teacher_weight.to(wide), shift)
         u = final_logits(u, teacher_logit_scale, teacher_softcap)
+    # Without targets every token counts.
     target = torch.full(x.shape[:-1], ignore_index + 1, device=x.device) if target is None else target
     valid = target != ignore_index
     count = valid.sum().clamp_min(1)
@@ -149,7 +149,7 @@ def linear_divergence_reference(
 
 
 def kind_or_limit(kind: str, beta: float) -> str:
-    """The kind of divergence; for jsd with β = 0 or 1 the kind of its limit."""
+    """The name of the divergence; for jsd with β = 0 or 1 the name of its limit."""
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, kind) if kind == "jsd" else kind
 
 
@@ -165,7 +165,7 @@ def check_divergence(op: str, divergence: str, beta: float, temperature: float) 
 
 @triton.jit
 def summand(s, t, beta, KIND: tl.constexpr):
-    """The summand of D, and a, for log-probabilities s of the student and t of the teacher; KIND indexes `KINDS`."""
+    """The summand of D, and a, for log-probabilities s (student) and t (teacher); KIND indexes `KINDS`."""
     q = exp(s)
     p = exp(t)
     if KIND == 0:
@@ -187,7 +187,7 @@ def summand(s, t, beta, KIND: tl.constexpr):
 
 @triton.jit
 def load_logits(ptr, columns, inside, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Logits of a row after factor and softcap, in fp32; those outside the vocabulary are as of 0."""
+    """Load logits of a row after factor and softcap, in fp32; entries beyond the vocabulary are loaded as 0."""
     return scale_and_cap(tl.load(ptr + columns, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
 
 
@@ -197,9 +197,9 @@ def _row_statistics(
     NORM_FLOOR, KIND: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr,
     LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """D of a row, and what its gradient needs: maximum and log-sum of student and teacher, Σ a, log-sum without τ.
+    """D of a row, and for its gradient: maximum and log-sum of student and teacher, Σ a, and the log-sum without τ.
 
-    For cosine the log-sums are the norms, and Σ a is the cosine.
+    For cosine the norms take the place of the log-sums, and the cosine takes the place of Σ a.
     """
     # A first read of both rows: online softmax of each, or the three products of cosine.
     columns = tl.arange(0, BLOCK)
@@ -262,7 +262,7 @@ def _divergence_kernel(
     KIND: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, SAVE: tl.constexpr, SAVED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row [V] of both logits per program: both losses unless their statistics are SAVED, and the gradient."""
+    """Compute one row [V] of both logits per program: both losses, unless statistics are SAVED, and the gradient."""
     row = tl.program_id(0)
     student_ptr += row.to(tl.int64) * student_stride
     teacher_ptr += row.to(tl.int64) * teacher_stride
@@ -305,6 +305,7 @@ def _divergence_kernel(
 
     # dz of the divergence, plus dz of the cross entropy: softmax − one-hot at temperature 1.
     if GRADIENT:
+        # The factors include d z / d logit without the softcap.
         soft_factor = soft_weight * logit_scale * tl.load(factor_ptr + row)
         hard_factor = hard_weight * logit_scale * tl.load(hard_factor_ptr + row)
         for start in range(0, V, BLOCK):
@@ -313,6 +314,7 @@ def _divergence_kernel(
             u = load_logits(
                 teacher_ptr + start, columns, inside, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP
             )
+            # Cosine has its own gradient; the other kinds share one in terms of a.
             if KIND == 4:
                 dz = soft_factor * beta * (total_a * z / (s_log * s_log) - u / (s_log * t_log))
             else:
@@ -376,12 +378,12 @@ def divergence_of_rows(
     student: Tensor, teacher: Tensor, gradient: Tensor | None, target: Tensor, factors: Tensor,
     options: DivergenceOptions, hard_factors: Tensor | None = None, statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Divergence and cross entropy [N] of the rows of two logits [N, V], and the gradient of the student's.
+    """Divergence and cross entropy [N] of two logits [N, V], and the gradient of the student's logits.
 
     Args:
-        gradient: [N, V] is filled with the gradient times ``factors`` [N]; None for no gradient.
-        hard_factors: [N], factors of the cross entropy's gradient, if they are others.
-        statistics: [N, 6] is written, or with a gradient read in place of computing both losses.
+        gradient: [N, V], filled with the gradient times ``factors`` [N]; None for no gradient.
+        hard_factors: [N], factors of the cross entropy's gradient, if they differ from ``factors``.
+        statistics: [N, 6]. With a gradient it is read, and the losses are not computed; otherwise it is written.
     """
     if not use_triton(student):
         return _rows_in_torch(student, teacher, gradient, target, factors, options)
@@ -421,6 +423,7 @@ def _forward(x, weight, target, bias, teacher_x, teacher_weight, teacher_bias, f
     x, teacher_x, target = x.contiguous(), teacher_x.contiguous(), target.contiguous()
     wide = torch.promote_types(x.dtype, torch.float32)
     shares, scale = without_exponent(factors, x.dtype)
+    # The teacher's logits have a buffer of their own, in fp32; it is reused by all chunks.
     teacher = logits_buffer(x, len(weight), rows, wide)
 
     def divergence(student: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -466,12 +469,12 @@ def linear_divergence(
     teacher_logit_scale: float = 1.0,
     workspace_mib: int | None = None,
 ) -> DivergenceOutput:
-    """Mean divergence of the student's distributions from the teacher's, with the logits of only one chunk at a time.
+    """Mean divergence of the student's distributions from the teacher's, holding the logits of one chunk at a time.
 
     Args:
         x: [..., C], floating-point.
         weight: [V, C], in the dtype of x.
-        teacher_x: [..., C'], in the dtype of x. The teacher's tensors get no gradients.
+        teacher_x: [..., C'], in the dtype of x. No tensor of the teacher gets a gradient.
         teacher_weight: [V, C'].
         target: [...], int64 in [0, V) or ``ignore_index``. None: all tokens count, and there is no hard loss.
         divergence: "forward_kl", "reverse_kl", "jsd", "tvd" or "cosine".
@@ -480,14 +483,15 @@ def linear_divergence(
         bias, teacher_bias: [V].
         hard_weight, soft_weight: weights of the cross entropy against ``target`` and of the divergence.
         ignore_index: target value of tokens that are ignored.
-        softcap, logit_scale, teacher_softcap, teacher_logit_scale: of each model's logits, as in `cross_entropy`.
-        workspace_mib: budget of the logits buffers in MiB; None as in `linear_cross_entropy`, with at most 8 chunks.
+        softcap, logit_scale, teacher_softcap, teacher_logit_scale: applied to each model's logits as in
+            `cross_entropy`.
+        workspace_mib: budget of the logits buffers in MiB. None: as in `linear_cross_entropy`, with at most 8 chunks.
 
     Returns:
         `DivergenceOutput`: means over the non-ignored tokens; 0 if all are ignored.
 
     Raises:
-        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        ValueError: shapes do not match, or an option or (on the CPU) a target is out of range.
         TypeError: a dtype is wrong.
     """
     op = "linear_divergence"

@@ -1,20 +1,22 @@
-"""Cross entropy of ``x @ weightᵀ + bias`` without ever holding all logits.
+"""Cross entropy of ``x @ weightᵀ + bias`` that never holds all logits.
 
 The rows are processed in chunks that fit a workspace budget. For each chunk a product writes the logits into a reused
 buffer, one kernel computes the loss and overwrites the logits with their gradient, and products add the chunk's part of
-dx and dweight. The formulas per row are those of `cross_entropy`.
+dx and dweight. Each row is computed as in `cross_entropy`.
 
 - A scalar loss (reduction "mean" or "sum") has one unknown upstream factor. Its gradients are computed in the forward
   and multiplied by that factor in the backward: three matrix products in all. Saved: dx in the dtype of x, dweight in
-  bf16 if the weight is bf16 and otherwise in fp32, dbias in fp32. The first backward returns these tensors themselves,
-  so dweight never exists twice. A second backward (``retain_graph``) recomputes them, for which x is saved.
+  bf16 if the weight is bf16 and otherwise in fp32, dbias in fp32. The first backward returns the saved tensors
+  themselves, so dweight never exists twice. A second backward (``retain_graph``) recomputes them from x, which is also
+  saved.
 - Per-token results (reduction "none", or ``return_log_probs``) have one upstream gradient per token, so the backward
   recomputes the logits: four products. Saved: x, weight, lse.
 
-In fp16 a common power of two is taken out of the factors of the tokens' losses before the logits' gradient is rounded,
-and multiplied back in at the end. That is exact, and a mean over many tokens does not underflow.
+In fp16 the factors of the tokens' losses are divided by a common power of two before the logits' gradient is rounded,
+and the results are multiplied by it at the end. This is exact, and keeps a mean over many tokens from underflowing.
 
-Nothing waits for the device. Frozen inputs and ``no_grad`` cost no product. `row_chunks.py` has the loop over chunks.
+The host never waits for the device. Frozen inputs and ``no_grad`` need no product for their gradients. `row_chunks.py`
+has the loop over chunks.
 
 With a vocabulary sharded over ranks (`VocabShard`) the logits are never gathered. For each chunk and token the ranks
 exchange four numbers about their shard: the maximum, log Σ exp(z − maximum), the target's logit (from its owner), and
@@ -115,7 +117,7 @@ class VocabShard:
 def _vocab_parallel_statistics(
     logits: Tensor, target: Tensor, options: LossOptions, vocab_shard: VocabShard
 ) -> TokenStatistics:
-    """`token_statistics` over a sharded vocabulary: each rank has the logits of its shard."""
+    """`token_statistics` over a sharded vocabulary, from each rank's logits of its shard."""
     ignore_index, smoothing, z_loss = options[:3]
     valid = target != ignore_index
 
@@ -155,7 +157,7 @@ def _local_target(target: Tensor, ignore_index: int, vocab_shard: VocabShard) ->
 
 
 def _shard_of_op(group: str = "", size: int = 1, rank: int = 0, vocabulary: int = 0) -> VocabShard | None:
-    """`VocabShard` from the arguments of an op, None without a sharded vocabulary."""
+    """`VocabShard` from the arguments of an op; None without a sharded vocabulary."""
     return VocabShard(Group(group, size, rank), vocabulary) if vocabulary else None
 
 
@@ -179,7 +181,7 @@ def _walk_chunks(
     need: tuple[bool, bool, bool] = (False, False, False),
     vocab_shard: VocabShard | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Statistics of every row (none if ``lse`` is given), and dx, dweight and dbias if needed."""
+    """Compute the statistics of every row unless ``lse`` is given, and dx, dweight and dbias if needed."""
     local_target, local_options, vocabulary = target, options, None
     if vocab_shard is not None:
         local_target = _local_target(target, options.ignore_index, vocab_shard)
@@ -304,7 +306,7 @@ def _tokens_grad(ctx, a, _z_loss, c, _lse, _predicted):
     gradients = torch.ops.liger_models.linear_cross_entropy_tokens_backward(
         a, c, *inputs, lse, *ctx.options, *need, *ctx.vocab_shard
     )
-    dx, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, need, strict=True))
+    dx, dweight, dbias = (g if needed else None for g, needed in zip(gradients, need, strict=True))
     return dx, dweight, None, dbias, *(None,) * 12
 
 
@@ -333,7 +335,7 @@ def linear_cross_entropy(
     workspace_mib: int | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> CrossEntropyOutput:
-    """`cross_entropy` of ``x @ weightᵀ + bias`` against ``target``, with the logits of only one chunk at a time.
+    """`cross_entropy` of ``x @ weightᵀ + bias`` against ``target``, holding the logits of one chunk at a time.
 
     Args:
         x: [..., C], floating-point.
@@ -341,10 +343,10 @@ def linear_cross_entropy(
         target: [...], int64 in [0, V) or ``ignore_index``.
         bias: [V], in the dtype of x.
         workspace_mib: budget of the logits buffer in MiB; a chunk has at least 128 rows. None: 512 MiB for up to 8192
-            tokens, proportionally more for more tokens, and an eighth of the rows for V > 262,144.
-        vocab_shard: this rank's shard, whose rows weight and bias are, if the vocabulary is sharded over ranks. All
-            ranks pass the same x and get the same loss; the gradient of x is a partial sum
-            (`collectives.copy_to_region`). Not with ``class_weight``, ``return_token_accuracy`` or
+            tokens and proportionally more for more tokens; for V > 262,144 an eighth of the rows.
+        vocab_shard: this rank's shard if the vocabulary is sharded over ranks; weight and bias then hold the rows of
+            the shard. All ranks pass the same x and get the same loss; the gradient of x is a partial sum
+            (`collectives.copy_to_region`). It cannot be combined with ``class_weight``, ``return_token_accuracy`` or
             ``return_predicted_tokens``.
         Others: as in `cross_entropy`. ``return_log_probs`` and reduction "none" are differentiable per token; their
             backward recomputes the logits.
@@ -353,7 +355,7 @@ def linear_cross_entropy(
         `CrossEntropyOutput`.
 
     Raises:
-        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        ValueError: shapes do not match, or an option or (on the CPU) a target is out of range.
         TypeError: a dtype is wrong.
     """
     op = "linear_cross_entropy"
@@ -386,11 +388,13 @@ def linear_cross_entropy(
         shard = ranks.name, ranks.size, ranks.rank, V
     rows = chunk_rows(flat.shape[0], words, x.element_size(), workspace_mib)
 
+    # The factor of each token's loss under the reduction, [N].
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     factors = token_scale(
         y, class_weight, token_weight, ignore_index, reduction, num_items, torch.promote_types(x.dtype, torch.float32)
     )
 
+    # A scalar loss computes its gradient in the forward; results per token recompute the logits in the backward.
     if reduction == "none" or return_log_probs:
         loss, z_part, log_probs, _, predicted = torch.ops.liger_models.linear_cross_entropy_tokens(
             flat, weight, y, bias, class_weight, *options, rows, predict, *shard

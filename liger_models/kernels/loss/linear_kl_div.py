@@ -1,4 +1,4 @@
-"""KL divergence of a student's next-token distribution, a linear layer, from stored probabilities of a teacher.
+"""KL divergence of a student's next-token distribution from a teacher's stored probabilities, fused with the head.
 
 Per token, over the vocabulary, in fp32, with z the student's logits after factor and softcap, τ the temperature,
 s = log softmax(z / τ), q = exp(s), and p the stored probabilities, which need not sum to 1::
@@ -8,9 +8,9 @@ s = log softmax(z / τ), q = exp(s), and p the stored probabilities, which need 
 
 Where p is 0, the summand is 0. Rows with target ``ignore_index`` give 0 everywhere.
 
-The rows are processed in the chunks of `linear_cross_entropy`. The loss is a scalar, so its gradients are computed in
+The rows are processed in chunks as in `linear_cross_entropy`. The loss is a scalar, so its gradients are computed in
 the forward: three products in all. Logits are fp32 even for half-precision inputs, because a divergence is a small
-difference of them. The probabilities are read where they are, in their own dtype, and get no gradient. Saved: as in
+difference of them. The probabilities are read in place, in their own dtype, and get no gradient. Saved: the tensors of
 `linear_cross_entropy`, and the probabilities for a second backward.
 
 Source: https://arxiv.org/abs/1503.02531.
@@ -81,7 +81,7 @@ def _linear_kl_div_kernel(
     logits_stride, p_stride, gradient_stride, V, ignore_index, eps, inverse_temperature, softcap, logit_scale,
     GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row [V] of logits and probabilities per program: D, and with GRADIENT the gradient of the logits."""
+    """Compute D of one row [V] per program, and with GRADIENT the gradient of its logits."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     p_ptr += row.to(tl.int64) * p_stride
@@ -171,9 +171,11 @@ def _forward(x, weight, target, bias, probabilities, factors, *rest) -> tuple[Te
     *options, rows, need_dx, need_dw, need_db = rest
     need = need_dx, need_dw, need_db
     x, target = x.contiguous(), target.contiguous()
+    # The kernel takes any stride between rows; only the words of a row must be adjacent.
     if probabilities.stride(-1) != 1:
         probabilities = probabilities.contiguous()
     wide = torch.promote_types(x.dtype, torch.float32)
+    # A gradient in fp16 could underflow: the exponent that the factors share is applied at the end.
     shares, scale = without_exponent(factors, x.dtype)
 
     def divergence(logits: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor]:
@@ -209,20 +211,20 @@ def linear_kl_div(
     logit_scale: float = 1.0,
     workspace_mib: int | None = None,
 ) -> Tensor:
-    """``Σ p · (log max(p, eps) − log softmax((x @ weightᵀ + bias) / temperature))`` of stored probabilities p.
+    """``Σ p · (log max(p, eps) − log softmax((x @ weightᵀ + bias) / temperature))`` for stored probabilities p.
 
     Args:
         x: [..., C], floating-point.
         weight: [V, C], in the dtype of x.
-        probabilities: [..., V], p, of any floating-point dtype; read where they are, without gradient.
-        target: [...] int64, read only for ``ignore_index``; None: all tokens count.
+        probabilities: [..., V], p, of any floating-point dtype; read in place, without gradient.
+        target: [...] int64, only compared with ``ignore_index``. None: all tokens count.
         bias: [V].
         reduction: "batchmean" divides by the tokens that are not ignored, "mean" also by V, "sum" by nothing.
         temperature: divisor of the student's logits; the probabilities are taken as they are.
         eps: lower bound of p inside the logarithm.
         ignore_index: target value of tokens that are ignored.
-        softcap, logit_scale: of the student's logits, as in `cross_entropy`.
-        workspace_mib: budget of the logits buffer in MiB; None as in `linear_cross_entropy`.
+        softcap, logit_scale: applied to the student's logits as in `cross_entropy`.
+        workspace_mib: budget of the logits buffer in MiB. None: as in `linear_cross_entropy`.
 
     Returns:
         [] fp32; 0 if all tokens are ignored.

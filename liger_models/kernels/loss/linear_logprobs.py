@@ -10,11 +10,11 @@ Backward, for upstream gradients c of logp and h of H::
 
     dz_j = c · ([j = y] − p_j) − h · p_j · (log p_j + H)
 
-and from dz to the logits as in `cross_entropy`. Rows with target ``ignore_index`` give 0 everywhere.
+The gradient of the logits follows from dz as in `cross_entropy`. Rows with target ``ignore_index`` give 0 everywhere.
 
-The rows are processed in the chunks of `linear_cross_entropy`. Each token has its own upstream gradient, so the
-backward recomputes the logits: four products in all. Saved: x, weight, max z, log Σ exp(z − max z), and H. Without the
-entropy `linear_cross_entropy`'s per-token op runs.
+The rows are processed in chunks as in `linear_cross_entropy`. Each token has its own upstream gradient, so the backward
+recomputes the logits: four products in all. Saved: x, weight, max z, log Σ exp(z − max z), and H. Without the entropy,
+the per-token op of `linear_cross_entropy` runs.
 
 A loss that is a sum over sequences, or over pairs of them, needs no second product for the logits
 (`loss_of_log_probs`): its gradient for a sequence is known as soon as that sequence's log-probabilities are, while its
@@ -90,7 +90,7 @@ def _log_probs_kernel(
     logits_stride, gradient_stride, V, ignore_index, softcap, logit_scale,
     HAS_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row [V] of logits per program: its statistics, or with GRADIENT the gradient of its logits."""
+    """Compute the statistics of one row [V] of logits per program, or with GRADIENT the gradient of its logits."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     gradient_ptr += row.to(tl.int64) * gradient_stride
@@ -138,6 +138,7 @@ def _log_probs_kernel(
             x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
             z = tl.where(inside, scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(z, 0))
+            # The sum moves to the new maximum: z − m' = (z − m) + (m − m').
             down = maximum - new_maximum
             weighted = exp(down) * (weighted + down * total)
             total *= exp(down)
@@ -160,7 +161,7 @@ def _log_probs_kernel(
 def _rows_in_torch(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """z, log p, log p of the target, and the entropy, by the formulas above in plain torch, without autograd."""
+    """Return z, log p, log p of the target, and the entropy, in plain torch and without autograd."""
     z = final_logits(logits, logit_scale, softcap)
     log_p = z.log_softmax(-1)
     valid = target != ignore_index
@@ -171,9 +172,10 @@ def _rows_in_torch(
 def _statistics(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
 ) -> Sequence[Tensor]:
-    """Log-probability, entropy, and the two summands of lse ([N, 2]) of each row."""
+    """Return log-probability, entropy, and the two summands of lse ([N, 2]) of each row."""
     if not use_triton(logits):
         z, _, log_prob, entropy = _rows_in_torch(logits, target, ignore_index, softcap, logit_scale)
+        # lse as two summands, because their rounded sum would lose digits of confident rows.
         maximum = z.amax(-1)
         lse = torch.stack([maximum, z.logsumexp(-1) - maximum], 1)
         return log_prob, entropy, lse.where((target != ignore_index)[:, None], 0)
@@ -199,6 +201,7 @@ def _gradient(
         _launch(logits, logits, target, (c, h), lse, c, entropy, ignore_index, softcap, logit_scale, True)
         return
     z, log_p, _, entropy = _rows_in_torch(logits, target, ignore_index, softcap, logit_scale)
+    # As in the kernel: dz = c · ([column = y] − p) − h · p · (log p + H).
     dz = -log_p.exp() * (c[:, None] + h[:, None] * (log_p.clamp_min(LOWEST) + entropy[:, None]))
     valid = target != ignore_index
     dz.scatter_add_(-1, target.where(valid, 0)[:, None], c[:, None].to(dz.dtype))
@@ -251,6 +254,7 @@ def _forward_fake(x, *_) -> tuple[Tensor, ...]:
 def _backward(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tensor, ...]:
     *options, rows, need_dx, need_dw, need_db = rest
     target = target.contiguous()
+    # Both upstream gradients share one exponent, which fp16 gradients get at the end.
     both = torch.stack([torch.zeros_like(entropy) if u is None else u for u in (c, h)])
     (c, h), scale = without_exponent(both, x.dtype)
 
@@ -279,7 +283,7 @@ def _grad(ctx, c, h, _lse):
         return (None,) * 8
     need = [ctx.needs_input_grad[index] for index in (0, 1, 3)]
     gradients = torch.ops.liger_models.linear_logprobs_backward(c, h, *ctx.saved_tensors, *ctx.options, *need)
-    dx, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, need, strict=True))
+    dx, dweight, dbias = (g if needed else None for g, needed in zip(gradients, need, strict=True))
     return dx, dweight, None, dbias, *(None,) * 4
 
 
@@ -331,7 +335,7 @@ def fused_linear_logprobs(
     return_entropy: bool = False,
     workspace_mib: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each target given ``x @ weightᵀ + bias``, with the logits of only one chunk at a time.
+    """Log-probability of each target given ``x @ weightᵀ + bias``, holding the logits of one chunk at a time.
 
     Args:
         x: [..., C], floating-point.
@@ -343,14 +347,14 @@ def fused_linear_logprobs(
         logit_scale: factor of the logits.
         temperature: divisor of the logits, after the softcap.
         return_entropy: also return the entropy of each token's distribution.
-        workspace_mib: budget of the logits buffer in MiB; None as in `linear_cross_entropy`.
+        workspace_mib: budget of the logits buffer in MiB. None: as in `linear_cross_entropy`.
 
     Returns:
         Log-probabilities [...], fp32, differentiable per token. With ``return_entropy`` a pair of these and the
         entropies in nats [...], fp32, also differentiable.
 
     Raises:
-        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        ValueError: shapes do not match, or an option or (on the CPU) a target is out of range.
         TypeError: a dtype is wrong.
     """
     op = "fused_linear_logprobs"
@@ -396,23 +400,23 @@ def loss_of_log_probs(
     temperature: float = 1.0,
     workspace_mib: int | None = None,
 ) -> tuple[Tensor, More]:
-    """``loss_of(fused_linear_logprobs(...))`` for a loss that sums over sequences; the forward computes the gradients.
+    """``loss_of(fused_linear_logprobs(...))`` for a loss that sums over sequences, with gradients from the forward.
 
     Args:
-        loss_of: log-probabilities [B, T] fp32 -> ``(loss [], anything else without gradients)``. The gradient for a
-            sequence must depend only on that sequence and those ``together`` with it; numbers shared by all sequences,
-            such as counts of targets, must not be derived from the log-probabilities. It is called several times: with
-            log-probabilities of −1 where they are not known yet, and the last time with all of them.
+        loss_of: maps log-probabilities [B, T] fp32 to ``(loss [], other results without gradients)``. The gradient for
+            a sequence must depend only on that sequence and those ``together`` with it; numbers shared by all
+            sequences, such as counts of targets, must not be derived from the log-probabilities. It is called several
+            times, with −1 for log-probabilities that are not known yet; the last call has all of them.
         x: [B, T, C].
-        together: how many sequences belong together: b, b + B / together, ... (2: chosen, then rejected sequences).
-        uniform: the loss reads only the sum of each sequence's log-probabilities, or sums of its targets', so that its
-            gradient is the same for all targets of a sequence. No logits of a single pair are then computed twice.
+        together: how many sequences form a unit: b, b + B / together, ... (2: chosen, then rejected sequences).
+        uniform: whether the loss reads only sums of each sequence's log-probabilities, so that all targets of a
+            sequence have the same gradient. The logits of a single pair are then never computed twice.
         target: [B, T].
-        Others: as in `fused_linear_logprobs`. Without ``workspace_mib`` a chunk holds the logits of whole sequences, if
-            need be up to five eighths of all rows; logits beyond that are computed twice.
+        Others: as in `fused_linear_logprobs`. Without ``workspace_mib`` a chunk holds the logits of whole sequences, up
+            to five eighths of all rows; logits beyond that are computed twice.
 
     Returns:
-        The loss [], differentiable in x, weight and bias, and the second result of ``loss_of``.
+        The loss [], differentiable in x, weight and bias; and the second result of ``loss_of``.
 
     Raises:
         ValueError, TypeError: as in `fused_linear_logprobs`.
@@ -526,7 +530,7 @@ def _loss_and_gradients(
 
 
 def _upstream(loss_of: Callable[[Tensor], tuple[Tensor, More]], log_probs: Tensor) -> Tensor:
-    """The gradient of the loss for −log p [B, T]."""
+    """The gradient of the loss with respect to −log p [B, T]."""
     with torch.enable_grad():
         leaf = log_probs.detach().clone().requires_grad_()
         (gradient,) = torch.autograd.grad(loss_of(leaf)[0], leaf)
@@ -543,10 +547,10 @@ def _one_unit(
     options: LossOptions,
     step: int,
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
-    """`_loss_and_gradients` of one sequence or pair with the same gradient for all targets of a sequence.
+    """`_loss_and_gradients` of one sequence or pair, if all targets of a sequence have the same gradient.
 
-    The gradients of the first sequence are summed before this factor is known, and multiplied by it afterwards. Only
-    the second sequence's logits are kept until then.
+    The gradients of the first sequence are summed before the common factor is known, and multiplied by it afterwards.
+    Only the second sequence's logits are kept until the factor is known.
     """
     (B, T, C), V = x.shape, len(weight)
     parts = [slice(start, min(start + step, T)) for start in range(0, T, step)]

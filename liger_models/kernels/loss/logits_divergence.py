@@ -1,8 +1,7 @@
-"""Cross entropy of a student, and the divergence of its next-token distribution from a teacher's, of logits.
+"""A student's cross entropy and its divergence from a teacher, per token, from logits held in full.
 
-Both logits are held in full. `divergence.py` has the formulas. The result is D and the cross entropy of each token. The
-forward reads both logits twice. The backward reads them once and combines both gradients. Saved: the inputs, and six
-numbers a row.
+`divergence.py` has the formulas. The forward reads both logits twice. The backward reads them once and combines both
+gradients. Saved: the inputs, and six numbers per row.
 """
 
 import torch
@@ -106,20 +105,20 @@ def logits_divergence(
     temperature: float = 1.0,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy and divergence of each token, of logits that are held in full.
+    """Cross entropy and divergence of each token, from logits that are held in full.
 
     Args:
         student: [..., V], floating-point; never written to.
         teacher: [..., V], floating-point; gets no gradient.
         target: [...], int64 in [0, V) or ``ignore_index``.
         divergence, beta, temperature: as in `linear_divergence`; the cross entropy has temperature 1.
-        ignore_index: target value of tokens that are ignored: both losses are 0.
+        ignore_index: target value of ignored tokens, both of whose losses are 0.
 
     Returns:
-        Cross entropy and divergence, [...] float32 each (float64 for float64 inputs on the CPU), both differentiable.
+        Cross entropy and divergence, each [...] in float32 (float64 for float64 inputs on the CPU) and differentiable.
 
     Raises:
-        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        ValueError: shapes do not match, or an option or (on the CPU) a target is out of range.
         TypeError: a dtype is wrong.
     """
     op = "logits_divergence"
@@ -137,6 +136,7 @@ def logits_divergence(
             student, teacher, target, divergence=divergence, beta=beta, temperature=temperature,
             ignore_index=ignore_index,
         )  # fmt: skip
+    # Rows [N, V]. The third result holds the statistics that the backward needs.
     hard, soft, _ = torch.ops.liger_models.logits_divergence(
         student.reshape(-1, V), teacher.detach().reshape(-1, V), target.reshape(-1), kind_or_limit(divergence, beta),
         beta, temperature, ignore_index,

@@ -1,10 +1,10 @@
-"""Chunks of rows of a linear layer ``x @ weightᵀ + bias`` in front of a loss, whose logits are never all held.
+"""A linear layer ``x @ weightᵀ + bias`` before a loss, in chunks of rows, so that not all logits are ever held.
 
 `walk_chunks` writes the logits of a chunk of rows into a reused buffer, lets a loss turn them into their gradient, and
 adds the chunk's part of dx, dweight and dbias.
 
-dweight is summed over the chunks in fp32. Only for bf16 weights and few chunks the sum is bf16, rounded after each
-chunk: that costs less accuracy than the rounding of the logits, and halves memory and traffic.
+dweight is summed over the chunks in fp32. Only for bf16 weights and few chunks is the sum in bf16, rounded after each
+chunk. That costs less accuracy than the rounding of the logits, and halves memory and traffic.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ freed by itself: the bf16 copy never exists besides the whole sum (1 GiB less at
 
 
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
-    """Rows per chunk: as many as fit the budget, about equal over the chunks, in multiples that suit matmuls."""
+    """Rows per chunk: as many as fit the budget, about the same for all chunks, in multiples that suit matmuls."""
     tokens = min(N, MOST_TOKENS)
     budget = WORKSPACE_MIB * max(1, tokens / WORKSPACE_TOKENS) if workspace_mib is None else workspace_mib
     limit = max(int(budget * 2**20) // (V * itemsize) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
@@ -62,11 +62,13 @@ def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     if is_batch_invariant():
         write_invariant_linear(x, weight, bias, out)
         return
+    # The words that fill whole tiles, then the few that remain.
     sizes = _split_words(len(weight), len(weight))
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
     for rows, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
         if out.dtype != x.dtype:
             if x.device.type == "cuda":
+                # An fp32 result of half-precision inputs, which need no cast.
                 torch.mm(x, rows.t(), out_dtype=out.dtype, out=columns)
             else:
                 torch.mm(x.to(out.dtype), rows.t().to(out.dtype), out=columns)
@@ -79,7 +81,7 @@ def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 
 
 def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write ``gradient @ weight`` to ``out``, the few remaining words first: their sum is small and rounds little."""
+    """Write ``gradient @ weight`` to ``out``. The last few words come first, because their small sum rounds little."""
     sizes = _split_words(len(weight), len(weight))
     parts = zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)
     for beta, (columns, rows) in enumerate(parts):
@@ -87,7 +89,7 @@ def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Tensor]]:
-    """Allocate the sum of dweight: the whole and views of its parts; or None and fp32 blocks to be rounded to bf16."""
+    """Allocate the sum of dweight and return it with views of its parts, or return None and fp32 blocks for bf16."""
     V, C = weight.shape
 
     # One tensor, whose parts the products of a chunk add to.
@@ -102,7 +104,7 @@ def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Ten
 
 
 def _concatenate(sums: list[Tensor]) -> Tensor:
-    """Concatenate the blocks in bf16; this empties the list."""
+    """Concatenate the blocks in bf16, emptying the list."""
     blocks = []
     while sums:  # each block's sum is freed before the next one is cast
         blocks.append(sums.pop(0).to(torch.bfloat16))
@@ -110,7 +112,7 @@ def _concatenate(sums: list[Tensor]) -> Tensor:
 
 
 def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A buffer for the logits of ``rows`` rows of x, or of all if x has fewer; its rows are aligned for matmuls."""
+    """A buffer for the logits of up to ``rows`` rows of x, with rows aligned for matrix products."""
     buffer = x.new_empty(min(rows, len(x)), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)
     if x.device.type == "cpu":
         buffer[:, V:] = 0  # bf16 products of CPUs with AMX read beyond the last word, and 0 · NaN is NaN
@@ -123,7 +125,7 @@ class Gradients:
     Args:
         x: [N, C].
         weight: [V, C].
-        need: whether dx, dweight and dbias are needed; the others are empty.
+        need: which of dx, dweight and dbias are needed; the others are empty.
         chunks: number of chunks.
     """
 
@@ -135,7 +137,7 @@ class Gradients:
         self._dbias = torch.zeros(len(weight), dtype=wide, device=x.device) if need[2] else x.new_empty(0)
 
     def add(self, gradient: Tensor, x: Tensor, dx: Tensor | None) -> None:
-        """Add a chunk: the logits' gradient [n, V] and x [n, C]; ``dx`` [n, C] is written."""
+        """Add a chunk, given the logits' gradient [n, V] and x [n, C]; ``dx`` [n, C] is written."""
         if self._need[0]:
             assert dx is not None
             _linear_backward(gradient, self._weight, dx)
@@ -146,7 +148,7 @@ class Gradients:
         self._begun = True
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply dweight and dbias of the chunks so far by ``factor`` []."""
+        """Multiply the dweight and dbias of all chunks so far by ``factor`` []."""
         for total in (*self._sums, self._dbias):
             scale_(total, factor)
 
@@ -176,15 +178,15 @@ def walk_chunks(
         weight: [V, C].
         bias: [V].
         rows: rows per chunk.
-        need: whether dx, dweight and dbias are needed; the others are returned empty.
+        need: which of dx, dweight and dbias are needed; the others are returned empty.
         of_logits: ``(logits of a chunk, its rows, gradient buffer) -> results per row, or None``. It writes the
-            gradient of the logits to the buffer, which is read only if something is needed. The buffer has the dtype of
-            x; if the logits have it, too, the buffer is the logits themselves.
+            gradient of the logits to the buffer, which is read only if a gradient is needed. The buffer has the dtype
+            of x; if the logits have the same dtype, they are the buffer.
         logits_dtype: dtype of the logits; None for the dtype of x.
-        together: number of chunks whose gradients go through the products at once, if gradients have their own buffer.
+        together: number of chunks whose gradients are multiplied at once, if gradients have their own buffer.
 
     Returns:
-        The results, each of all rows ([] without rows); dx; dweight in the dtype of its sum; dbias in fp32.
+        The results of all rows ([] without rows); dx; dweight in the dtype of its sum; dbias in fp32.
     """
     N, V = x.shape[0], weight.shape[0]
 
@@ -220,7 +222,7 @@ def check_head(
 ) -> None:
     """Raise unless x [..., C], weight [V, C] and bias [V] match and the budget is positive.
 
-    ``model`` begins the arguments' names: "teacher_" or nothing.
+    ``model`` is the prefix of the arguments' names: "teacher_" or "".
     """
     check_floating(op, **{f"{model}x": x, f"{model}weight": weight, f"{model}bias": bias})
     if weight.dim() != 2 or x.dim() == 0 or weight.shape[1] != x.shape[-1]:

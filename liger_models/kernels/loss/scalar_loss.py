@@ -1,8 +1,8 @@
 """Scalar losses whose gradients are computed in the forward.
 
 A scalar loss has one unknown upstream factor. The forward of such an op takes the factor of each token's loss and
-computes the gradients; the backward multiplies them by the upstream factor. If that is 1, as usual, nothing is read or
-written.
+computes the gradients; the backward multiplies them by the upstream factor. If that factor is 1, as usual, the backward
+reads and writes nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ BLOCK = 4096
 
 
 def without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For fp16: ``factors`` scaled to magnitudes up to 1, and the power of two removed. Otherwise unchanged, and 1."""
+    """For fp16 divide ``factors`` by a power of two, to at most 1, and return both; otherwise return them and 1."""
     one = factors.new_ones(())
     if dtype != torch.float16 or factors.numel() == 0:
         return factors, one
@@ -38,7 +38,7 @@ def _scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiply x (contiguous) by ``factor`` [] in place; the kernel skips x if it is 1, so the host never waits."""
+    """Multiply x (contiguous) by ``factor`` [] in place. The kernel skips a factor of 1 without a wait of the host."""
     if not use_triton(x) or factor.dtype != torch.float32:
         return x.mul_(factor)
     if x.numel():
@@ -48,7 +48,7 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def scaled(gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
-    """Scale fresh gradients in place and cast them to ``dtypes``; a gradient already in its dtype is not copied."""
+    """Scale new gradients in place and cast them to ``dtypes``; a gradient already in its dtype is not copied."""
     return tuple(scale_(gradient, factor).to(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True))
 
 
@@ -69,11 +69,11 @@ def _scale_cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def fused_loss(
     op: Callable[..., Any], tensors: Sequence[Tensor | None], *options: Any, shard: Sequence[Any] = ()
 ) -> tuple[Tensor, ...]:
-    """Run the op of a scalar loss of a linear layer: results without gradients follow the loss.
+    """Run the op of a scalar loss of a linear layer, and return the loss and its other results.
 
     Args:
-        op: it takes ``tensors``, which begin with x, weight, target and bias; the options; whether x, weight and bias
-            need a gradient; and the shard. It returns what `HandOver` describes.
+        op: takes ``tensors`` (first x, weight, target and bias), the options, whether x, weight and bias need a
+            gradient, and the shard. Its results are described in `HandOver`.
     """
     x, weight, _, bias, *_ = tensors
     training = torch.is_grad_enabled()
@@ -84,7 +84,7 @@ def fused_loss(
 
 
 def fused_loss_fake(x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Fake gradients of x, weight and bias of such an op, and its scale; each gradient in the dtype of its sum."""
+    """Fake gradients of x, weight and bias for such an op, each in the dtype of its sum, and the fake scale."""
     wide = torch.promote_types(x.dtype, torch.float32)
     need_dx, need_dw, need_db = needs
     dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
@@ -97,7 +97,7 @@ def fused_loss_fake(x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[T
 
 
 def gradients_fake(x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """Fake gradients of x, weight and bias of an op of token losses, in the dtypes of the inputs."""
+    """Fake gradients of x, weight and bias for an op of token losses, in the dtypes of the inputs."""
     need_dx, need_dw, need_db = needs
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
@@ -107,7 +107,7 @@ def gradients_fake(x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Te
 
 
 def scalar_loss_setup(ctx, inputs, output):
-    """``setup_context`` for compiled graphs, of an op as in `HandOver`; only the loss has a gradient."""
+    """``setup_context`` of an op as in `HandOver`, for compiled graphs; only the loss has a gradient."""
     x, weight, _, bias, *_ = inputs
     *_, dx, dweight, dbias, scale = output
     ctx.set_materialize_grads(False)
@@ -128,12 +128,12 @@ def scalar_loss_backward(ctx, upstream, *_):
 
 
 class HandOver(torch.autograd.Function):
-    """The op of a scalar loss outside compiled graphs: the backward scales the gradients in place and frees them.
+    """Runs the op of a scalar loss outside compiled graphs; the backward scales the gradients in place and frees them.
 
     ``op(*inputs, *options)`` has ``tensors`` inputs. It returns the loss, other results without a gradient, the
-    gradients of the inputs at ``indices`` (anything for inputs that need none), and a scale that these must still be
-    multiplied by. A second backward (``retain_graph``) runs the op again; a second derivative (``create_graph``) is an
-    error.
+    gradients of the inputs at ``indices`` (any tensor for inputs that need none), and a scale by which the gradients
+    must still be multiplied. A second backward (``retain_graph``) runs the op again; a second derivative
+    (``create_graph``) is an error.
     """
 
     @staticmethod
@@ -168,6 +168,6 @@ class HandOver(torch.autograd.Function):
 
 
 def _split_results(outputs: Any, indices: tuple[int, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """Results, gradients and scale of an op."""
+    """Split an op's output into results, gradients and scale."""
     count = len(outputs) - len(indices) - 1
     return outputs[:count], outputs[count:-1], outputs[-1]

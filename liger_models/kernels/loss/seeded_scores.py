@@ -1,14 +1,15 @@
-"""Scores whose largest one is a token drawn by its probability, from numbers that depend on seed, step and token alone.
+"""Gumbel-max scores: their argmax is a sample from the softmax. The noise depends only on seed, step and token.
 
 ::
 
     score_t = z_t − log E_t,   E_t = −log(1 − u_t),   u_t = (hash(seed, step, t) + ½) / 2³²
 
-E is exponentially distributed. Of exponential clocks with the rates exp(z), the clock of token t rings first with the
-probability softmax(z)_t, and log E_t − z_t is the logarithm of its time. The numbers are a hash, so that no row depends
-on another one, and every device has the same up to rounding.
+E is exponentially distributed. Among exponential clocks with rates exp(z), the clock of token t rings first with
+probability softmax(z)_t, and log E_t − z_t is the logarithm of its time. The random numbers are hashes, so rows are
+independent of each other, and all devices get the same numbers up to rounding.
 
-The hash takes some twenty operations on integers, each of which would be a pass over [B, V] numbers in int64.
+The hash takes about twenty integer operations. In plain torch each of them would be a pass over [B, V] numbers in
+int64.
 
 Source: https://arxiv.org/abs/1411.0030 (Gumbel-max), https://nullprogram.com/blog/2018/07/31/ (hash).
 """
@@ -26,7 +27,7 @@ _LOW = 0xFFFFFFFF
 
 
 def _hash(x: Tensor) -> Tensor:
-    """A bijection of the 32-bit numbers, held in int64, that leaves no pattern of its argument."""
+    """Hash 32-bit numbers, held in int64, by a bijection without visible patterns."""
     x = (x ^ x >> 16) * 0x7FEB352D & _LOW
     x = (x ^ x >> 15) * 0x846CA68B & _LOW
     return x ^ x >> 16
@@ -87,7 +88,7 @@ def seeded_scores_reference(logits: Tensor, seeds: Tensor, step: int | Tensor) -
 
 
 def seeded_scores(logits: Tensor, seeds: Tensor, step: int | Tensor) -> Tensor:
-    """The scores [B, V] fp32 of all tokens; the drawn token has the largest. Not differentiable.
+    """The scores [B, V] fp32 of all tokens; the drawn token has the largest score. Not differentiable.
 
     Args:
         logits: [B, V] fp32.

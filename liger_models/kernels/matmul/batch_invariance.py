@@ -1,9 +1,9 @@
-"""Forwards in which the result for a row does not depend on the other rows, nor on how many there are.
+"""Forwards in which a row's result depends neither on the other rows nor on their number.
 
 Within `batch_invariant` every product with a weight runs `invariant_linear`, and attention, expert products and the
-head take the ways that have this property. All other kernels of the package have it anyway: they compute a row in one
-program of a shape that follows from the width. A mode of PyTorch catches linear layers that modules call, and on the
-CPU the element-wise functions whose last elements are computed by other instructions than the rest.
+head run implementations with this property. All other kernels of the package always have it: one program computes a
+row, and its shape follows from the width. A PyTorch mode intercepts ``F.linear`` in modules, and on the CPU also
+elementwise functions, whose last elements are computed by other instructions than the rest.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +23,13 @@ _active: set[int] = set()
 
 
 def is_batch_invariant() -> bool:
-    """Whether this thread is inside of `batch_invariant`. Code that is compiled never is."""
+    """Whether this thread is inside `batch_invariant`; always False in compiled code."""
     return bool(_active) and not torch.compiler.is_compiling() and get_ident() in _active
 
 
 @contextmanager
 def batch_invariant(active: bool = True) -> Iterator[None]:
-    """Context in which ops compute every row as if it were alone; with ``active=False`` they don't, inside of it.
+    """Context in which ops compute every row as if it were alone; a nested ``active=False`` switches this off.
 
     It holds for the thread that enters it.
     """
@@ -60,7 +60,7 @@ ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
 
 
 class _InvariantFunctions(TorchFunctionMode):
-    """Replaces ``F.linear``; on the CPU it also runs element-wise functions row by row."""
+    """Replaces ``F.linear``; on the CPU also runs elementwise functions row by row."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,19 +1,20 @@
-"""A linear layer whose result for a row has the same bits whatever other rows there are, and however many.
+"""A linear layer in which a row's result has the same bits in every batch.
 
 ::
 
     y = x @ Wᵀ + b                        sums in fp32, one cast at the end
 
 Libraries choose a kernel, the shape of its tiles and the parts of a sum by the number of rows, so a row in a batch of 8
-gets other bits than the same row in a batch of 4096. Here one kernel with one tile computes everything: the products of
-an element are added in the order of the columns of x, by the same instructions, in one accumulator, and a tile that has
-too few rows is filled up. In plain torch every row is multiplied alone, in memory of its own.
+gets other bits than the same row in a batch of 4096. Here one kernel with a fixed tile computes everything: the
+products of an element are added in the order of the columns of x, by the same instructions, in one accumulator, and a
+tile with too few rows is padded. In plain torch every row is copied and multiplied alone.
 
 Backward, by ordinary products, whose bits do depend on the batch::
 
     dx = dy @ W,   dW = dyᵀ @ x,   db = Σ_rows dy
 
-Saved: x and W. It is one op on every device: gradients of rows that are multiplied alone would be rounded one by one.
+Saved: x and W. The layer is one op on every device. If autograd saw the single rows, it would round the gradient of
+each row.
 
 Source: https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
 """
@@ -32,7 +33,7 @@ from liger_models.kernels.tiles import contiguous_rows, dot_precision
 
 
 class Tile(NamedTuple):
-    """The tile of a program: rows of x, rows of W, and columns of both in a step; its warps and pipeline stages."""
+    """Rows of x, rows of W and columns per step of a program's tile; its warps and pipeline stages."""
 
     rows: int
     outputs: int
@@ -49,10 +50,10 @@ GROUPED_TILES = 8
 
 
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function`` of each row [C] of x [..., C] alone, in memory of its own: [..., O].
+    """Apply ``function`` to a copy of each row [C] of x [..., C] alone, and return [..., O].
 
-    On a CPU even element-wise functions depend on the place of an element: the last few, which do not fill a vector,
-    are computed by other instructions.
+    On a CPU even elementwise functions depend on an element's position: other instructions compute the last few
+    elements, which do not fill a vector.
     """
     rows = x.reshape(-1, x.shape[-1])
     if not len(rows):
@@ -74,6 +75,7 @@ def _invariant_linear_kernel(
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles_n, tiles_m = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
+    # Programs that run at the same time share rows of x and of W in the cache: GROUP tiles of rows go together.
     group = tl.program_id(0) // (GROUP * tiles_m)
     height = tl.minimum(tiles_n - group * GROUP, GROUP)
     place = tl.program_id(0) % (GROUP * tiles_m)
@@ -85,6 +87,7 @@ def _invariant_linear_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, K, BLOCK_K):
         x_inside, weight_inside = (row < N)[:, None], (output < M)[None, :]
+        # The last step may be partial. Zeros add nothing, so a row has the same bits with and without the mask.
         if not WHOLE_K:
             x_inside = x_inside & (start + column < K)[None, :]
             weight_inside = weight_inside & (start + column < K)[:, None]
@@ -98,12 +101,13 @@ def _invariant_linear_kernel(
 
 
 def write_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write ``x @ weightᵀ + bias`` of rows x [N, C] to out [N, O], in its dtype, whose last dimension is contiguous."""
+    """Write ``x @ weightᵀ + bias`` of rows x [N, C] to out [N, O], whose last dimension must be contiguous."""
     if not use_triton(x):
         out.copy_(invariant_linear_reference(x, weight, bias))
         return
     x, weight = contiguous_rows(x), contiguous_rows(weight)
     (N, K), M = x.shape, len(weight)
+    # The tile depends on the dtype alone, never on the number of rows: this fixes the order of every sum.
     tile = TILES[x.itemsize]
     stage_bytes = (tile.rows + tile.outputs) * tile.columns * x.itemsize
     if N and M:
@@ -151,7 +155,7 @@ register_autograd("invariant_linear", _backward, _setup)
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weightᵀ + bias``, where the bits of a row of the result depend on this row of x alone.
+    """``x @ weightᵀ + bias``, where the bits of each result row depend only on the same row of x.
 
     Args:
         x: [..., C], float32, float16 or bfloat16.
@@ -159,7 +163,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         bias: [O] in the dtype of x, or None.
 
     Returns:
-        [..., O] in the dtype of x. The gradients do not have this property.
+        [..., O] in the dtype of x. The bits of the gradients do depend on the batch.
 
     Raises:
         ValueError: the shapes do not fit together.

@@ -1,19 +1,19 @@
-"""A linear layer for few rows, as in a step of decoding, which takes as long as reading the weight.
+"""A linear layer for few rows, as in a step of decoding; it takes about as long as reading the weight.
 
 ::
 
     y = x @ Wᵀ + b                        sums in fp32, one cast at the end
-    y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ        with a low-rank term (LoRA), whose first product is cast, too
+    y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ        with a low-rank term (LoRA), whose first product is also cast
     p = act(gate) · up                    of a packed gate and up projection, cast as in `gated_act`
 
-Each program multiplies a few rows of W with x and adds up the products, so that no part of a sum goes through memory.
-A single row needs no matrix units. Other kernels use only two thirds of the memory's bandwidth where W has few rows.
+Each program multiplies a few rows of W with x and adds up the products, so that no part of a sum goes through memory. A
+single row needs no matrix units. Library kernels reach only two thirds of the memory bandwidth if W has few rows.
 
-Up to `MOST_ROWS` rows are multiplied by matrix units. Where W has too few rows for all multiprocessors, programs divide
+Products of 2 to `MOST_ROWS` rows use matrix units. Where W has too few rows for all multiprocessors, programs divide
 its columns, and a second kernel adds their sums.
 
-A launch of the kernel for a single row computes x @ Aᵀ, in a program for each rank and row. On Hopper and later GPUs
-the kernel for y of a single row starts beside it, and waits for it only after its own sums (`overlap`).
+The single-row kernel computes x @ Aᵀ in one launch, with a program for each rank and row. On Hopper and later GPUs the
+kernel for y of a single row starts at the same time, and waits for x @ Aᵀ only after its own sums (`overlap`).
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ is read while the kernel before ends, and added last; for codes this is slower. 
 3.2 1B, 3B and Llama 3 8B, this is within 1 % of the best of 32 shapes."""
 
 LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
-"""Columns of A that a program reads at once, nearly always the whole row, and those of one of its warps."""
+"""Columns of A that a program reads at once (nearly always the whole row), and columns per warp."""
 
 MOST_ROWS = 16
 """Up to so many rows have kernels of their own. On an H200, for the projections of Llama 3.2 3B, 16 rows take 0.95 of
@@ -72,18 +72,18 @@ LowRank = tuple[Tensor, Tensor]
 
 
 def low_rank_pair(A: Tensor | None, B: Tensor | None) -> LowRank | None:
-    """The two tensors of an op as a pair; None without them."""
+    """The two tensors as a pair; None if one of them is None."""
     return None if A is None or B is None else (A, B)
 
 
 def row_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What `row_linear` computes, in plain torch."""
+    """`row_linear` in plain torch."""
     return torch.nn.functional.linear(x, weight, bias)
 
 
 @triton.jit
 def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
-    """These rows of B, with zeros beyond R ranks."""
+    """Load rows of B, with zeros beyond rank R."""
     rank = tl.arange(0, RANKS)
     mask = (row < N)[:, None] & (rank < R)[None, :]
     return tl.load(B_ptr + row.to(tl.int64)[:, None] * R + rank[None, :], mask=mask, other=0.0)
@@ -91,7 +91,7 @@ def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
 
 @triton.jit
 def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
-    """The low-rank term of a single row, for the rows of B [ROWS, RANKS]."""
+    """The low-rank term of a single row of x, for rows of B [ROWS, RANKS]."""
     if LOW == "awaited":
         end_previous(True)
     rank = tl.arange(0, RANKS)
@@ -103,7 +103,7 @@ def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
 def store_row(
     y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Store a program's ROWS sums of a row, with the bias, and the products of gates and ups if there is an ACT."""
+    """Store a program's ROWS sums of a row plus bias, and with an ACT the gated products."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
@@ -122,7 +122,7 @@ def store_rows(
     y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
     RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`store_row` for sums [ROWS, COLUMNS], whose columns are M rows of the result, and their low-rank term."""
+    """`store_row` for sums [ROWS, COLUMNS], whose columns are the M rows of the result, plus the low-rank term."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS).to(tl.int64)
     if RANKS:
@@ -136,6 +136,7 @@ def store_rows(
     mask = (row < N)[:, None] & (column < M)[None, :]
     tl.store(y_ptr + column[None, :] * N + row[:, None], y, mask=mask)
     if ACT != "":
+        # Rows 2f and 2f + 1 are gate f and up f: [ROWS, COLUMNS] becomes two tensors [ROWS / 2, COLUMNS].
         pairs = tl.permute(tl.reshape(y.to(tl.float32), [ROWS // 2, 2, COLUMNS]), [0, 2, 1])
         gate, up = tl.split(pairs)
         a, _ = _activation(gate, ACT)
@@ -151,7 +152,7 @@ def _row_linear_kernel(
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, LOW: tl.constexpr,
     OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS results of the row of x that the second index of the program names."""
+    """Compute ROWS results of one row of x, the second index of the program."""
     if LOW != "made":
         start_next(OVERLAPS)
     x_ptr += tl.program_id(1).to(tl.int64) * K
@@ -162,6 +163,7 @@ def _row_linear_kernel(
     at = weight_ptr + row[:, None] * weight_n + column[None, :]
     if RANKS:
         B = load_B(B_ptr, row, N, R, RANKS)
+    # The first step of a dense W is read before the previous kernel ends: no kernel of the step writes weights.
     if not HAS_SCALE:
         first = tl.load(at, mask=known & (column < K)[None, :], other=0.0, eviction_policy="evict_first")
     if LOW != "awaited":
@@ -174,6 +176,7 @@ def _row_linear_kernel(
         weight = tl.load(at + start, mask=known & inside[None, :], other=0.0, eviction_policy="evict_first")
         x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
         total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+    # x is complete now, and the first step is added last.
     if not HAS_SCALE:
         x = tl.load(x_ptr + column, mask=column < K, other=0.0)
         total += first.to(tl.float32) * x.to(tl.float32)[None, :]
@@ -191,7 +194,7 @@ def _rows_linear_kernel(
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS results of each of up to COLUMNS rows of x, or of PARTS the sums over a share of the columns of W."""
+    """Compute ROWS results for up to COLUMNS rows of x; with several PARTS, sums over a share of the columns of W."""
     start_next(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, lane = tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
@@ -214,6 +217,7 @@ def _rows_linear_kernel(
             total += tl.dot(weight.to(tl.float32).to(x.dtype), x) * scale
         else:
             total = tl.dot(weight, x, total)
+    # A program with all columns stores results; otherwise its sums go to memory, for `_add_rows_kernel`.
     if PARTS == 1:
         store_rows(total, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
     else:
@@ -226,7 +230,7 @@ def _add_rows_kernel(
     sums_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
     RANKS: tl.constexpr, OVERLAPS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The results of sums in parts, added in order."""
+    """Add the sums of all PARTS in order, and store the results."""
     await_previous(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -237,15 +241,16 @@ def _add_rows_kernel(
 
 
 def are_few(x: Tensor, most: int) -> bool:
-    """Whether rows x [..., K] are one, or up to ``most`` in half precision, outside of `batch_invariant`."""
+    """Whether x [..., K] has one row, or up to ``most`` rows in half precision, outside `batch_invariant`."""
     rows = x.numel() // max(x.shape[-1], 1)
     return (rows == 1 or (1 < rows <= most and x.dtype != torch.float32)) and not is_batch_invariant()
 
 
 def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `row_linear_forward` takes these: few rows, and tensors of one dtype as they are in memory.
+    """Whether `row_linear_forward` can multiply: few rows, one dtype, and a weight stored by rows.
 
-    Several rows must be in half precision. Never within `batch_invariant`: rows would get other bits.
+    Several rows must be in half precision. The result is False within `batch_invariant`, where rows must keep their
+    bits.
     """
     return (
         are_few(x, MOST_ROWS)
@@ -258,24 +263,26 @@ def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def takes_low_rank(x: Tensor, low_rank: LowRank | None) -> bool:
-    """Whether the kernels for few rows add this low-rank term to their sums; without one they need not."""
-    return low_rank is None or (len(low_rank[0]) <= MOST_RANKS and {each.dtype for each in low_rank} == {x.dtype})
+    """Whether the kernels for few rows can add this low-rank term to their sums; True without a term."""
+    return low_rank is None or (len(low_rank[0]) <= MOST_RANKS and {matrix.dtype for matrix in low_rank} == {x.dtype})
 
 
 def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Launch the kernel for ``x @ Aᵀ`` of rows x [..., K] that lie one after the other.
+    """Launch the kernel for ``x @ Aᵀ`` of contiguous rows x [..., K].
 
-    The next launch must be that of the kernel for y: for a single row, what it reads before it waits must be complete.
+    The next launch must be the kernel for y. With a single row, everything that it reads before it waits must be
+    complete.
 
     Returns:
-        Its arguments ``(x @ Aᵀ, B, R)``, and its constants and options. The constant LOW is for a single row only. The
-        kernel for several rows does not start early: its programs would take places that are not evenly distributed.
+        The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and its constants and options. Only the kernel for a
+        single row has the constant LOW. The kernel for several rows does not start early, because its programs would be
+        unevenly distributed over the multiprocessors.
     """
     overlaps, one = overlap(x), x.numel() == x.shape[-1]
     constants = {"LOW": "", **overlaps} if one else {"OVERLAPS": overlaps["OVERLAPS"]}
     if low_rank is None:
         return (None, None, 0), {"RANKS": 0, **constants}
-    A, B = (each.contiguous() for each in low_rank)
+    A, B = (matrix.contiguous() for matrix in low_rank)
     R, K = A.shape
     low, columns = x.new_empty(x.numel() // K, R), min(max(triton.next_power_of_2(K), 32), LOW_COLUMNS)
     beside = one and can_overlap(x.device)  # several rows are faster in turn
@@ -297,9 +304,9 @@ def row_linear_forward(
     scales: Tensor | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch a kernel: ``(y [..., N], act(gate) · up [..., N / 2])``; the second is empty without an activation.
+    """Launch a kernel for ``(y [..., N], act(gate) · up [..., N / 2])``; the second is empty without an activation.
 
-    ``scales`` [N] in fp32 are factors of the rows of a weight in float8. ``low_rank`` has the dtype of x.
+    ``scales`` [N] in fp32 are the factors of the rows of a float8 weight. ``low_rank`` has the dtype of x.
     """
     (N, K), x = weight.shape, x.contiguous()
     M, y = x.numel() // K, x.new_empty(*x.shape[:-1], N)
@@ -310,6 +317,7 @@ def row_linear_forward(
     ends = bias, y, product, low, B
     with on_device_of(x):
         if M == 1:
+            # One row is multiplied elementwise and needs no matrix units.
             columns = min(max(triton.next_power_of_2(K), 32), COLUMNS)
             _row_linear_kernel[(triton.cdiv(N, ROWS),)](
                 x, weight, scales, *ends, N, K, R, weight.stride(0), HAS_SCALE=scales is not None, ROWS=ROWS,
@@ -317,6 +325,7 @@ def row_linear_forward(
             )  # fmt: skip
             return y, product
         tiles, columns = triton.cdiv(N, TILE_ROWS), max(triton.next_power_of_2(M), 8)
+        # Few rows of W make few tiles. K is split over more programs to keep the device busy; their sums are added.
         parts = max(min(triton.cdiv(num_programs(x, 1), tiles), K // (2 * TILE_COLUMNS)), 1)
         share = triton.cdiv(triton.cdiv(K, parts), TILE_COLUMNS) * TILE_COLUMNS
         sums = None if parts == 1 else torch.empty(parts, N, columns, dtype=torch.float32, device=x.device)
@@ -353,7 +362,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: [..., K], up to 16 rows in float16 or bfloat16, or one in float32.
-        weight: [N, K] in the dtype of x; the elements of a row are neighbors in memory.
+        weight: [N, K] in the dtype of x, with contiguous rows.
         bias: [N] in the dtype of x.
 
     Returns:
@@ -387,7 +396,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``; few rows that need no gradient take `row_linear`, if the weight is a tensor of its own numbers."""
+    """``F.linear``, or `row_linear` for few rows without gradients, if the weight is an ordinary tensor."""
     plain = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
     if plain or type(weight) not in (Tensor, torch.nn.Parameter) or not takes_row(x, weight, bias):
         return torch.nn.functional.linear(x, weight, bias)

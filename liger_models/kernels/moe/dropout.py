@@ -1,9 +1,9 @@
-"""Dropout of the input of experts' low-rank matrices, drawn again from a seed wherever it is needed.
+"""Dropout of the inputs of experts' low-rank matrices, redrawn from a seed wherever it is needed.
 
     out_j = rows_j · m_j / (1 − p)      m_j: 1 with probability 1 − p for each element, otherwise 0
 
-The numbers follow from the seed and from what a row is a copy of, so that the copies of a token drop the same elements.
-The map is diagonal: its transpose, for the backward, is itself. Nothing but the seed is saved.
+The random numbers follow from the seed and from the token that a row copies, so the copies of a token drop the same
+elements. The map is diagonal, so the backward applies the same map. Only the seed is saved.
 """
 
 import torch
@@ -33,20 +33,20 @@ def _dropout_kernel(rows_ptr, order_ptr, seed_ptr, out_ptr, W, K, number, dropou
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Two seeds [2] int64 from the generator of the device: of the inputs of gate and up, and of down."""
+    """Draw two seeds [2] int64 from the device's generator: for the inputs of gate and up, and of down."""
     return torch.randint(2**63 - 1, (2,), device=device)
 
 
 def drop(rows: Tensor, order: Tensor, seed: Tensor, dropout: float, K: int, number: int) -> Tensor:
-    """Launch the kernel: [S, W] -> [S, W].
+    """Apply the dropout: [S, W] -> [S, W].
 
     Args:
         rows: sorted by expert.
-        order: [S] int32, the copy that each row is; from `sort_by_expert`.
+        order: [S] int32, the number of each row's copy, from `sort_by_expert`.
         seed: [2], from `draw_seed`.
         dropout: the probability p.
         K: number of copies that drop the same elements.
-        number: which of the seeds.
+        number: index of the seed.
     """
     out = torch.empty_like(rows)
     S, W = rows.shape

@@ -1,4 +1,4 @@
-"""The gated activations of experts: those of `gated_act`, and GPT-OSS's.
+"""The gated activations of experts: the activations of `gated_act`, and GPT-OSS's clamped SwiGLU.
 
 ::
 
@@ -15,7 +15,7 @@ EXPERT_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
 
 
 def check_expert_act(op: str, act: str, limit: float) -> None:
-    """Raise ValueError unless ``act`` names one of `EXPERT_ACTIVATIONS`, with a positive limit where it has one."""
+    """Raise ValueError unless ``act`` is in `EXPERT_ACTIVATIONS` and its limit, if it has one, is positive."""
     if act not in EXPERT_ACTIVATIONS:
         raise ValueError(f"{op}: act must be one of {', '.join(EXPERT_ACTIVATIONS)}, got {act!r}.")
     if act == "clamped_swiglu" and not limit > 0:

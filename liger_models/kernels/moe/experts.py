@@ -1,4 +1,4 @@
-"""The experts of a mixture: gated MLPs as grouped products over the tokens sorted by expert.
+"""The experts of a mixture: gated MLPs, computed as grouped products over tokens sorted by expert.
 
 With the N · K copies of the tokens sorted as in `permutation` (copy k of token n in row j = slot[n, k]), and A as in
 `expert_act`::
@@ -8,10 +8,10 @@ With the N · K copies of the tokens sorted as in `permutation` (copy k of token
     o_j = Wd_e · A(u_j + bgu_e)           grouped product; without biases bgu = bd = 0
     y_n = Σ_k w_nk · (o_slot[n,k] + bd_e) unpermute
 
-Few copies without a backward are not sorted, see `few`. Copies without an expert have no row.
+A few copies without a backward are not sorted, see `few`. A copy without an expert has no row.
 
-Backward. The routing weight is a factor between linear maps, so it is applied where rows are narrow and read anyway:
-the gradient dy is copied unweighted, and one kernel over u and g does all other element-wise work::
+Backward. The routing weight is a factor between linear maps, so it can be applied where rows are narrow: dy is copied
+unweighted, and one kernel over u and g does all other elementwise work::
 
     d_j = dy_n                            permute
     g_j = Wd_eᵀ · d_j                     grouped product; the gradient of A(u_j) without the weight
@@ -21,21 +21,23 @@ the gradient dy is copied unweighted, and one kernel over u and g does all other
     dbd_e = Σ_nk w_nk · dy_n,   dbgu_e = Σ_j du_j         over the copies that go to e
     dx_n = Σ_k Wgu_eᵀ · du_slot[n,k]      grouped product, then unpermute without weights
 
-Each matrix W_e may have a low-rank term, W_e + B_e · A_e. The sum is never formed: A and B have grouped products of
-their own, and the backward recomputes A_e · r_j::
+Each matrix W_e may have a low-rank term, W_e + B_e · A_e. The sum is never formed: A and B have separate grouped
+products, and the backward recomputes A_e · r_j::
 
     dB_e = Σ_j du_j ⊗ (A_e · r_j),   dA_e = Σ_j (B_eᵀ · du_j) ⊗ r_j     gate and up
     dB_e = Σ_j d_j ⊗ (A_e · p_j),    dA_e = Σ_j (B_eᵀ · d_j) ⊗ p_j      down
 
-Their inputs r_j and A(u_j) may have dropout (`dropout`), whose elements are drawn again wherever they are needed.
+The inputs r_j and A(u_j) of low-rank terms may have dropout (`dropout`), which is redrawn from its seed wherever it is
+needed.
 
-Frozen matrices may be in fewer bits (`FrozenWeight`). They are dequantized right before each product, gate and up apart
-from down, and freed after it.
+Frozen matrices may be in fewer bits (`FrozenWeight`). The matrices of a projection are dequantized right before each
+product and freed after it.
 
-Saved: x (unless no backward needs it), the weights as they are stored, order, slot, ends, and u (without its bias).
-With ``recompute`` u is not saved: the backward recomputes it bit for bit, and du overwrites it. The sorted copies of x
-and the gated product are never saved. Gradients that nobody needs cost nothing; every gradient has the dtype of its
-input. The backward is one op, so a compiler cannot see what it recomputes and save the forward's instead.
+Saved: x (unless no gradient needs it), the stored weights, order, slot, ends, and u (without its bias). With
+``recompute`` u is not saved: the backward recomputes it bit for bit, and du overwrites it. The sorted copies of x and
+the gated product are never saved. Gradients that are not needed cost nothing; every gradient has the dtype of its
+input. The backward is one op, which hides the recomputed tensors from compilers. A compiler that saw them would save
+them in the forward.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841; the gradient of the routing weights without
 the experts' outputs: https://arxiv.org/abs/2512.14080.
@@ -83,15 +85,17 @@ def moe_mlp_reference(
 ) -> Tensor:
     """`moe_mlp` in plain torch (differentiable; fp64 stays fp64).
 
-    The loop over the experts is an op of its own, so a compiler need not trace it: the host must wait for the experts'
-    row counts. Quantized matrices are dequantized first, both of them. Dropout draws other elements than `moe_mlp`.
+    The loop over the experts is a separate op: the host must wait for the experts' row counts, which a compiler cannot
+    trace. Quantized matrices are both dequantized first. Dropout draws other elements than in `moe_mlp`.
     """
     gate_up_weight, down_weight = dense(gate_up_weight), dense(down_weight)
     N, K = experts.shape
+    # The copies sorted by expert, and where each expert's rows end, as in `sort_by_expert`.
     chosen = experts.reshape(-1)
     order = chosen.argsort(stable=True)[:copies]
     every = torch.arange(gate_up_weight.shape[0], device=x.device)
     ends = torch.searchsorted(chosen[order], every, right=True)
+    # Gate and up [S, 2 F] of the sorted rows, then their gated product [S, F], then the experts' outputs [S, C].
     x = x.to(gate_up_weight.dtype)
     gate_up = torch.ops.liger_models.grouped_product(x[order // K], gate_up_weight.transpose(1, 2), ends)
     if gate_up_low_rank is not None:
@@ -104,6 +108,7 @@ def moe_mlp_reference(
         sorted_rows = sorted_rows + _low_rank_term(_dropped(product, dropout), down_low_rank, ends)
     if down_bias is not None:
         sorted_rows = sorted_rows + down_bias.to(sorted_rows.dtype)[chosen[order]]
+    # Back in the order of the tokens, [N, K, C], and summed with the routing weights in at least fp32.
     rows = sorted_rows.new_zeros(N * K, x.shape[1]).index_copy(0, order, sorted_rows).view(N, K, x.shape[1])
     compute = torch.promote_types(rows.dtype, torch.float32)
     y: Tensor = (rows.to(compute) * weights.to(compute).unsqueeze(-1)).sum(1).to(rows.dtype)
@@ -122,7 +127,7 @@ def _low_rank_term(rows: Tensor, low_rank: LowRank, ends: Tensor) -> Tensor:
 
 @triton.jit
 def _expert_of(row, ends_ptr, X, BLOCK_X: tl.constexpr):
-    """The expert that a sorted row belongs to: the number of experts whose rows end before it."""
+    """The expert of a sorted row, which is the number of experts whose rows end before it."""
     lanes = tl.arange(0, BLOCK_X)
     ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=2147483647)
     return tl.sum((ends <= row).to(tl.int32), 0)
@@ -130,7 +135,7 @@ def _expert_of(row, ends_ptr, X, BLOCK_X: tl.constexpr):
 
 @triton.jit
 def _load_biased(gate_up_ptr, bias_ptr, left, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """Gate and up of BLOCK results with their biases, in fp32."""
+    """Load gate and up of BLOCK results and add their biases, in fp32."""
     gate, up = _load_pairs(gate_up_ptr, left, BLOCK)
     if BIAS:
         gate_bias, up_bias = _load_pairs(bias_ptr, left, BLOCK)
@@ -173,6 +178,7 @@ def _act_backward_kernel(
     dtype = gate_up_ptr.dtype.element_ty
     results = tl.arange(0, BLOCK)
     elements = tl.arange(0, 2 * BLOCK)
+    # One walk along the row: dw sums g · A(u), and du and the weighted product are written on the way.
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, F, BLOCK):
         left = F - start
@@ -189,6 +195,7 @@ def _act_backward_kernel(
         if STORE_PRODUCT:
             tl.store(product_ptr + row + start + results, (w * p).to(dtype), mask=results < left)
     if STORE_D_WEIGHTS:
+        # The bias of down is part of the output that the routing weight multiplies.
         if DOWN_BIAS:
             for start in range(0, C, BLOCK):
                 inside = start + results < C
@@ -244,7 +251,7 @@ def _act_backward(
 
 
 def _low_rank_library(library: bool, A: Tensor, B: Tensor) -> bool:
-    """Whether the low-rank products run in the library, too: the rank must be whole 16-byte vectors."""
+    """Whether the low-rank products also run in the library; rows must then be whole 16-byte vectors."""
     return library and A.shape[1] % 8 == 0 and A.data_ptr() % 16 == 0 and B.data_ptr() % 16 == 0
 
 
@@ -253,7 +260,7 @@ Drop = Callable[[Tensor], Tensor]
 
 
 def _drops(order: Tensor, seed: Tensor | None, dropout: float, K: int) -> tuple[Drop, Drop]:
-    """Dropout of the low-rank inputs of gate and up, and of down; copies of a token share that of gate and up."""
+    """Dropout of the low-rank inputs of gate and up, where copies of a token drop the same elements, and of down."""
     if seed is None:
         return (lambda rows: rows), (lambda rows: rows)
     options: dict[str, Any] = {"order": order, "seed": seed, "dropout": dropout}
@@ -279,7 +286,7 @@ def _product(
 def _input_gradient(
     d_out: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool, drop_rows: Drop
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the rows [S, in] of `_product`, and that of the low-rank rows [S, R] if there are any."""
+    """The gradients of the rows [S, in] of `_product` and, with a low-rank term, of the rows [S, R] between A and B."""
     d_rows = grouped_mm(d_out, dense(weight), ends, library)
     if low_rank is None:
         return d_rows, None
@@ -325,16 +332,16 @@ class ExpertProjection(NamedTuple):
     low_rank: Annotated[LowRank | None, LOW_RANK] = None
 
     def contiguous(self) -> "ExpertProjection":
-        """The same projection, as the kernels read it."""
+        """The same projection with contiguous tensors."""
         weight = self.weight.contiguous() if isinstance(self.weight, Tensor) else self.weight
         low_rank = None if self.low_rank is None else (self.low_rank[0].contiguous(), self.low_rank[1].contiguous())
         return ExpertProjection(weight, None if self.bias is None else self.bias.contiguous(), low_rank)
 
 
 class MoEInputs(NamedTuple):
-    """Inputs of the ops `moe_mlp` and `moe_mlp_inference`, as the function `moe_mlp` takes them.
+    """Inputs of the ops `moe_mlp` and `moe_mlp_inference`, named as the arguments of `moe_mlp`.
 
-    ``seed`` is that of the dropout, or None for no dropout.
+    ``seed`` is the seed of the dropout; None for no dropout.
     """
 
     x: Tensor
@@ -355,7 +362,7 @@ class MoEOutputs(NamedTuple):
 
     Attributes:
         y: [N, C].
-        order, slot, ends: of the sorted copies, see `sort_by_expert`.
+        order, slot, ends: the sort of the copies, see `sort_by_expert`.
         u: [S, 2 F], gates and ups without their bias; None with ``recompute``.
     """
 
@@ -367,7 +374,7 @@ class MoEOutputs(NamedTuple):
 
 
 class MoESaved(NamedTuple):
-    """What the forward saves for the backward: x only where something is computed from it."""
+    """Tensors and constants that the forward saves for the backward; x only if the backward reads it."""
 
     x: Tensor | None
     weights: Tensor
@@ -436,7 +443,7 @@ def _forward(inputs: MoEInputs) -> MoEOutputs:
 
 
 def _inference(inputs: MoEInputs) -> Tensor:
-    """`moe_mlp` without a backward. What it runs depends on the number of copies, which a graph need not know."""
+    """`moe_mlp` without a backward. Inside this op kernels are chosen by the number of copies, unseen by a graph."""
     gate_up, down, experts = inputs.gate_up.contiguous(), inputs.down.contiguous(), inputs.experts
     has_low_rank = gate_up.low_rank is not None or down.low_rank is not None
     if not has_low_rank and inputs.copies is None and takes_few_copies(experts, gate_up.weight, down.weight):
@@ -531,7 +538,7 @@ def _backward_fake(inputs: MoEUpstream) -> MoEGradients:
 
 
 def _like(inputs: MoEUpstream, new: Callable[..., Tensor]) -> MoEGradients:
-    """Gradients by ``new_zeros`` or ``new_empty``."""
+    """Allocate the gradients by ``new_zeros`` or ``new_empty``."""
     dy, saved, needs = inputs
 
     def of_projection(projection: ExpertProjection, needs: ProjectionNeeds) -> ProjectionGradients:
@@ -550,8 +557,10 @@ def _like(inputs: MoEUpstream, new: Callable[..., Tensor]) -> MoEGradients:
 
 def _save(ctx: Any, inputs: MoEInputs, outputs: MoEOutputs, needs: MoENeeds) -> MoESaved:
     _, order, slot, ends, u = outputs
+    # Only y is an output for the user; the others are returned for the backward.
     ctx.mark_non_differentiable(*[output for output in (order, slot, ends, u) if output is not None])
     return MoESaved(
+        # x is needed to recompute u, or for the gradient of gate and up.
         x=inputs.x if u is None or needs.gate_up.rows else None,
         weights=inputs.weights,
         order=order,
@@ -601,10 +610,10 @@ def moe_mlp(
         x: [N, C], float32, float16 or bfloat16.
         weights: [N, K], from `route`.
         experts: [N, K] int64, in 0 to X − 1; see ``copies``.
-        gate_up_weight: [X, 2 F, C]; in each expert row 2f is gate f and row 2f + 1 is up f. It and the next may be
-            a `FrozenWeight`.
-        down_weight: [X, C, F], in the dtype of gate_up_weight. That is also the dtype of y; it may differ from x's, and
-            autocast does not change it.
+        gate_up_weight: [X, 2 F, C]; in each expert row 2f is gate f and row 2f + 1 is up f. This weight and down_weight
+            may be a `FrozenWeight`.
+        down_weight: [X, C, F], in the dtype of gate_up_weight. The result y has this dtype, which may differ from the
+            dtype of x and which autocast does not change.
         gate_up_bias: [X, 2 F], ordered as the rows of gate_up_weight; None for none.
         down_bias: [X, C]; None for none.
         gate_up_low_rank: ``(A [X, R, C], B [X, 2 F, R])`` in the weights' dtype; gate and up gain ``x[n] @ Aᵀ @ Bᵀ``
@@ -612,12 +621,13 @@ def moe_mlp(
         down_low_rank: ``(A [X, R, F], B [X, C, R])``, in the same way for the down projection.
         act: the gated activation: "silu", "gelu_tanh", "gelu", or "clamped_swiglu", which is
             ``(clamp(up, -limit, limit) + 1) * gate * sigmoid(1.702 * gate)`` with gate at most limit (GPT-OSS).
-        limit: of "clamped_swiglu", positive; other activations ignore it.
+        limit: the positive limit of "clamped_swiglu"; other activations ignore it.
         recompute: do not save gate and up; the backward recomputes them at the cost of one more grouped product. The
             gradients are the same. The reference backend ignores it.
         dropout: probability of dropping an element of the low-rank terms' inputs. The copies of a token drop the same
             elements of x.
-        copies: the number of ``experts`` that are below X, if some are X, which stands for none: those add nothing.
+        copies: the number of ``experts`` that are below X. An expert of X means no expert and adds nothing; without
+            such copies this is None.
 
     Returns:
         [N, C] in the dtype of the weights.
@@ -668,6 +678,7 @@ def moe_mlp(
             x, weights, experts, gate_up_weight, down_weight, gate_up_bias, down_bias, gate_up_low_rank, down_low_rank,
             act=act, limit=limit, dropout=dropout, copies=copies,
         )  # fmt: skip
+    # Without low-rank terms there is no dropout, so no seed is drawn and the generator doesn't advance.
     has_low_rank = gate_up_low_rank is not None or down_low_rank is not None
     inputs = MoEInputs(
         x=x,

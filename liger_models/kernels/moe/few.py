@@ -1,4 +1,4 @@
-"""Products of few rows with the matrices of their experts: they take as long as reading these matrices.
+"""Products of few rows with the matrices of their experts, in about the time of reading the matrices.
 
 A step of decoding needs no gradients. With the copies of the tokens numbered as in `permutation`, s = n · K + k, e the
 expert of a copy, and A as in `expert_act`::
@@ -8,11 +8,12 @@ expert of a copy, and A as in `expert_act`::
     y_n = Σ_k w_nk · (o_s + bd_e)         `permutation.unpermute`
 
 Nothing is sorted. A program belongs to a copy and to some rows of its expert's matrix. It looks up which other copies
-have the same expert, and multiplies `FEW_ROWS` of them at once, or none if the program of an earlier copy does. The
-copies of a single token have different experts. Each is multiplied by itself, without matrix units, as in `row_linear`.
+have the same expert, and multiplies `FEW_ROWS` of them at once, unless the program of an earlier copy already does. The
+copies of a single token all have different experts. Each of them is multiplied separately, without matrix units, as in
+`row_linear`.
 
-Where rows are sorted because a backward follows, `few_product` multiplies them with frozen matrices in the same way.
-Both read each matrix as it is stored, dense, in NF4 or in float8, and only if its expert has rows.
+If rows are sorted because a backward follows, `few_product` multiplies them with frozen matrices in the same way. Both
+functions read matrices in their stored form (dense, NF4 or float8), and only if the expert has rows.
 """
 
 from typing import Any
@@ -39,8 +40,7 @@ FEW_COPIES = 128, 512
 FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "blocks": (64, 128), "dense": (32, 128)}
 FEW_WARPS = 4
 FEW_STAGES = 4
-"""The results of a tile and the columns of the matrix that a step reads (in NF4 those of a scale, in "blocks" of
-float8 at most those of one), the warps of a program, and its pipeline stages."""
+"""Results of a tile and columns of a step, warps of a program, and pipeline stages. Columns of a step share a scale."""
 
 ROW_BLOCKS = 8, 256
 ROW_WARPS = 2
@@ -51,10 +51,10 @@ ROW_WARPS = 2
 def _few_tile(
     tile, where_ptr, COUNT, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """The expert of a tile, its first row, where the expert's rows end, and whether the tile has any.
+    """The expert of a tile, the tile's first row, the end of the expert's rows, and whether the tile has rows.
 
-    ``where_ptr`` has the ends of COUNT experts' rows if they are sorted. Otherwise it has the experts of COUNT copies,
-    each with a tile, and rows are counted among the copies of the expert.
+    If rows are sorted, ``where_ptr`` has the ends of COUNT experts' rows. Otherwise it has the experts of COUNT copies,
+    each copy has a tile, and rows are counted among the copies of the expert.
     """
     if SORTED:
         expert, first, end = _rows_of_tile(tile, where_ptr, COUNT, BLOCK, BLOCK_ROWS)
@@ -74,7 +74,7 @@ def _few_tile(
 def _few_rows(
     tile, where_ptr, COUNT, expert, first, end, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """The numbers of a tile's rows or copies, and which of them there are."""
+    """The numbers of a tile's rows or copies, and which of them exist."""
     wanted = first + tl.arange(0, BLOCK_ROWS)
     if SORTED:
         rows = wanted
@@ -83,6 +83,7 @@ def _few_rows(
     else:
         lanes = tl.arange(0, BLOCK)
         mine = tl.load(where_ptr + lanes, mask=lanes < COUNT, other=-1) == expert
+        # A tile takes the copies of its expert whose place among them is in ``wanted``: [BLOCK_ROWS, BLOCK] at once.
         place = tl.cumsum(mine.to(tl.int32), 0) - 1
         rows = tl.sum(tl.where(mine[None, :] & (place[None, :] == wanted[:, None]), lanes[None, :], 0), 1)
     return rows.to(tl.int64), wanted < end
@@ -93,7 +94,7 @@ def _few_store(
     total, expert, rows, inside, bias_ptr, out_ptr, OUT, limit, ACT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile's sums, or the activation of them and the bias, rounded as `moe_mlp` rounds them."""
+    """Store a tile's sums, or their gated activation after the bias, rounded as in `moe_mlp`."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     start = (tl.program_id(0) % tl.cdiv(OUT, BLOCK_OUT)) * BLOCK_OUT
     total = total.to(dtype)
@@ -107,6 +108,7 @@ def _few_store(
             columns = start + tl.arange(0, BLOCK_OUT)
             bias = tl.load(bias_ptr + expert * OUT + columns, mask=columns < OUT, other=0.0)
             pairs += bias.to(tl.float32)[None, :]
+        # [BLOCK_ROWS, BLOCK_OUT] interleaved -> gate and up, [BLOCK_ROWS, BLOCK_OUT / 2] each.
         gate, up = tl.split(tl.reshape(pairs, [BLOCK_ROWS, BLOCK_OUT // 2, 2]))
         a, u, _, _ = _expert_act(gate, up, limit, ACT)
         results = start // 2 + tl.arange(0, BLOCK_OUT // 2)
@@ -122,7 +124,7 @@ def _few_nf4_kernel(
     SCALES_PER_FACTOR: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """As `_few_kernel`. A step reads the codes of one scale, BLOCK_IN, of BLOCK_OUT rows of the expert's matrix."""
+    """`_few_kernel` for NF4. A step reads the BLOCK_IN codes of one scale, of BLOCK_OUT rows of the expert's matrix."""
     await_previous(OVERLAPS)
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
     tile = tl.program_id(0) // tiles_out
@@ -134,6 +136,7 @@ def _few_nf4_kernel(
         columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         known = columns < OUT
         pairs = tl.arange(0, BLOCK_IN // 2)
+        # Rows of all experts' matrices, numbered through, and the codes of their first step: two numbers per byte.
         matrix_row = expert * OUT + columns
         mean = tl.load(mean_ptr + expert).to(tl.float32)
         a_ptrs = rows_ptr + (rows // K)[:, None] * IN + 2 * pairs[None, :]
@@ -143,6 +146,7 @@ def _few_nf4_kernel(
             block = matrix_row * (IN // BLOCK_IN) + step
             scale = nf4_scale(scale_ptr, factor_ptr, mean, block, known, stored, SCALES_PER_FACTOR)[:, None]
             pair = tl.load(code_ptrs + step * (BLOCK_IN // 2), mask=known[:, None], other=0).to(tl.int32)
+            # Both numbers of a byte, dequantized as the dense weight is; x is read with a stride of 2 to match.
             upper = (tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale).to(stored).to(dtype)
             lower = (tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale).to(stored).to(dtype)
             a = tl.load(a_ptrs + step * BLOCK_IN, mask=inside[:, None], other=0.0)
@@ -159,9 +163,9 @@ def _few_kernel(
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """Result s is that of row s // K. A step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's matrix.
+    """Compute result s from row s // K. A step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's matrix.
 
-    A scale is that of a row, or of WIDTH columns of it, a multiple of BLOCK_IN.
+    A scale belongs to a row, or to WIDTH columns of a row, where WIDTH is a multiple of BLOCK_IN.
     """
     await_previous(OVERLAPS)
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
@@ -173,14 +177,17 @@ def _few_kernel(
         columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         known = (columns < OUT)[:, None]
         matrix_row = (expert * OUT + columns)[:, None]
+        # A token's K copies read the same row.
         a_starts = rows_ptr + (rows // K)[:, None] * IN
         if SCALED and not WIDTH:
             scale = tl.load(scale_ptr + matrix_row, mask=known, other=0.0)
+        # A single row is multiplied elementwise and summed at the end; several rows use matrix units.
         total = tl.zeros([BLOCK_OUT, BLOCK_IN] if BLOCK_ROWS == 1 else [BLOCK_ROWS, BLOCK_OUT], tl.float32)
         for start in range(0, IN, BLOCK_IN):
             i = (start + tl.arange(0, BLOCK_IN))[None, :]
             a = tl.load(a_starts + i, mask=inside[:, None] & (i < IN), other=0.0)
             weight = tl.load(weight_ptr + matrix_row * IN + i, mask=known & (i < IN), other=0.0)
+            # Dequantize to what the dense weight would be: blocks go through bf16.
             if WIDTH:
                 scale = tl.load(scale_ptr + matrix_row * tl.cdiv(IN, WIDTH) + start // WIDTH, mask=known, other=0.0)
                 weight = _numbers(weight, scale).to(tl.bfloat16).to(dtype)
@@ -195,9 +202,9 @@ def _few_kernel(
 
 
 def _fits(weight: Weight) -> bool:
-    """Whether the kernels read these matrices: NF4 with whole scales in each row, float8 on GPUs that convert it.
+    """Whether the kernels support the matrices: dense, NF4 with whole blocks per row, float8 if the GPU converts it.
 
-    The width of blocks must be one that `float8_blocks` multiplies. Other formats have no kernel here.
+    The width of float8 blocks must be supported by `float8_blocks`. Other formats have no kernel.
     """
     if isinstance(weight, Tensor):
         return True
@@ -209,13 +216,13 @@ def _fits(weight: Weight) -> bool:
 
 
 def takes_few(rows: Tensor, weight: Weight) -> bool:
-    """Whether `few_product` takes rows [S, C] and matrices [X, O, C]: few rows, and frozen matrices that fit."""
+    """Whether `few_product` can multiply rows [S, C] with [X, O, C]: few rows, and supported frozen matrices."""
     few = len(rows) <= FEW_ROWS * weight.shape[0]
     return few and isinstance(weight, FrozenWeight) and _fits(weight) and not is_batch_invariant()
 
 
 def takes_few_copies(experts: Tensor, gate_up_weight: Weight, down_weight: Weight) -> bool:
-    """Whether `few_experts` takes the copies of experts [N, K]: few of them, and matrices that fit."""
+    """Whether `few_experts` can run the copies of experts [N, K]: few copies, and supported matrices."""
     few = 0 < experts.numel() <= min(FEW_COPIES[-1], FEW_ROWS * gate_up_weight.shape[0])
     return few and _fits(gate_up_weight) and _fits(down_weight) and not is_batch_invariant()
 
@@ -224,20 +231,22 @@ def _launch(
     rows: Tensor, weight: Any, where: Tensor, results: int, K: int, *, is_sorted: bool, one_row: bool = False,
     act: str = "", limit: float = 0.0, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Launch a kernel: the product of row s // K with the transposed matrix of its expert, for each result s."""
+    """Launch a kernel that multiplies row s // K with the transposed matrix of its expert, for each result s."""
     (X, out, width), frozen = weight.shape, isinstance(weight, FrozenWeight)
-    kind = weight.format.name if frozen else "dense"
+    storage = weight.format.name if frozen else "dense"
     stored = weight.tensors if frozen else (weight, None)
 
     # A step reads columns that share a scale: those of a block in NF4 and in "blocks", else any of a row.
-    one_row = one_row and kind != "nf4"
-    block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[kind])
-    blocks = weight.layout[0] if kind == "blocks" else 0
+    one_row = one_row and storage != "nf4"
+    block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[storage])
+    blocks = weight.layout[0] if storage == "blocks" else 0
     block_in = min(block_in, blocks or block_in)
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
     if is_sorted:
+        # Sorted: tiles of rows of one expert, which a program finds among the ends of X experts.
         tiles, count, block = most_tiles(results, X, FEW_ROWS), X, max(triton.next_power_of_2(X), 2)
     else:
+        # Not sorted: one tile per copy. A tile of several rows finds the other copies of its expert by comparison.
         tiles = count = results
         block = next(most for most in FEW_COPIES if results <= most)
     constants = {
@@ -246,7 +255,7 @@ def _launch(
         "num_warps": ROW_WARPS if one_row else FEW_WARPS, "num_stages": fitting_stages(rows, FEW_STAGES, stage),
         **overlap(rows),
     }  # fmt: skip
-    if kind == "nf4":
+    if storage == "nf4":
         kernel, constants["SCALES_PER_FACTOR"] = _few_nf4_kernel, weight.layout[1]
     else:
         kernel, constants["SCALED"], constants["WIDTH"] = _few_kernel, frozen, blocks
@@ -259,7 +268,7 @@ def _launch(
 
 
 def few_product(rows: Tensor, weight: Any, ends: Tensor) -> Tensor:
-    """Each sorted row times the transposed matrix of its expert, [S, C] -> [S, O]; ``ends`` [X] int32."""
+    """Multiply each sorted row with the transposed matrix of its expert, [S, C] -> [S, O]; ``ends`` is [X] int32."""
     return _launch(rows, weight, ends, len(rows), 1, is_sorted=True)
 
 
@@ -267,7 +276,7 @@ def few_experts(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Weight, down_weight: Weight,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, limit: float,
 ) -> Tensor:  # fmt: skip
-    """`moe_mlp` of few tokens without gradients, for contiguous tensors; x [N, C] has the dtype of the weights."""
+    """`moe_mlp` for few tokens without gradients and contiguous tensors; x [N, C] has the dtype of the weights."""
     N, K = experts.shape
     options: dict[str, Any] = {"is_sorted": False, "one_row": N == 1}
     gated = _launch(x, gate_up_weight, experts, N * K, K, act=act, limit=limit, bias=gate_up_bias, **options)

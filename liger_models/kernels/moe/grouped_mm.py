@@ -1,4 +1,4 @@
-"""Grouped matrix products: the rows of each expert times the matrix of that expert.
+"""Grouped matrix products: the rows of each expert times the matrix of the same expert.
 
 Rows are sorted by expert; expert e owns the rows from ends[e − 1] to ends[e]::
 
@@ -6,9 +6,9 @@ Rows are sorted by expert; expert e owns the rows from ends[e − 1] to ends[e]:
     outer         out_e = Σ_j left_j ⊗ right_j     over the rows j of e; 0 for an expert without rows
     sum           out_e = Σ_j w_j · rows_j         likewise, in fp32, with or without weights
 
-`grouped_mm` and `grouped_outer` run PyTorch's grouped_mm where that is one kernel (`library_runs`), and the Triton
-kernels below elsewhere; neither waits for the device. The registered ops of the same meaning loop over the experts in
-plain torch, which waits for the row counts: they are the reference, as one op so that a compiler need not look inside.
+`grouped_mm` and `grouped_outer` run PyTorch's grouped_mm where it is one kernel (`library_runs`), and the Triton
+kernels below elsewhere; neither waits for the device. The reference is a pair of registered ops, which loop over the
+experts in plain torch and wait for the row counts. As ops they are opaque to compilers.
 """
 
 from typing import Any
@@ -82,7 +82,7 @@ register_autograd("grouped_product", _grouped_backward, _grouped_setup)
 
 @triton.jit
 def _rows_of_tile(tile, ends_ptr, X, BLOCK_X: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The expert whose rows a tile covers (X or more for none), its first row, and where the expert's rows end."""
+    """The expert of a tile's rows (X or more for none), the tile's first row, and the end of the expert's rows."""
     lanes = tl.arange(0, BLOCK_X)
     ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=0)
     starts = tl.load(ends_ptr + lanes - 1, mask=(lanes > 0) & (lanes < X), other=0)
@@ -101,6 +101,7 @@ def _product_kernel(
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
     expert, first, end = _rows_of_tile(tl.program_id(0) // tiles_out, ends_ptr, X, BLOCK_X, BLOCK_ROWS)
     if expert < X:
+        # A tile [BLOCK_ROWS, BLOCK_OUT] of one expert; rows beyond its end belong to the next expert and are masked.
         rows = first + tl.arange(0, BLOCK_ROWS)
         columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         row_starts = rows_ptr + rows.to(tl.int64)[:, None] * IN
@@ -135,6 +136,7 @@ def _outer_kernel(
     o = (tile % tiles_right) * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
     first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
+    # An expert without rows stores the zeros of `total`.
     total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
     for start in range(first, end, BLOCK_ROWS):
         rows = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
@@ -158,6 +160,7 @@ def _sum_kernel(
 ):  # fmt: skip
     expert = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    # Rows are sorted by expert; this expert has the rows from first to end − 1.
     first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
     total = tl.zeros([BLOCK_ROWS, BLOCK_W], tl.float32)
@@ -177,12 +180,12 @@ _library_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public from
 
 
 def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
-    """True if the grouped products of these contiguous weights [X, 2 F, C] and [X, C, F] run in PyTorch's grouped_mm.
+    """Whether grouped products of contiguous weights [X, 2 F, C] and [X, C, F] run in PyTorch's grouped_mm.
 
-    Here it is one CUTLASS kernel that does not wait for the device: bf16 on Hopper, rows of whole 16-byte vectors,
-    fewer than 1024 experts, any number of rows per expert. On Blackwell the weight gradient of an expert without rows
-    is not zero (pytorch#172439). Everywhere else grouped_mm loops over the experts and waits. Within `batch_invariant`
-    the Triton kernel runs, which has one tile for all numbers of rows.
+    They do where grouped_mm is one CUTLASS kernel that does not wait for the device: in bf16 on Hopper, with rows of
+    whole 16-byte vectors, fewer than 1024 experts, and any number of rows per expert. On Blackwell the weight gradient
+    of an expert without rows is not zero (pytorch#172439). Everywhere else grouped_mm loops over the experts and waits.
+    Within `batch_invariant` the Triton kernel runs, which has the same tile for any number of rows.
     """
     return (
         cuda_capability(gate_up_weight.device)[0] == 9
@@ -197,7 +200,7 @@ def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
 
 
 def _tile(rows: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Tile and constants of the Triton grouped products. fp32 runs as TF32 only if the user chose that for mm."""
+    """Tile and constants of the Triton grouped products. fp32 runs as TF32 only if the user enabled TF32 for mm."""
     size = rows.element_size()
     return PRODUCT_BLOCKS[size], {
         "PRECISION": dot_precision(rows),
@@ -207,12 +210,12 @@ def _tile(rows: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
 
 
 def most_tiles(S: int, X: int, block_rows: int) -> int:
-    """Bound on the tiles that S rows of X experts need: the full ones, and a partial one of each expert with rows."""
+    """Upper bound of the tiles for S rows of X experts: the full tiles, and a partial one per expert with rows."""
     return S // block_rows + min(S, X)
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, library: bool) -> Tensor:
-    """Rows of each expert times its matrix: [S, in], [X, in, out] -> [S, out]. The weight may be a transposed view."""
+    """Multiply each expert's rows with its matrix (possibly a transposed view): [S, in], [X, in, out] -> [S, out]."""
     if library:
         product: Tensor = _library_mm(rows, weight, offs=ends)
         return product

@@ -20,11 +20,11 @@ def load_balancing_loss(
 ) -> Tensor:
     """``X · Σ_e f_e · P_e`` over the rows of all layers together.
 
-    f_e is the number of a row's K choices that fall on expert e, and P_e is the probability of e (softmax over all
-    experts), both averaged over the rows. The gradient flows through P. Uniform routing gives K.
+    f_e counts how many of a row's K choices are expert e, and P_e is the probability of e (softmax over all experts);
+    both are averaged over the rows. The gradient flows through P. Uniform routing gives K.
 
     Args:
-        router_logits: one tensor [.., X] per layer, or all layers in one tensor.
+        router_logits: one tensor [..., X] per layer, or all layers in one tensor.
         top_k: K.
         attention_mask: [B, T], 0 where a token is padding; each layer has B · T rows in this order.
         ranks: process group whose ranks hold different rows of the batch; the loss is over all of them. Averaging the

@@ -1,4 +1,4 @@
-"""Tokens sorted by expert, and back.
+"""Sorting tokens by expert, and back.
 
 Each of N tokens has K copies, one for each of its experts. The copies are sorted by expert; the sort is stable, so the
 tokens of an expert stay in order. Copy k of token n becomes row j = slot[n, k], copy order[j] is row j, and expert e
@@ -8,9 +8,9 @@ owns the rows from ends[e − 1] to ends[e]::
     unpermute     y_n = Σ_k w_nk · r_slot[n,k]     in fp32 and in the order of k: every run gives the same bits
                                                    with biases b: r_slot[n,k] + b_e
 
-Nothing waits for the device: the experts' row counts stay there.
+The host never waits for the device, because the experts' row counts stay there.
 
-A copy may have no expert, which the number X stands for. It is sorted behind the S others, and has no row: slot >= S.
+A copy without an expert has the expert number X. It is sorted behind the S other copies and has no row: slot >= S.
 """
 
 import torch
@@ -34,14 +34,16 @@ MAX_EXPERTS = 2**15 - 1
 
 @triton.jit
 def _sort_kernel(experts_ptr, order_ptr, slot_ptr, ends_ptr, S, BLOCK: tl.constexpr):
-    """Program e writes the copies of expert e after those of all experts before it."""
+    """Program e writes the copies of expert e behind the copies of all earlier experts."""
     expert = tl.program_id(0)
     indices = tl.arange(0, BLOCK)
+    # First walk: how many copies belong to earlier experts, which is where this expert's rows begin.
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, S, BLOCK):
         chosen = tl.load(experts_ptr + start + indices, mask=start + indices < S, other=32767).to(tl.int32)
         before += (chosen < expert).to(tl.int32)
     end = tl.sum(before, 0)
+    # Second walk: a running count gives each copy of this expert its slot, in order, so the sort is stable.
     for start in range(0, S, BLOCK):
         index = start + indices
         mine = tl.load(experts_ptr + index, mask=index < S, other=32767).to(tl.int32) == expert
@@ -75,6 +77,7 @@ def _unpermute_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + token * K + k).to(tl.int64) if SORTED else token * K + k
+        # Slot S means that this copy has no row and adds nothing.
         there = inside & (slot < S)
         row = tl.load(rows_ptr + slot * C + columns, mask=there, other=0.0).to(tl.float32)
         if BIAS:
@@ -90,7 +93,7 @@ _sort_kernel.decides = True  # its output says where later kernels read and writ
 
 
 def sort_by_expert(experts: Tensor, X: int, copies: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the sort: ``(order [S], slot [N K], ends [X])``, int32; copy k of token n has the number n · K + k.
+    """Sort copies into ``(order [S], slot [N K], ends [X])``, int32; copy k of token n has the number n · K + k.
 
     ``copies`` is S; None if all copies have an expert.
     """
@@ -109,7 +112,7 @@ def _row_grid(N: int, C: int) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def permute(x: Tensor, slot: Tensor, S: int, dtype: torch.dtype) -> Tensor:
-    """Launch the copying: [N, C] -> [S, C], each token's row in all of its slots [N K] below S, cast to ``dtype``."""
+    """Copy [N, C] -> [S, C], each token's row to all of its slots [N K] below S, cast to ``dtype``."""
     x = x.contiguous()
     N, C = x.shape
     rows = torch.empty(S, C, dtype=dtype, device=x.device)
@@ -128,10 +131,10 @@ def unpermute(
     bias: Tensor | None = None,
     experts: Tensor | None = None,
 ) -> Tensor:
-    """Launch the summation: [S, C] -> [N, C], the sum of each token's rows, times ``weights`` [N, K] if given.
+    """Sum [S, C] -> [N, C] over each token's rows, times ``weights`` [N, K] if given.
 
-    Without ``slot`` the rows are in the order of the copies. With ``bias`` [X, C] each row has that of its expert,
-    ``experts`` [N, K] int64, added first.
+    Without ``slot`` the rows are in the order of the copies. With ``bias`` [X, C] the bias of each row's expert,
+    ``experts`` [N, K] int64, is added first.
     """
     S, C = rows.shape
     y = torch.empty(N, C, dtype=dtype, device=rows.device)

@@ -5,7 +5,7 @@ Per token, in fp32, with T the K experts of the largest logits l::
     q = softmax(l) over all X experts; with normalize, over T alone
     w_k = q[T_k]                          with round_weights, rounded to the logits' dtype
 
-T may also be given, for all tokens or for some: experts that were chosen before (routing replay).
+T may also be given for some or all tokens, as experts that were chosen before (routing replay).
 
 Backward, with d[T_k] = dw_k, d = 0 elsewhere, and q as in the forward::
 
@@ -37,6 +37,7 @@ def route_reference(
 ) -> tuple[Tensor, Tensor]:
     """`route` in plain torch (differentiable; fp64 stays fp64)."""
     compute = torch.promote_types(logits.dtype, torch.float32)
+    # [N, X] probabilities; [N, K] weights and experts, the largest first.
     shares = logits.softmax(-1, dtype=compute)
     weights, experts = shares.topk(top_k, dim=-1)
     if given is not None:
@@ -51,13 +52,13 @@ def route_reference(
 
 
 def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
-    """Raise ValueError unless these are experts of each token, or begin with a negative number."""
-    (N, X), kind = logits.shape, given.dtype
-    integers = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+    """Raise ValueError unless each token has valid experts or begins with a negative number."""
+    (N, X), dtype = logits.shape, given.dtype
+    integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if given.shape != (N, top_k) or not integers:  # formatted only here: in a graph N may be symbolic
         raise ValueError(
-            f"route: given must be [{N}, {top_k}] integers, got {list(given.shape)} {kind}. Was it recorded with these "
-            "tokens?"
+            f"route: given must be [{N}, {top_k}] integers, got {list(given.shape)} {dtype}. Was it recorded with "
+            "these tokens?"
         )
     check_values(
         ((given < X) & ((given >= 0) | (given[:, :1] < 0))).all(),
@@ -67,7 +68,7 @@ def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
 
 @triton.jit
 def _load_logits(logits_ptr, rows, lanes, N, X):
-    """The tokens' logits in fp32: −inf past the last expert, 0 in rows past the last token."""
+    """Load the tokens' logits in fp32, with −inf past the last expert and 0 in rows past the last token."""
     inside = (rows < N)[:, None] & (lanes < X)[None, :]
     logits = tl.load(logits_ptr + rows[:, None] * X + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
     return tl.where(lanes[None, :] < X, logits, float("-inf"))
@@ -103,6 +104,7 @@ def _route_kernel(
         weights = tl.where(picks[None, :] == k, tl.sum(tl.where(mine, e, 0.0), 1)[:, None], weights)
         experts = tl.where(picks[None, :] == k, pick[:, None], experts)
         keys = tl.where(mine, -2147483647, keys)
+    # One division at the end: the sum is over the chosen experts, or over all experts for a softmax.
     weights /= (tl.sum(weights, 1) if NORMALIZE else tl.sum(e, 1))[:, None]
     if ROUND:
         weights = weights.to(logits_ptr.dtype.element_ty).to(tl.float32)
@@ -121,6 +123,7 @@ def _route_backward_kernel(
     lanes = tl.arange(0, BLOCK_X)
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
     e = tl.exp(logits - tl.max(logits, 1)[:, None])
+    # d and the choice [ROWS, BLOCK_X], scattered one expert at a time.
     d = tl.zeros([ROWS, BLOCK_X], tl.float32)
     chosen = tl.zeros([ROWS, BLOCK_X], tl.float32)
     for k in tl.static_range(K):
@@ -132,6 +135,7 @@ def _route_backward_kernel(
     if NORMALIZE:
         e = tl.where(chosen > 0, e, 0.0)
     q = e / tl.sum(e, 1)[:, None]
+    # The backward of a softmax q, over the chosen experts or over all.
     d_logits = q * (d - tl.sum(q * d, 1)[:, None])
     inside = (rows < N)[:, None] & (lanes < X)[None, :]
     tl.store(d_logits_ptr + rows[:, None] * X + lanes[None, :], d_logits.to(d_logits_ptr.dtype.element_ty), mask=inside)
@@ -141,7 +145,7 @@ _route_kernel.decides = True  # its output says where later kernels read and wri
 
 
 def _block(size: int) -> int:
-    """The next power of two, at least 2: a tile must not be degenerate."""
+    """The next power of two, and at least 2, since a tile must not be degenerate."""
     return max(int(triton.next_power_of_2(size)), 2)
 
 
@@ -227,14 +231,14 @@ def route(
         top_k: K, 1 to X. Among equal logits the first are chosen (the reference backend may choose any).
         normalize: divide the weights of each token by their sum (Mixtral; Qwen3-MoE with norm_topk_prob).
         round_weights: round the weights to the dtype of the logits (Qwen3-MoE).
-        given: [N, K] integers, K different experts for each token, which are taken instead of those of the largest
-            logits; their weights follow from the logits. A token whose first number is negative gets its own choice.
+        given: [N, K] integers, K different experts for each token, which replace the experts of the largest logits;
+            their weights still follow from the logits. A token whose first number is negative is routed by its logits.
 
     Returns:
         ``(weights, experts)``: [N, K] fp32, largest first or in the order of ``given``, and [N, K] int64.
 
     Raises:
-        ValueError: logits are not [N, X], top_k is not in 1 to X, or given is not [N, K] or names no expert (see
+        ValueError: logits are not [N, X], top_k is not in 1 to X, or given is not [N, K] or has invalid experts (see
             `check_values` for GPUs).
         TypeError: logits are not floating-point.
     """

@@ -1,12 +1,12 @@
-"""The norm in front of a fused linear layer: RMSNorm, LayerNorm or none.
+"""The norm before a fused linear layer: RMSNorm, LayerNorm or none.
 
 `norm_linear` and `gated_mlp` save the residual stream h and the norm's statistics of each row, and recompute the normed
-rows in their backward. Four functions of rows [..., C] depend on the norm, here called N::
+rows in their backward. `FusedNorm` has four functions of rows [..., C], where N is the norm::
 
     reference    N(h) in plain torch
     forward      h = residual + x, N(h), and the statistics of each row in fp32
-    again        N(h) from h and the statistics, with the bits of the forward's
-    backward     dh, dweight and dbias from dN(h), and on request N(h) in the same pass
+    again        N(h) from h and the statistics, bit for bit as in the forward
+    backward     dh, dweight and dbias from dN(h), and if requested N(h) in the same pass
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ class FusedNorm(NamedTuple):
     """A norm's weights and constants.
 
     Attributes:
-        weight: [C]; None for no norm, which leaves rows as they are.
-        bias: [C], of a LayerNorm; None for none.
+        weight: [C]; None for no norm, which leaves rows unchanged.
+        bias: [C], the bias of a LayerNorm; None for no bias.
         kind: "rms_norm" or "layer_norm".
         eps, weight_offset, scale_in_fp32: as in `rms_norm`; a LayerNorm uses eps alone.
     """
@@ -42,7 +42,7 @@ class FusedNorm(NamedTuple):
 
     @property
     def constants(self) -> tuple[str, float, float, bool]:
-        """The arguments of an op besides the two tensors."""
+        """The constants, as arguments of an op after the two tensors."""
         return self.kind, self.eps, self.weight_offset, self.scale_in_fp32
 
     def statistics_shape(self, rows: Sequence[int]) -> tuple[int, ...]:
@@ -83,9 +83,9 @@ class FusedNorm(NamedTuple):
             dn: gradient of the normed rows.
             dh: gradient of h from elsewhere, which is added to dx.
             h, statistics: as `forward` returned them.
-            need_weight, need_bias: whether dweight and dbias are wanted.
-            rows_dtype: dtype of the normed rows; None where they are not wanted.
-            sum_dtype: dtype of dweight and dbias, by default the weight's.
+            need_weight, need_bias: whether to compute dweight and dbias.
+            rows_dtype: dtype of the normed rows; None to omit them.
+            sum_dtype: dtype of dweight and dbias; None for the weight's.
         """
         if self.weight is None:
             return (dn if dh is None else dn + dh).to(h.dtype).contiguous(), None, None, None

@@ -4,14 +4,14 @@ Forward, per row of width D, in fp32, with r = 1 / sqrt(mean(x²) + eps) and n =
 
     y = cast((w · cast(n)) · gate · σ(gate))
 
-cast is to the dtype of x; the product with w has the dtype that torch gives it. Backward, with a = gate · σ(gate) and
-u = dy · a · w::
+cast rounds to the dtype of x; the product with w has the dtype of torch's type promotion. Backward, with a = gate ·
+σ(gate) and u = dy · a · w::
 
     dx = r · (u − n · mean(u · n)),   dw = Σ_rows dy · a · n
     dgate = dy · w · n · σ(gate) · (1 + gate · (1 − σ(gate)))
 
-Saved: x, the gate and the weight; r is recomputed from x, which the backward reads anyway. dw is summed in fp32: a
-partial row of each program, then `sum_partials`.
+Saved: x, the gate and the weight; the backward reads x and recomputes r from it. dw is summed in fp32: each program
+writes a partial row, and `sum_partials` adds the rows.
 """
 
 import torch
@@ -39,7 +39,7 @@ def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1
 
 @triton.jit
 def _rows(ptr, rows, H, outer, inner, D: tl.constexpr, BLOCK: tl.constexpr, N):
-    """Rows [ROWS, BLOCK] of x seen as [N / H, H, D] with these strides, in fp32."""
+    """Load rows [ROWS, BLOCK] of x, a strided [N / H, H, D], in fp32."""
     columns = tl.arange(0, BLOCK)[None, :]
     at = (rows // H * outer + rows % H * inner)[:, None] + columns
     return tl.load(ptr + at, mask=(rows < N)[:, None] & (columns < D), other=0.0).to(tl.float32)
@@ -50,7 +50,7 @@ def _gated_norm_kernel(
     x_ptr, gate_ptr, w_ptr, y_ptr, N, H, x_outer, x_inner, gate_outer, gate_inner, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows [D] per program."""
+    """Norm and gate ROWS rows [D] per program."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     x = _rows(x_ptr, rows, H, x_outer, x_inner, D, BLOCK, N)
@@ -73,7 +73,7 @@ def _gated_norm_backward_kernel(
     dy_ptr, x_ptr, gate_ptr, w_ptr, dx_ptr, d_gate_ptr, dw_ptr, N, H, dy_outer, dy_inner, x_outer, x_inner,
     gate_outer, gate_inner, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ROWS rows: dx, dgate, and a program's part of dw [D]."""
+    """Compute dx and dgate in tiles of ROWS rows, and a program's part of dw [D]."""
     columns = tl.arange(0, BLOCK)
     w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -107,7 +107,7 @@ LIBRARY.define(
 
 
 def _as_rows(*tensors: Tensor) -> list[Tensor]:
-    """[..., D] as [outer, H, D] with contiguous rows, H = 1 if all are contiguous; views if the strides allow it."""
+    """View (or copy) [..., D] as [outer, H, D] with contiguous rows; H is 1 if all tensors are contiguous."""
     tensors = tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
     shape = tensors[0].shape
     H = 1 if len(shape) == 1 or all(x.is_contiguous() for x in tensors) else shape[-2]
@@ -115,7 +115,7 @@ def _as_rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def _constants(D: int) -> dict[str, int]:
-    """Constants of both kernels: BLOCK columns for a row, and ROWS rows for a tile."""
+    """Constants of both kernels: BLOCK columns per row, and ROWS rows per tile."""
     block = triton.next_power_of_2(D)
     return {"D": D, "BLOCK": block, "ROWS": max(TILE // block, 1), "num_warps": max(min(block // 512, 16), WARPS)}
 
@@ -148,6 +148,7 @@ def _gated_norm_backward(
     dy, x, gate = _as_rows(dy, x, gate)
     N = x.shape[0] * x.shape[1]
     programs = min(triton.cdiv(N, constants["ROWS"]), num_programs(x, max(WARPS_PER_SM // constants["num_warps"], 1)))
+    # Bytes of a tile, of which shared memory holds one per pipeline stage.
     in_flight = constants["ROWS"] * constants["BLOCK"] * sum(tensor.element_size() for tensor in (dy, x, gate))
     stages = fitting_stages(x, STAGES, in_flight)
     partial = torch.empty(programs, x.shape[2], dtype=torch.float32, device=x.device)
@@ -197,7 +198,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Te
 
     Raises:
         ValueError: x and gate differ in shape, or the weight's shape is not [D].
-        TypeError: a tensor that is not floating-point.
+        TypeError: a tensor is not floating-point.
     """
     op = "gated_norm"
     check_floating(op, x=x, gate=gate, weight=weight)

@@ -1,4 +1,4 @@
-"""LayerNorm, alone and with the residual addition in front of it, with or without a bias.
+"""LayerNorm, with or without bias, alone or after a residual addition.
 
 Forward, per row of width C, in fp32::
 
@@ -11,7 +11,7 @@ Backward, with g = dy · w and dh the gradient of the new residual stream::
     dx = r · (g − mean(g) − n · mean(g · n)) + dh,   dw = Σ_rows dy · n,   db = Σ_rows dy
 
 Saved: h in its own dtype, and each row's statistics [μ, r] in fp32. The forward normalizes by the rounded μ that it
-saves, so that rows recomputed from the statistics have the same bits. `row_norm.py` has the kernels.
+saves, so rows recomputed from the statistics have the same bits. `row_norm.py` has the kernels.
 
 Source: https://arxiv.org/abs/1607.06450.
 """
@@ -64,7 +64,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
         [..., C] in the dtype of x.
 
     Raises:
-        ValueError: weight or bias are not [C], or rows are too wide.
+        ValueError: weight or bias is not [C], or rows are too wide.
         TypeError: a tensor that is not floating-point.
     """
     _check("layer_norm", x, weight, bias)
@@ -77,7 +77,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """``residual = residual + x``, then `layer_norm` of it, in one kernel; the backward adds the residual's gradient.
+    """Add ``x`` to the residual stream and `layer_norm` the sum in one kernel; the backward is fused likewise.
 
     Args:
         x: [..., C], the output of a branch, which is added to the residual stream.
@@ -88,7 +88,7 @@ def add_layer_norm(
         ``(normed, residual)``: both [..., C] in the dtype of the residual.
 
     Raises:
-        ValueError: x and residual differ in shape, or as in `layer_norm`.
+        ValueError: x and residual differ in shape, or `layer_norm` would raise.
         TypeError: a tensor that is not floating-point.
     """
     _check("add_layer_norm", x, weight, bias)

@@ -1,6 +1,6 @@
-"""The last step of a sum over rows, of which each program of a kernel has written a partial sum in fp32.
+"""The last step of a sum over rows, after each program of a kernel has written a partial sum in fp32.
 
-One launch adds the partial sums in a fixed order and rounds to the dtype of the result. It can fill two results: the
+One launch adds the partial sums in a fixed order and rounds to the dtype of the result. It can fill two results, the
 gradients of a weight and of a bias.
 """
 
@@ -16,7 +16,7 @@ ROWS, COLUMNS = 256, 16
 def _sum_partials_kernel(
     partial_ptr, first_ptr, second_ptr, programs, split, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """COLUMNS columns of partial [programs, width], summed. Columns from ``split`` on are the second result's."""
+    """Sum COLUMNS columns of partial [programs, width]. Columns from ``split`` on belong to the second result."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, programs, ROWS):
@@ -31,7 +31,7 @@ def _sum_partials_kernel(
 
 
 def sum_partials(partial: Tensor, *outs: Tensor) -> None:
-    """Fill one or two contiguous tensors, one after the other, with the sum of ``partial`` [programs, ...]."""
+    """Fill one or two contiguous tensors in turn with the sum of ``partial`` [programs, ...]."""
     width = sum(out.numel() for out in outs)
     with on_device_of(partial):
         _sum_partials_kernel[(triton.cdiv(width, COLUMNS),)](

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and with the residual addition in front of it.
+"""RMSNorm, alone or after a residual addition.
 
 Forward, per row of width C, in fp32::
 
@@ -37,7 +37,7 @@ def rms_norm_reference(
 def scale_normed(
     normed: Tensor, weight: Tensor, dtype: torch.dtype, weight_offset: float, scale_in_fp32: bool
 ) -> Tensor:
-    """The last step of the norm: rows that are normed already, in fp32, times the weight; in ``dtype``."""
+    """The last step of the norm: multiply normed rows (fp32) with the weight, and return ``dtype``."""
     if scale_in_fp32:
         return ((weight.to(normed.dtype) + weight_offset) * normed).to(dtype)
     scale = weight + weight_offset if weight_offset else weight
@@ -75,7 +75,7 @@ def rms_norm(
         x: [..., C], float32, float16 or bfloat16.
         weight: [C].
         eps: added to the mean of squares.
-        weight_offset: added to the weight (Gemma stores ``w − 1``: 1.0).
+        weight_offset: added to the weight; 1.0 for Gemma, which stores ``w − 1``.
         scale_in_fp32: multiply by the weight before the cast back to x's dtype (Gemma, OLMo2) instead of after (Llama).
 
     Returns:
@@ -100,10 +100,10 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``residual = residual + x``, then `rms_norm` of it, in one kernel; the backward folds the residual's gradient in.
+    """Add ``x`` to the residual stream and `rms_norm` the sum in one kernel; the backward is fused likewise.
 
     Args:
-        x: [..., C], what a branch adds to the stream.
+        x: [..., C], the output of a branch, which is added to the residual stream.
         residual: [..., C], the residual stream; both results have its dtype.
         weight, eps, weight_offset, scale_in_fp32: as in `rms_norm`.
 

@@ -1,7 +1,7 @@
 """Kernels and ops of RMSNorm and LayerNorm, which norm each row of width C.
 
 `rms_norm.py` and `layer_norm.py` have the formulas. Both norms run the same kernels: with CENTERED (LayerNorm) a row's
-mean is subtracted first, and a bias may be added. A pointer that a launch doesn't need is None, and the kernel is
+mean is subtracted first, and a bias may be added. A pointer that a launch doesn't need is None, and the kernel is then
 compiled without it.
 
 Saved: h, the input of the norm, in its own dtype, and the statistics of each row in fp32: r for RMSNorm, [μ, r] for
@@ -9,7 +9,7 @@ LayerNorm. The gradients of weight and bias are summed in fp32: each program wri
 `sum_partials` adds the rows.
 
 All functions take a norm as its weight [C], its bias [C] or None, and the constants ``kind, eps, weight_offset,
-scale_in_fp32``, in the order of `FusedNorm`'s fields. LayerNorm uses only ``eps`` of the constants.
+scale_in_fp32``, in the order of `FusedNorm`'s fields. LayerNorm ignores the last two constants.
 """
 
 import torch
@@ -36,7 +36,7 @@ STAGES = 3
 """Tiles of rows that a program of the backward has in flight, as far as shared memory holds them."""
 
 BACKWARD_TILE = 4096
-"""Least size of such a tile: narrow rows are taken several at a time."""
+"""Minimum number of elements in such a tile, which holds several rows if they are narrow."""
 
 WIDE_ROW_SPLITS = 64
 WIDE_ROW_COLUMNS = 1024
@@ -48,7 +48,7 @@ ELEMENTWISE_BLOCK = 4096
 
 @triton.jit
 def scale_rows(n, w, weight_offset, SCALE_IN_FP32: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm's last step: the normed rows n in fp32 times the weight, rounded to ``dtype`` before or after it."""
+    """RMSNorm's last step: n times the weight, in fp32, or after n and the weight are rounded to ``dtype``."""
     if SCALE_IN_FP32:
         return (w.to(tl.float32) + weight_offset) * n
     scale = (w.to(tl.float32) + weight_offset).to(w.dtype)
@@ -57,7 +57,7 @@ def scale_rows(n, w, weight_offset, SCALE_IN_FP32: tl.constexpr, dtype: tl.const
 
 @triton.jit
 def _scale(n, w, b, weight_offset, CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, dtype: tl.constexpr):
-    """The last step of either norm; b is None without a bias."""
+    """The last step of both norms; b is None without a bias."""
     if CENTERED:
         y = n * w.to(tl.float32)
         if b is not None:
@@ -68,7 +68,7 @@ def _scale(n, w, b, weight_offset, CENTERED: tl.constexpr, SCALE_IN_FP32: tl.con
 
 @triton.jit
 def _load_bias(b_ptr, columns, inside):
-    """Entries of the bias, or None without one."""
+    """Load entries of the bias; None without a bias."""
     b = None
     if b_ptr is not None:
         b = tl.load(b_ptr + columns, mask=inside, other=0.0)
@@ -91,7 +91,7 @@ def _norm_kernel(
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ONE_TILE: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of x [N, C] per program."""
+    """Norm one row of x [N, C] per program."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * C
     columns = tl.arange(0, BLOCK)  # [BLOCK]
@@ -146,7 +146,7 @@ def _normed_kernel(
     h_ptr, w_ptr, b_ptr, statistics_ptr, y_ptr, C, weight_offset,
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of a row [C] of the forward's result, from the saved statistics."""
+    """Recompute BLOCK columns of a row [C] of the forward's result from the saved statistics."""
     index = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = columns < C
@@ -170,7 +170,7 @@ def _norm_backward_kernel(
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, STORE_DW: tl.constexpr, STORE_DB: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ROWS rows: dx, y where it is wanted, and a program's part of dw and db [C]."""
+    """Compute dx and, if requested, y in tiles of ROWS rows, and a program's part of dw and db [C]."""
     columns = tl.arange(0, BLOCK)
     inside = columns < C
     w = tl.load(w_ptr + columns, mask=inside, other=0.0)[None, :]  # [1, BLOCK]
@@ -213,6 +213,7 @@ def _norm_backward_kernel(
             y = _scale(n, w, b, weight_offset, CENTERED, SCALE_IN_FP32, h.dtype)
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
+    # Every program writes its own row, so no atomic addition is needed and the sum has the same bits in every run.
     # The program's row of partial sums: dw, then db, as far as they are wanted.
     if STORE_DW or STORE_DB:
         partial_ptr += tl.program_id(0).to(tl.int64) * (C * (STORE_DW + STORE_DB)) + columns
@@ -227,7 +228,7 @@ def _rms_norm_backward_wide_kernel(
     dy_ptr, dh_ptr, h_ptr, w_ptr, rstd_ptr, dx_ptr, y_ptr, C, weight_offset,
     SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx and y of a row that is wider than a tile; `_rms_norm_weight_gradient_kernel` computes dw."""
+    """Compute dx and y of a row wider than a tile; `_rms_norm_weight_gradient_kernel` computes dw."""
     row = tl.program_id(0).to(tl.int64) * C
     rstd = tl.load(rstd_ptr + tl.program_id(0))
 
@@ -262,7 +263,7 @@ def _rms_norm_backward_wide_kernel(
 def _rms_norm_weight_gradient_kernel(
     dy_ptr, h_ptr, rstd_ptr, dw_ptr, N, C, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """BLOCK columns of dw, summed over every ``num_programs(1)``-th row."""
+    """Sum BLOCK columns of dw over every ``num_programs(1)``-th row."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < C
     dw = tl.zeros([BLOCK], tl.float32)
@@ -277,12 +278,12 @@ def _rms_norm_weight_gradient_kernel(
 
 
 def is_centered(kind: str) -> bool:
-    """Whether the norm subtracts the mean: LayerNorm."""
+    """Whether the norm subtracts the mean, as LayerNorm does."""
     return kind == "layer_norm"
 
 
 def _tile(kind: str, width: int) -> tuple[int, int]:
-    """Numbers of a row that a program holds in registers, and its warps."""
+    """How many numbers of a row a program holds in registers, and its number of warps."""
     widest, most_warps = (MAX_WIDTH, 32) if is_centered(kind) else (MAX_TILE, 16)
     block = min(triton.next_power_of_2(width), widest)
     return block, num_warps(block, most_warps)
@@ -296,7 +297,7 @@ def norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: str, eps: float,
     weight_offset: float, scale_in_fp32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Norm ``h = residual + x``: ``(y, h, statistics)``; without a residual h is x made contiguous."""
+    """Norm ``h = residual + x`` and return ``(y, h, statistics)``; without a residual h is x made contiguous."""
     x, weight = x.contiguous(), weight.contiguous()
     residual, bias = _contiguous(residual, bias)
     C = x.shape[-1]
@@ -305,6 +306,7 @@ def norm_forward(
     h = x if residual is None else torch.empty_like(residual)
     shape = (*x.shape[:-1], 2) if is_centered(kind) else x.shape[:-1]
     statistics = torch.empty(shape, dtype=torch.float32, device=x.device)
+    # The statistics must be reproducible from the saved rows, which a tile below LEAST_TILE would not allow.
     block, warps = _tile(kind, max(C, LEAST_TILE))
     launch = {"OVERLAPS": False} if is_centered(kind) else overlap(x)
     if N:
@@ -321,7 +323,7 @@ def normed_rows(
     h: Tensor, statistics: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | None, kind: str, eps: float,
     weight_offset: float, scale_in_fp32: bool,
 ) -> Tensor:  # fmt: skip
-    """The forward's normed rows, bit for bit, from the saved statistics; cast to ``dtype``."""
+    """Recompute the forward's normed rows bit for bit from the saved statistics, and cast them to ``dtype``."""
     h, weight = h.contiguous(), weight.contiguous()
     C = h.shape[-1]
     y = torch.empty_like(h, dtype=dtype)
@@ -341,14 +343,14 @@ def norm_backward(
     need_dw: bool, need_db: bool = False, sum_dtype: torch.dtype | None = None, need_y: bool = False,
     y_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """``(dx, dw, db, y)``, with None for results that are not needed; y is the forward's output recomputed.
+    """Return ``(dx, dw, db, y)``, with None for results that are not needed; y is the recomputed forward output.
 
     Args:
         dy: gradient of the normed rows.
         dh: gradient of h from elsewhere, which is added to dx.
         need_dw, need_db, need_y: which results are needed. Only y depends on the bias.
-        sum_dtype: dtype of dw and db, by default the weight's.
-        y_dtype: dtype of y, by default the dtype of h.
+        sum_dtype: dtype of dw and db; None for the weight's.
+        y_dtype: dtype of y; None for the dtype of h.
     """
     dy, h, weight = dy.contiguous(), h.contiguous(), weight.contiguous()
     dh, bias = _contiguous(dh, bias)
@@ -366,7 +368,9 @@ def norm_backward(
         in_flight = rows * block * sum(tensor.element_size() for tensor in (h, dy, dh) if tensor is not None)
         programs = min(triton.cdiv(N, rows), num_programs(h, max(2 * BACKWARD_TILE // block // rows, 1)))
     else:
+        # Rows too wide for registers: dx by row, then dw by columns, over a share of the rows per program.
         programs = min(N, WIDE_ROW_SPLITS)
+    # The programs' sums [programs, C] of dw and db, side by side, in fp32.
     partial = torch.empty(programs, len(sums) * C, dtype=torch.float32, device=h.device) if sums else None
 
     with on_device_of(h):
@@ -455,7 +459,7 @@ def _add_setup(ctx, inputs, output):
 
 
 def _gradients(ctx, dy, dh) -> tuple[Tensor | None, ...]:
-    """Gradients of h, weight, bias and the constants."""
+    """Gradients of h, weight, bias, and None for the constants."""
     if dy is None:  # only the residual stream is used further on
         return dh, *(None,) * 6
     need_weight, need_bias = ctx.needs_input_grad[-6:-4]

@@ -7,11 +7,11 @@ With the gradient g (−g to maximize), the step number t, and m, v the moving a
     p = p − lr · λ · p
     p = p − lr / (1 − β₁ᵗ) · m / (sqrt(v) / sqrt(1 − β₂ᵗ) + eps)
 
-p is computed from the unrounded m and v. Each of the three is then rounded to its tensor's dtype, to nearest or
-stochastically: a stochastic bfloat16 is the upper half of the bits of x + r, with r uniform in [0, 2¹⁶), so that
-E[rounded x] = x. The moments need this as much as the parameters: rounded to nearest, 0.999 · v is v. r is
-Philox(seed; element, tensor, step), so it depends neither on the grid nor on the global generators. Moments in 8 bits
-are codes and scales, see `moments`; they are always rounded stochastically.
+p is computed from the unrounded m and v. Then p, m and v are rounded to their tensors' dtypes, to nearest or
+stochastically. Stochastic rounding to bfloat16 adds r, uniform in [0, 2¹⁶), to the bits of x and keeps the upper half,
+so E[rounded x] = x. Moments need this as much as parameters do: rounded to nearest, 0.999 · v is v. r is Philox(seed;
+element, tensor, step), so it depends neither on the grid nor on the global generators. 8-bit moments are codes and
+scales, see `moments`; they are always rounded stochastically.
 
 The kernel finds the tensors in a table with one row per tensor. The table is copied to the device with every launch,
 because gradients have new addresses in every step. The host never waits. The op is not registered with
@@ -71,7 +71,7 @@ class Update(NamedTuple):
         param, grad, exp_avg, exp_avg_sq: all of one shape.
         hyper: its hyper-parameters.
         stream: a number that distinguishes the tensors in stochastic rounding.
-        scales: of both moments, [*shape[:-1], ceil(shape[-1] / 128)] fp32, if these are codes of 8 bits.
+        scales: the scales of both moments, [*shape[:-1], ceil(shape[-1] / 128)] fp32, if the moments are 8-bit codes.
     """
 
     param: Tensor
@@ -89,12 +89,14 @@ def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int
     beta1, grad_to_m, beta2, grad_to_v, decay, step_size, root, eps = hyper.factors()
     wide = torch.promote_types(param.dtype, torch.float32)
     g, m, v = grad.to(wide), exp_avg.to(wide), exp_avg_sq.to(wide)
+    # Moments in 8 bits are codes with one scale per block.
     if scales is not None:
         m, v = (decode(codes, scale.to(wide)) for codes, scale in zip((exp_avg, exp_avg_sq), scales, strict=True))
     m = m.mul(beta1).add(g, alpha=grad_to_m)
     v = v.mul(beta2).addcmul(g, g, value=grad_to_v)
     p = param.to(wide)
     p = p.sub(p, alpha=decay).addcdiv(m, v.sqrt().div_(root).add_(eps), value=-step_size)
+    # Write back, in the order of the kernel: codes are always rounded stochastically, other numbers only if asked.
     generator = torch.Generator(param.device).manual_seed(hash((seed, hyper.step, stream)) & (2**63 - 1))
     rounded = [(param, p), (exp_avg, m), (exp_avg_sq, v)]
     if scales is not None:
@@ -108,7 +110,7 @@ def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int
 
 
 def write_rounded(tensor: Tensor, new: Tensor, generator: torch.Generator | None) -> None:
-    """Write wider values to a tensor, rounded to nearest, or with a generator and to bfloat16 stochastically."""
+    """Write values to a narrower tensor, rounded to nearest, or with a generator to bfloat16 stochastically."""
     if generator is not None and tensor.dtype == torch.bfloat16:
         new = new.float()
         bits = new.view(torch.int32)
@@ -119,7 +121,7 @@ def write_rounded(tensor: Tensor, new: Tensor, generator: torch.Generator | None
 
 @triton.jit
 def _tensor_at(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to the tensor whose address is in the table."""
+    """Pointer to the tensor whose address the table holds."""
     pointer = tl.load(address_ptr).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -139,7 +141,7 @@ def _draw(start, seed, stream, step, BLOCK: tl.constexpr):
 
 @triton.jit
 def _round(x, start, seed, stream, step, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK elements in DTYPE, rounded to nearest or, to bfloat16, stochastically."""
+    """Round BLOCK elements to DTYPE, to nearest or, if DTYPE is bfloat16, stochastically."""
     if STOCHASTIC and DTYPE.is_bf16():
         draw = tl.reshape(_draw(start, seed, stream, step, BLOCK), x.shape)
         bits = x.to(tl.uint32, bitcast=True) + draw
@@ -164,7 +166,7 @@ def _update(
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update up to BLOCK elements of a tensor from ``start`` on, of which ``remaining`` are left."""
+    """Update up to BLOCK elements of a tensor from ``start`` on; ``remaining`` elements are left."""
     at = start + tl.arange(0, BLOCK)
     p_ptr = _tensor_at(row + 4, P_DTYPE, ALIGNED) + at
     g_ptr = _tensor_at(row + 5, G_DTYPE, ALIGNED) + at
@@ -190,7 +192,7 @@ def _update_codes(
     row, factors, start, remaining, seed,
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_update`, with moments in 8 bits. Elements are counted as if rows were filled up to whole blocks of 128."""
+    """`_update` for 8-bit moments. Elements are counted as if rows were padded to whole blocks of 128."""
     # Rows and columns of R blocks of 128 elements, [R, 128].
     R: tl.constexpr = BLOCK // 128
     columns = tl.load(row + 10).to(tl.int32)
@@ -237,8 +239,8 @@ def _adamw_kernel(
 ):  # fmt: skip
     """Update BLOCKS blocks of one tensor. The table has a row for each tensor: 12 integers, then 8 floats.
 
-    The integers are the tensor's first program, its elements, stream and step; the addresses of parameter, gradient and
-    both moments; for moments in 8 bits the addresses of both scales, and the columns; and nothing.
+    The integers are the tensor's first program, its number of elements, stream and step; the addresses of parameter,
+    gradient and both moments; for 8-bit moments the addresses of both scales and the number of columns; and one unused.
     """
     # Programs are numbered across all tensors. This program's tensor is the last one that begins at or before it.
     SPAN: tl.constexpr = BLOCK * BLOCKS
@@ -278,7 +280,7 @@ def _adamw_kernel(
 
 
 def _in_layout_of(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
-    """The gradient in the memory layout of the parameter, which the moments must have, too."""
+    """The gradient in the memory layout of the parameter. The moments must also have this layout."""
     if not (param.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()):
         span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
         if not (span == param.numel() and param.stride() == exp_avg.stride() == exp_avg_sq.stride()):
@@ -293,7 +295,7 @@ def _in_layout_of(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tens
 
 
 def _check_codes(update: Update) -> None:
-    """Raise ValueError unless codes have their scales, and moments of other dtypes none."""
+    """Raise ValueError unless 8-bit moments have scales and other moments have none."""
     param, _, *moments, _, _, scales = update
     dtypes = [moment.dtype for moment in moments]
     codes = {torch.int8, torch.uint8} & {*dtypes}
@@ -360,13 +362,13 @@ def adamw_(updates: Sequence[Update], *, stochastic_rounding: bool = False, seed
 
     Args:
         updates: parameters of any shape without gaps in memory, gradients with any strides, and moments with the
-            strides of their parameter. All are float32, float16 or bfloat16; both moments have one dtype. With scales
-            the moments are codes, int8 and uint8, and all but the gradient must be contiguous.
+            strides of their parameter. All are float32, float16 or bfloat16; both moments have one dtype. With scales,
+            the moments are int8 and uint8 codes, and all tensors but the gradient must be contiguous.
         stochastic_rounding: round bfloat16 parameters and moments stochastically instead of to nearest.
         seed: seed of the stochastic rounding. The same seed, step and stream give the same numbers.
 
     Raises:
-        ValueError: shapes, devices or layouts do not match, or stochastic rounding to float16 is asked for.
+        ValueError: shapes, devices or layouts do not match, or stochastic rounding to float16 is requested.
         TypeError: a tensor is not floating-point.
         RuntimeError: a CUDA graph is being captured.
     """

@@ -1,4 +1,4 @@
-"""Moments of AdamW in 8 bits: a code for each element, and an fp32 scale for each 128 elements of the last dimension.
+"""8-bit moments of AdamW: a code per element, and an fp32 scale per 128 elements of the last dimension.
 
 With the scale s, the largest magnitude of its block, the moments are::
 
@@ -6,9 +6,9 @@ With the scale s, the largest magnitude of its block, the moments are::
     v = (c / 255)⁴ · s              c from 0 to 255, uint8
 
 The powers spend the codes on small values: the square root of a second moment may be 65,025 times as small as the
-largest of its block. From step to step a moment changes by less than the distance of two codes, so it is rounded up or
-down at random, with the mean unchanged: rounded to nearest, 0.999 · v would be v. A positive second moment never gets
-the code 0, because the update would then be m / eps. A block that holds an infinity or NaN gets it as its scale.
+largest of its block. From step to step a moment changes by less than the distance of two codes. It is therefore rounded
+up or down at random, with the mean unchanged; rounded to nearest, 0.999 · v would be v. A positive second moment never
+gets the code 0, because the update would then be m / eps. If a block has an infinity or NaN, its scale is that value.
 """
 
 import math
@@ -29,7 +29,7 @@ SMALLEST = 2.0**-126
 
 
 def has_blocks(shape: Sequence[int]) -> bool:
-    """Whether the moments of a parameter of this shape are worth codes: a matrix, or more, with rows of a block."""
+    """Whether moments of this shape are stored as codes: two or more dimensions, and rows of at least one block."""
     return len(shape) > 1 and shape[-1] >= WIDTH
 
 
@@ -39,7 +39,7 @@ def scale_shape(shape: Sequence[int]) -> list[int]:
 
 
 def moment_bytes(shape: Sequence[int], dtype: torch.dtype) -> list[int]:
-    """Bytes of each of the tensors that hold the moments of a parameter; int8 stands for codes with scales."""
+    """Bytes of each tensor that holds a parameter's moments; int8 stands for codes with scales."""
     sizes = [math.prod(shape) * dtype.itemsize]
     if dtype == torch.int8:
         sizes.append(math.prod(scale_shape(shape)) * torch.float32.itemsize)
@@ -54,12 +54,12 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Codes of a dtype, and scales, of [..., N] floating-point values.
+    """Encode floating-point values [..., N] as codes of ``dtype`` and scales.
 
     Args:
-        values: with uint8 none is negative.
+        values: [..., N]; not negative for uint8.
         dtype: int8 for a first moment, uint8 for a second.
-        generator: of the numbers that round; None rounds to nearest.
+        generator: source of the random numbers for rounding; None rounds to nearest.
     """
     levels, power = LEVELS[dtype], POWERS[dtype]
 
@@ -80,7 +80,7 @@ def encode(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None
 
 @triton.jit
 def decoded(codes, scale, LEVELS: tl.constexpr):
-    """[R, 128] codes with [R] scales -> [R, 128] fp32; 127 levels are of a first moment, 255 of a second."""
+    """[R, 128] codes with [R] scales -> [R, 128] fp32; LEVELS is 127 for a first moment and 255 for a second."""
     root = codes.to(tl.float32) * (1.0 / LEVELS)
     if LEVELS == 127:
         value = root * tl.abs(root)
@@ -92,7 +92,7 @@ def decoded(codes, scale, LEVELS: tl.constexpr):
 
 @triton.jit
 def encoded(value, draw, LEVELS: tl.constexpr):
-    """[R, 128] fp32 -> codes, as int32, and [R] scales; each is rounded by a number from 0 to 65535."""
+    """[R, 128] fp32 -> codes as int32, rounded by random numbers from 0 to 65535, and [R] scales."""
     size = tl.abs(value)
     # As integers, the bits of magnitudes are in the same order, and NaN is the largest.
     scale = tl.max(size.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Orthogonalize matrices: five steps of a Newton-Schulz iteration, with half of each symmetric product.
+"""Orthogonalize matrices by five Newton-Schulz steps that compute only half of each symmetric product.
 
 A matrix with the singular values σ gets singular values near 1 and keeps its singular vectors::
 
@@ -8,8 +8,8 @@ A matrix with the singular values σ gets singular values near 1 and keeps its s
 The coefficients have a steep slope at 0 instead of a fixed point at 1: σ above 0.002 end between 0.68 and 1.21. A
 matrix with more rows than columns is transposed first, so that A is the smaller of the two products.
 
-A and b A + c A² are symmetric. `symmetric_product` computes their tiles on and below the diagonal, and stores each of
-them twice. Products accumulate in fp32 and are rounded to the matrices' dtype.
+A and b A + c A² are symmetric. `symmetric_product` computes the tiles on and below the diagonal, and stores each tile
+and its mirror image. Products accumulate in fp32 and are rounded to the matrices' dtype.
 
 Source: https://kellerjordan.github.io/posts/muon; halves of the products: https://github.com/nil0x9/flash-muon.
 """
@@ -40,7 +40,7 @@ def symmetric_product_reference(x: Tensor, alpha: float = 1.0, beta: float = 0.0
 
 @triton.jit
 def _sum_of_products(left, right, K, left_exists, right_exists, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Products [BLOCK, BLOCK] of the rows at ``left`` and ``right``, as far as they exist, summed over K columns."""
+    """Products [BLOCK, BLOCK] of the rows at ``left`` and ``right``, summed over K columns; missing rows count as 0."""
     step = tl.arange(0, BLOCK_K)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -56,7 +56,7 @@ def _symmetric_product_kernel(
     x_ptr, out_ptr, N, K, alpha, beta, ADDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """One tile on or below the diagonal, and its mirror image; with SPAN, so many columns are summed by themselves."""
+    """Write one tile on or below the diagonal and its mirror image; SPAN splits the sum into runs of columns."""
     tiles = tl.cdiv(N, BLOCK)
     i = tl.program_id(0) // tiles
     j = tl.program_id(0) % tiles
@@ -95,7 +95,7 @@ def _symmetric_product_kernel(
 
 
 def symmetric_product(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-    """alpha · X Xᵀ + beta · X of each matrix; exactly symmetric on the backend of the kernels. Not differentiable.
+    """alpha · X Xᵀ + beta · X of each matrix; exactly symmetric if kernels compute it. Not differentiable.
 
     Args:
         x: [B, N, K], floating-point; [B, N, N] and symmetric unless ``beta`` is 0.
@@ -138,7 +138,7 @@ def newton_schulz(x: Tensor) -> Tensor:
         x: [B, N, K], floating-point; the products are computed in its dtype.
 
     Returns:
-        [B, N, K] in the dtype of ``x``, with singular values of about 1; a matrix of zeros stays one.
+        [B, N, K] in the dtype of ``x``, with singular values of about 1; a zero matrix stays zero.
 
     Raises:
         ValueError: ``x`` does not have three dimensions.
@@ -151,7 +151,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def _iterate(x: Tensor, product: Callable[..., Tensor]) -> Tensor:
-    """Iterate X ← a · X + (b · A + c · A²) X with A = X Xᵀ, by ``product`` and on the shorter side of X."""
+    """Iterate X ← a · X + (b · A + c · A²) X with A = X Xᵀ from ``product``, on the shorter side of X."""
     a, b, c = COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
     x = (x.mT if tall else x).contiguous()

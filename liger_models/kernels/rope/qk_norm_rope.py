@@ -1,4 +1,4 @@
-"""RMSNorm and rotary embedding of queries and keys, while the packed QKV projection is split.
+"""RMSNorm and rotary embedding of queries and keys, fused with the split of the packed QKV projection.
 
 Forward, with r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
 
@@ -7,15 +7,15 @@ Forward, with r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
     q, k = cast(rotated(z))              as in `rope`;  v is copied
 
 The mean is over one head, with one weight [D] for all queries and one for all keys. If the weights are as wide as the
-projections ([H · D] and [G · D]: OLMo 2), it is over all heads of a token, separately for queries and keys.
+projections ([H · D] and [G · D], as in OLMo 2), the mean is over all heads of a token, separately for queries and keys.
 
 Backward, with dz = rotated back(dq), s = dz · (weight_offset + w), and likewise for k::
 
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ dz · n
 
-Saved: the packed projection. r is recomputed from x, which the backward reads anyway. The outputs, which attention
-saves anyway, are no substitute: where a weight is 0, n cannot be recovered from them. The weight gradients are summed
-in fp32: one partial result per program, then the sum of these.
+Saved: the packed projection, which the backward reads to recompute r. The outputs, which attention saves in any case,
+are no substitute: where a weight is 0, they do not determine n. The weight gradients are summed in fp32: each program
+writes a partial result, and `sum_partials` adds these.
 
 Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
 (https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656).
@@ -83,11 +83,12 @@ def qk_norm_rope_reference(
 
 @triton.jit
 def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    """The heads of a program, [ROWS, 1] each: index (queries, then keys), whether it exists, index in the packed row.
+    """A program's heads, each result [ROWS, 1]: index (queries, then keys), whether it exists, index in the packed row.
 
-    With WHOLE all queries are the first chunk, all keys the second.
+    With WHOLE the first chunk is all queries, and the second is all keys.
     """
     H: tl.constexpr = G * GROUP
+    # In the packed row each group has its queries, then its key, then its value.
     PER_CHUNK: tl.constexpr = H if WHOLE else ROWS
     row = tl.arange(0, ROWS)[:, None]
     head = chunk * PER_CHUNK + row
@@ -98,7 +99,7 @@ def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOL
 
 @triton.jit
 def _values(chunk, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """A program's share of a token's values: index [ROWS, 1], column [1, 2 BLOCK], and which of these exist."""
+    """A program's share of a token's values: index [ROWS, 1], column [1, 2 BLOCK], and which values exist."""
     row = tl.arange(0, ROWS)[:, None]
     value = chunk * SHARE + row
     column = tl.arange(0, 2 * BLOCK)[None, :]
@@ -113,7 +114,7 @@ def _qk_norm_rope_kernel(
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, SHARE_ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, SCALE_IN_FP32: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the heads of one token per program, and its share of the token's values."""
+    """Norm and rotate a chunk of a token's heads per program, and copy a share of the token's values."""
     await_previous(OVERLAPS)
     H: tl.constexpr = G * GROUP
     W: tl.constexpr = D if WHOLE else 0  # stride of the heads' weights
@@ -141,6 +142,7 @@ def _qk_norm_rope_kernel(
     z2 = scale_rows(x2 * rstd, w2, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
     y1, y2 = rotate(z1, z2, cos, sin, True, HALF, BLOCK)
 
+    # Queries and keys go to tensors of their own, which are contiguous; values are copied.
     split = choose(head < H, q_ptr + row * (H * D) + head * D, k_ptr + row * (G * D) + (head - H) * D)
     store_heads(split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
     tl.store(v_ptr + row * (G * D) + value * D + column, values, mask=inside_values)
@@ -155,7 +157,7 @@ def _qk_norm_rope_backward_kernel(
     INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the heads of several tokens per program, whose weight gradients it sums."""
+    """Backward for a chunk of the heads of several tokens per program, which also sums their weight gradients."""
     H: tl.constexpr = G * GROUP
     W: tl.constexpr = D if WHOLE else 0
     chunk = tl.program_id(0) % CHUNKS
@@ -194,6 +196,7 @@ def _qk_norm_rope_backward_kernel(
         rstd = inverse_rms(x1, x2, count, eps, WHOLE)
         dx1, dx2 = norm_gradient(x1, x2, s1, s2, rstd, count, WHOLE)
 
+        # dqkv is contiguous; the gradients of values are copied.
         d_packed = d_packed_ptr + (batch * T + position) * ((H + 2 * G) * D)
         store_heads(d_packed + packed_head * D, inside, dx1, dx2, D, HALF, BLOCK, INTERLEAVED)
         tl.store(d_packed + (value * (GROUP + 2) + GROUP + 1) * D + column, values, mask=inside_values)
@@ -211,9 +214,10 @@ def _qk_norm_rope_backward_kernel(
 
 
 def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | None, whole: bool) -> dict[str, int]:
-    """Constants of both kernels; ``CHUNKS`` is how many programs share the heads of a token."""
+    """Constants of both kernels; ``CHUNKS`` is the number of programs that share a token's heads."""
     constants = tiles(num_heads + num_kv_heads, head_dim, cos)
     if whole:
+        # One program has all queries or all keys of a token, since their norm spans them.
         rows = triton.next_power_of_2(num_heads)
         warps = min(rows * 2 * constants["BLOCK"] // ELEMENTS_PER_WARP, MAX_WARPS)
         constants |= {"ROWS": rows, "num_warps": max(constants["num_warps"], warps)}
@@ -351,12 +355,13 @@ def qk_norm_rope(
     scale_in_fp32: bool = False,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the packed projection, then norm and rotate q and k, in one kernel. The packed tensor is saved.
+    """Split the packed projection, norm and rotate q and k, all in one kernel. The packed tensor is saved.
 
     Args:
         qkv, cos, sin, num_heads, num_kv_heads, head_dim: as in `rope_qkv`.
-        q_norm_weight, k_norm_weight: both [D], to norm each head by itself; or [H · D] and [G · D], in the order of the
-            outputs' heads, to norm all queries of a token as one vector and all keys as another. Both of one dtype.
+        q_norm_weight, k_norm_weight: both [D], to norm each head separately; or [H · D] and [G · D], in the order of
+            the outputs' heads, to norm all queries of a token as one vector and all keys as another. Both have one
+            dtype.
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
         interleaved: as in `rope`.
 
@@ -364,7 +369,7 @@ def qk_norm_rope(
         ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of qkv.
 
     Raises:
-        ValueError: the sizes do not match, or only one table is given.
+        ValueError: the sizes do not match, or only one of cos and sin is given.
         TypeError: a tensor is not floating-point, or the weights differ in dtype.
     """
     check_qkv("qk_norm_rope", qkv, cos, sin, num_heads, num_kv_heads, head_dim)

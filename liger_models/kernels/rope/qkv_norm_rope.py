@@ -1,19 +1,19 @@
-"""RMSNorm of queries, keys and values, and rotary embedding of queries and keys, while their projection is split.
+"""RMSNorm of queries, keys and values and rotary embedding of queries and keys, fused with the projection's split.
 
-The packed projection is grouped by KV head: its H / G query heads, and then its key and its value, or only its key,
-which is then also the value, or neither (a layer that attends to keys and values of another one). Every head is normed
-by itself. With r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
+The packed projection is grouped by KV head: its H / G query heads, then its key and its value. Without values, the key
+is also the value. Without keys and values, the layer uses the keys and values of another layer. Every head is normed
+separately. With r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
 
-    q, k = cast(rotated(cast(n · w)))     w [D] of the queries, or of the keys; the rotation as in `rope`
+    q, k = cast(rotated(cast(n · w)))     w [D] is the weight of queries or of keys; rotated as in `rope`
     v = cast(n)
 
 Backward, with g = rotated back(dq), and likewise for k::
 
-    s = g · w of a query, g · w of a key (+ dv, where it is also the value), dv of a value
+    s = g · w for queries, g · w for keys (+ dv if the key is also the value), dv for values
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ g · n
 
-Saved: the packed projection. r is recomputed. The weight gradients are summed in fp32: one partial result per program,
-then the sum of these.
+Saved: the packed projection, from which the backward recomputes r. The weight gradients are summed in fp32: each
+program writes a partial result, and `sum_partials` adds these.
 
 Source: transformers ``models/gemma4``; https://arxiv.org/abs/2010.04245.
 """
@@ -65,6 +65,7 @@ def qkv_norm_rope_reference(
     queries = num_heads // num_kv_heads
     groups = packed.unflatten(-1, (num_kv_heads, -1, head_dim))  # [B, T, G, H / G + parts, D]
 
+    # Queries and keys are normed with a weight and rotated; values are normed without a weight.
     def normed(x: Tensor, weight: Tensor | None) -> Tensor:
         weight = x.new_ones(head_dim) if weight is None else weight
         return rms_norm_reference(x, weight, eps, scale_in_fp32=True)
@@ -79,7 +80,7 @@ def qkv_norm_rope_reference(
 
 @triton.jit
 def _slots(chunk, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """The heads of a program in the packed row, [ROWS, 1] each: index, KV head, index in its group, if it exists."""
+    """A program's heads in the packed row: index, KV head, index in the group, if it exists, [ROWS, 1] each."""
     slot = chunk * ROWS + tl.arange(0, ROWS)[:, None]
     return slot, slot // (GROUP + PARTS), slot % (GROUP + PARTS), slot < G * (GROUP + PARTS)
 
@@ -89,8 +90,9 @@ def _weights(
     slot, member, inside, wq_ptr, wk_ptr, GROUP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The norm's weight of each head in fp32, in the layout of `load_heads`; 1 for values."""
+    """The norm's weight for each head in fp32, in the layout of `load_heads`; 1 for values."""
     weight = choose(member < GROUP, wq_ptr + slot * 0, wk_ptr + slot * 0)
+    # Values read the weight of keys, and ignore it.
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, False)
     scaled = member <= GROUP
     return tl.where(scaled, w1.to(tl.float32), 1.0), tl.where(scaled, w2.to(tl.float32), 1.0)
@@ -102,7 +104,7 @@ def _qkv_norm_rope_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the heads of one token per program."""
+    """Norm and rotate a chunk of one token's heads per program."""
     await_previous(OVERLAPS)
     H: tl.constexpr = G * GROUP
     chunk = tl.program_id(0) % CHUNKS
@@ -144,7 +146,7 @@ def _qkv_norm_rope_backward_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the heads of several tokens per program, whose weight gradients it sums."""
+    """Backward for a chunk of the heads of several tokens per program, which also sums their weight gradients."""
     chunk = tl.program_id(0) % CHUNKS
     program = (tl.program_id(0) // CHUNKS).to(tl.int64)
     slot, group, member, inside = _slots(chunk, G, GROUP, PARTS, ROWS)
@@ -176,9 +178,11 @@ def _qkv_norm_rope_backward_kernel(
         rstd = inverse_rms(x1, x2, D, eps, False)
         dx1, dx2 = norm_gradient(x1, x2, s1, s2, rstd, D, False)
 
+        # d_packed is contiguous, unlike packed.
         d_packed = d_packed_ptr + (batch * T + position) * (G * (GROUP + PARTS) * D) + slot * D
         store_heads(d_packed, inside, dx1, dx2, D, HALF, BLOCK, False)
         if STORE_DW:
+            # Each lane sums its element of dw over the program's tokens: dw = Σ dz · n.
             dw1 += g1 * (x1 * rstd)
             dw2 += g2 * (x2 * rstd)
 
@@ -189,7 +193,7 @@ def _qkv_norm_rope_backward_kernel(
 
 
 def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor) -> dict[str, int]:
-    """Constants of both kernels; ``PARTS`` counts keys and values, ``CHUNKS`` the programs that share a token."""
+    """Constants of both kernels; ``PARTS`` counts keys and values, and ``CHUNKS`` the programs that share a token."""
     slots = packed.shape[-1] // head_dim
     constants = tiles(slots, head_dim, cos)
     return constants | {
@@ -201,7 +205,7 @@ def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
 
 
 def _heads(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized q, k and v."""
+    """Allocate q, k and v."""
     shared = num_kv_heads if packed.shape[-1] > num_heads * head_dim else 0
     q, k, v = (packed.new_empty(*packed.shape[:2], heads, head_dim) for heads in (num_heads, shared, shared))
     return q, k, v
@@ -248,6 +252,7 @@ def _qkv_norm_rope_backward(
     chunks = constants["CHUNKS"]
     cos, sin, table_b, table_t = tables(cos, sin, packed)
     B, T, _ = packed.shape
+    # Programs take a share of the tokens and a chunk of the heads, and each sums its part of dw.
     shares, stages = backward_launch(packed, constants, need_dw)
     d_packed = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
     partial = torch.empty(shares * chunks if need_dw else 0, 2, head_dim, dtype=torch.float32, device=packed.device)
@@ -308,11 +313,11 @@ def qkv_norm_rope(
     *,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the packed projection, norm every head, and rotate q and k, in one kernel. The packed tensor is saved.
+    """Split the packed projection, norm every head, and rotate q and k, all in one kernel. The packed tensor is saved.
 
     Args:
-        packed: [B, T, (H + 2 G) · D]: for each KV head its query heads, its key and its value. Or [B, T, (H + G) · D]
-            without values: the keys, before their norm, are the values. Or [B, T, H · D], queries alone.
+        packed: [B, T, (H + 2 G) · D], with the query heads, the key and the value of each KV head; or [B, T, (H + G) ·
+            D] without values, where the keys before their norm are the values; or [B, T, H · D] with queries alone.
         cos, sin: [B or 1, T, R / 2], as in `rope`.
         num_heads, num_kv_heads, head_dim: H, G and D; H is a multiple of G, D is even.
         q_norm_weight: [D].
@@ -320,8 +325,8 @@ def qkv_norm_rope(
         eps: added to the mean of squares.
 
     Returns:
-        ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of packed. Of queries
-        alone, k and v are [B, T, 0, D].
+        ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of packed. With
+        queries alone, k and v are [B, T, 0, D].
 
     Raises:
         ValueError: the sizes do not match.

@@ -1,4 +1,4 @@
-"""Rotary position embedding of one tensor, or of the packed QKV projection while it is split.
+"""Rotary position embedding of one tensor, or of the packed QKV projection fused with its split.
 
 Forward, per token and head, for each pair (x1, x2) of the first R (rotary width) of D entries, in fp32::
 
@@ -29,8 +29,8 @@ from liger_models.kernels.tiles import contiguous_rows
 
 MIN_WARPS, MAX_WARPS = 4, 16
 ELEMENTS_PER_WARP = 512
-"""A program takes heads of one token up to about this size: 16 heads of 128, so 32 + 2 · 8 heads leave no lane idle. In
-bf16 a thread loads 16 bytes of each half, into 32 registers."""
+"""Number of elements of one token's heads that a warp takes: 16 heads of 128 per program, so that 32 + 2 · 8 heads fill
+all lanes. In bf16 a thread loads 16 bytes of each half, into 32 registers."""
 
 PAIRS_PER_WARP = 16
 """Upper limit: with more angles per token than threads, Triton sends the angles through shared memory."""
@@ -77,11 +77,11 @@ def rope_qkv_reference(
 
 @triton.jit
 def choose(condition, a, b):
-    """The pointers ``a`` where ``condition`` holds and ``b`` elsewhere, chosen as addresses.
+    """Pointers ``a`` where ``condition`` holds and ``b`` elsewhere, selected as integer addresses.
 
-    AMD's compiler takes neither ``tl.where`` of pointers into two tensors nor, in a tensor of less than 2 GB, an offset
-    of more than 32 bits, which leads from one tensor to the other: it cuts such an offset off. Addresses are the same
-    instructions as pointers elsewhere.
+    AMD's compiler rejects ``tl.where`` of pointers into two tensors. An offset from one tensor to the other does not
+    work either: in a tensor of less than 2 GB it is truncated to 32 bits. On other GPUs addresses compile to the same
+    instructions as pointers.
     """
     return tl.where(condition, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
 
@@ -90,7 +90,7 @@ def choose(condition, a, b):
 def load_angles(
     cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF: tl.constexpr, BLOCK: tl.constexpr, INVERSE: tl.constexpr
 ):
-    """cos and sin of a token, [1, BLOCK] in fp32; with INVERSE of the opposite angle."""
+    """Load cos and sin of a token, [1, BLOCK] in fp32; with INVERSE for the opposite angle."""
     pair = tl.arange(0, BLOCK)[None, :]
     entry = batch * table_b + position * table_t + pair
     cos = tl.load(cos_ptr + entry, mask=pair < HALF, other=1.0).to(tl.float32)
@@ -100,7 +100,7 @@ def load_angles(
 
 @triton.jit
 def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """The D / 2 pairs of a head in half-split order, [1, BLOCK] each: columns of x1, of x2, and which pairs exist."""
+    """A head's D / 2 pairs in half-split order: columns of x1 and of x2, and which pairs exist, [1, BLOCK] each."""
     pair = tl.arange(0, BLOCK)[None, :]
     rotated = pair < HALF  # the other pairs take the entries after the rotary width, one from each half
     return pair + tl.where(rotated, 0, HALF), pair + tl.where(rotated, HALF, D // 2), pair < D // 2
@@ -110,10 +110,11 @@ def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
 def load_heads(
     source, mask, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """x1 and x2 [ROWS, BLOCK] of all pairs, one head per row of ``source`` [ROWS, 1]; masked rows read as 0."""
+    """Load all pairs x1, x2 [ROWS, BLOCK], one head per row of ``source`` [ROWS, 1]; masked rows read as 0."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
         x = tl.load(source + column, mask=mask & (column < D), other=0.0)
+        # Neighbors are a pair: [ROWS, 2 · BLOCK] -> [ROWS, BLOCK] twice.
         x1, x2 = tl.split(tl.reshape(x, [source.shape[0], BLOCK, 2]))
     else:
         first, second, inside = _columns(D, HALF, BLOCK)
@@ -139,8 +140,9 @@ def store_heads(
 
 @triton.jit
 def rotate(x1, x2, cos, sin, rotary, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotate the first HALF pairs of the rows marked ``rotary``; everything else is returned bit for bit."""
+    """Rotate the first HALF pairs of the rows marked ``rotary``; all other numbers keep their bits."""
     rotated = rotary
+    # Pairs after the first HALF are copied: partial rotary, or the padding of a block.
     if HALF < BLOCK:
         rotated = rotary & (tl.arange(0, BLOCK)[None, :] < HALF)
     return tl.where(rotated, x1 * cos - x2 * sin, x1), tl.where(rotated, x2 * cos + x1 * sin, x2)
@@ -152,7 +154,7 @@ def _rope_kernel(
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS heads of one token per program; INVERSE rotates by the opposite angle."""
+    """Rotate ROWS heads of one token per program; INVERSE rotates by the opposite angle."""
     await_previous(OVERLAPS)
     CHUNKS: tl.constexpr = (H + ROWS - 1) // ROWS
     token = tl.program_id(0) // CHUNKS
@@ -177,7 +179,7 @@ def _rope_qkv_kernel(
     ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS heads of one token per program, from the packed projection to q, k and v, or BACKWARD."""
+    """Split and rotate ROWS heads of one token per program; BACKWARD goes from dq, dk and dv to the packed gradient."""
     await_previous(OVERLAPS)
     SLOTS: tl.constexpr = G * (GROUP + 2)
     CHUNKS: tl.constexpr = (SLOTS + ROWS - 1) // ROWS
@@ -204,18 +206,20 @@ def _rope_qkv_kernel(
         present = present & (member != GROUP)
     if not HAS_V:
         present = present & (member <= GROUP)
+    # [ROWS, BLOCK] twice, in fp32 for the rotation. Values are copied.
     x1, x2 = load_heads(split if BACKWARD else packed, present, D, HALF, BLOCK, INTERLEAVED)
     y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin, member <= GROUP, HALF, BLOCK)
     store_heads(packed if BACKWARD else split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
 
 
 def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """``(cos, sin, batch stride, position stride)``; both tables share the strides, and a batch of 1 is broadcast.
+    """Return ``(cos, sin, batch stride, position stride)``; both tables share the strides, and 1 row is broadcast.
 
-    Without tables ``stand_in`` takes their place in the launch: there are no pairs, so nothing is read.
+    Without tables the launch gets ``stand_in`` in their place, which it never reads, since there are no pairs.
     """
     if cos is None or sin is None:
         return stand_in, stand_in, 0, 0
+    # A kernel takes one pair of strides for both tables.
     cos, sin = contiguous_rows(cos), contiguous_rows(sin)
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -223,7 +227,8 @@ def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Te
 
 
 def tiles(heads: int, head_dim: int, cos: Tensor | None) -> dict[str, int]:
-    """Constants of a launch over the heads of a token: BLOCK pairs of ROWS heads for a program."""
+    """Constants of a launch over a token's heads: each program takes BLOCK pairs of ROWS heads."""
+    # Warps that suit the width of a head, and as many heads as fill them.
     block = triton.next_power_of_2(head_dim // 2)
     warps = min(max(block // PAIRS_PER_WARP, MIN_WARPS), MAX_WARPS)
     return {
@@ -315,6 +320,7 @@ def _rope_qkv_backward(
 ) -> Tensor:  # fmt: skip
     dq, dk, dv = (None if grad is None else contiguous_rows(grad) for grad in (dq, dk, dv))
     like = next(grad for grad in (dq, dk, dv) if grad is not None)
+    # The kernel writes every element of dqkv, with zeros where a gradient is absent.
     width = (num_heads + 2 * num_kv_heads) * head_dim
     dqkv = torch.empty(*like.shape[:2], width, dtype=like.dtype, device=like.device)
     queries = num_heads // num_kv_heads
@@ -381,7 +387,7 @@ def check_heads(op: str, num_heads: int, num_kv_heads: int) -> None:
 
 
 def check_even(op: str, head_dim: int) -> None:
-    """Raise if a head can't be split into pairs."""
+    """Raise unless a head can be split into pairs."""
     if head_dim % 2:
         raise ValueError(f"{op}: head_dim must be even, got {head_dim}.")
 
@@ -422,10 +428,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
     """Rotate every pair of every head: ``(x1 · cos − x2 · sin, x2 · cos + x1 · sin)``.
 
     Args:
-        x: [B, T, H, D], any strides (a transposed [B, H, T, D] is read in place), float32, float16 or bfloat16.
-        cos, sin: [B or 1, T, R / 2], preferably float32; the tables of each token's position. Entries of a head from R
+        x: [B, T, H, D], float32, float16 or bfloat16, with any strides (a transposed [B, H, T, D] is read in place).
+        cos, sin: [B or 1, T, R / 2], preferably float32: cos and sin at each token's position. Entries of a head from R
             on are copied. The tables get no gradient.
-        interleaved: pairs are (2i, 2i + 1) instead of (i, i + R/2).
+        interleaved: whether pairs are (2i, 2i + 1) instead of (i, i + R/2).
 
     Returns:
         [B, T, H, D], contiguous, in the dtype of x.
@@ -455,10 +461,10 @@ def rope_qkv(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the packed projection and rotate q and k, in one kernel. The packed tensor is not saved for the backward.
+    """Split the packed projection and rotate q and k, all in one kernel. The packed tensor is not saved.
 
     Args:
-        qkv: [B, T, (H + 2 G) · D]; for each of the G KV heads its H / G query heads, then k, then v.
+        qkv: [B, T, (H + 2 G) · D]; each of the G KV heads has its H / G query heads, then k, then v.
         cos, sin: as in `rope`, or None for no rotation.
         num_heads: H, query heads.
         num_kv_heads: G, a divisor of H.
@@ -469,7 +475,7 @@ def rope_qkv(
         ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of qkv.
 
     Raises:
-        ValueError: the sizes do not match, or only one table is given.
+        ValueError: the sizes do not match, or only one of cos and sin is given.
         TypeError: a tensor is not floating-point.
     """
     check_qkv("rope_qkv", qkv, cos, sin, num_heads, num_kv_heads, head_dim)
@@ -493,12 +499,12 @@ def liger_rotary_pos_emb(
     Args:
         q: [B, H, T, D] ([B, T, H, D] with unsqueeze_dim 2).
         k: [B, G, T, D] ([B, T, G, D] with unsqueeze_dim 2).
-        cos, sin: [B or 1, T, R] or [T, R], the two halves equal, as transformers' rotary embeddings return them; the
+        cos, sin: [B or 1, T, R] or [T, R], with two equal halves, as transformers' rotary embeddings return them; the
             second half is not read.
         position_ids: ignored, as in transformers: the tables already belong to the positions.
         unsqueeze_dim: the dimension of q and k that holds the heads, 1 or 2.
-        rotary_dim: R, the number of leading entries of a head that are rotated; needed only for tables that have just
-            the first half (GPT-OSS). None for the width of the tables.
+        rotary_dim: R, the number of leading entries of a head that are rotated; None for the width of the tables. It is
+            needed only if the tables have just the first half (GPT-OSS).
 
     Returns:
         ``(q, k)`` rotated: new tensors of the same shapes and dtypes.

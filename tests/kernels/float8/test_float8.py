@@ -69,6 +69,7 @@ def matrices(N: int, C: int, device: str, dtype: torch.dtype):
         yield Matrix("gradient", gate_up, x, act=act), gated_act_backward(x, gate_up, act, False)[0]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("size", SHAPES, ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rounded_bit_for_bit(kernel_device, size, recipe, poisoned_empty):

@@ -80,6 +80,7 @@ def unrounded(mlp: bool, names, kind):
     return call(plain, names, kind)
 
 
+@pytest.mark.cases(24)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("mlp", "kind"), CASES)
 def test_matches_the_reference_and_fp64(backend, mlp, kind, recipe, poisoned_empty):
@@ -117,6 +118,7 @@ def test_product_alone(backend, recipe):
     torch.testing.assert_close(ours[-1], exact[-1])  # the bias's gradient is not rounded
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputed_gate_and_up_give_the_same_gradients(kernel_device, recipe, poisoned_empty):
     named, upstream = make(True, "rms", torch.float32, kernel_device)
@@ -163,6 +165,7 @@ def test_nothing_more_is_saved(kernel_device, mlp, kind):
     assert any(t.data_ptr() == stream.data_ptr() for t in saved)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("mlp", [False, True])
 def test_only_what_is_trained(kernel_device, mlp, recipe):
@@ -224,6 +227,7 @@ def test_streams_and_weights_of_two_dtypes(backend, mlp):
         assert (got - want).float().norm() <= 0.02 * want.float().norm()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("mlp", [False, True])
 def test_opcheck(kernel_device, mlp, kind):

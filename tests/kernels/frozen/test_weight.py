@@ -141,6 +141,7 @@ def test_linear(backend, make, poisoned_empty):
         quantized_linear(draw(2, 5, device=backend), weight)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("chunk", [None, 2])
 @MAKERS
 @MODES
@@ -173,6 +174,7 @@ def test_without_a_low_rank_term_and_gradients(backend, op):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapted"])
 @pytest.mark.parametrize("make", [nf4, float8, functools.partial(blocks, width=32)], ids=["nf4", "float8", "blocks"])
 @MODES

@@ -42,6 +42,7 @@ def terms(x, W, bias, low_rank):
     return x @ W.T + b + low @ B.T, magnitudes, low.abs() @ B.abs().T
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("R", [3, 48])
 @KINDS
 def test_few_rows_are_rounded_once(kernel_device, kind, R, poisoned_empty):

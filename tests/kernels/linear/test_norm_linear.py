@@ -186,6 +186,7 @@ def test_empty_and_single_rows(backend, op):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(("op", "flavor"), FLAVORS)
 @pytest.mark.parametrize(("rows", "width"), [(40, 32), (5, 65), (5, 5000)])
 def test_normed_activations_are_recomputed_bit_for_bit(kernel_device, op, flavor, rows, width, poisoned_empty):
@@ -273,6 +274,7 @@ def test_no_grad(kernel_device, op):
         assert not any(out.requires_grad for out in outputs)
 
 
+@pytest.mark.cases(1)
 @OPS
 def test_opcheck(kernel_device, op):
     named, (dy, dh) = make(op, (3, 24), 8, torch.float32, kernel_device)

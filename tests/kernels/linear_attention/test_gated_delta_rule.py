@@ -332,6 +332,7 @@ def test_opcheck(kernel_device):
     opcheck(ops.gated_delta_step, (*(x[:, :2].detach() for x in inputs[:5]), None, 0.25, True))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.compile
 @pytest.mark.parametrize("bounds", [None, [0, 20, 66]])
 def test_compiles_without_graph_breaks(backend, bounds):

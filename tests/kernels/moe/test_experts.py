@@ -66,6 +66,7 @@ def test_activations(backend, act, recompute, poisoned_empty):
         check(*make((8, 2, 3, 24, 16), dtype, backend), act=act, recompute=recompute)
 
 
+@pytest.mark.cases(12)
 @RECOMPUTE
 @pytest.mark.parametrize("act", [*ACTIVATIONS, "clamped_swiglu"])
 @pytest.mark.parametrize("kind", ["any", "some"])

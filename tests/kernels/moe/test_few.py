@@ -19,6 +19,7 @@ def no_sort(monkeypatch):
     monkeypatch.setattr(experts_module, "sort_by_expert", lambda *_: pytest.fail("the tokens were sorted"))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("kind", ["dense", "nf4", "float8", "blocks"])
 @pytest.mark.parametrize("shape", [(1, 3, 7, 64, 192), (3, 3, 7, 128, 64), (43, 3, 9, 64, 64)], ids=str)
 def test_few_tokens_are_not_sorted(kernel_device, shape, kind, monkeypatch, poisoned_empty):

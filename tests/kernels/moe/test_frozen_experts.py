@@ -92,6 +92,7 @@ def test_blocks_are_those_of_a_linear_layer(backend, size, number):
         assert found.nbytes == math.prod(size[:2]) * (size[2] + -(-size[2] // BLOCK) * number.itemsize)
 
 
+@pytest.mark.cases(8)
 @RECOMPUTE
 @STORED
 @pytest.mark.parametrize("few", [True, False])

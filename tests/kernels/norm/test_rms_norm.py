@@ -51,6 +51,7 @@ def test_add_rms_norm_matches_fp64(backend, shape, flavor, poisoned_empty, monke
         )  # fmt: skip
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("width", [16385, 20000])
 def test_rows_wider_than_a_tile(kernel_device, width, poisoned_empty):
     for dtype in dtypes(kernel_device):

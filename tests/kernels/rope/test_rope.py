@@ -323,6 +323,7 @@ def test_compiles_without_graph_breaks(kernel_device):
     torch.testing.assert_close(run(compiled, [qkv], upstream), run(function, [qkv], upstream), rtol=0, atol=0)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", [(6, 2, 8), (4, 2, 12)], ids=["heads", "head_dim"])
