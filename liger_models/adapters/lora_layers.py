@@ -17,8 +17,10 @@ rank computes a part of the gradients of replicated tensors, and the parts are s
 Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, https://arxiv.org/abs/2402.09353.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -76,7 +78,7 @@ class LoRAConfig:
         use_dora: whether to learn also the norm of each row of the adapted matrices.
 
     Raises:
-        ValueError: ``r`` or ``lora_dropout`` is out of range.
+        ValueError: a value is out of range or of another type.
     """
 
     r: int = 8
@@ -88,12 +90,24 @@ class LoRAConfig:
     use_dora: bool = False
 
     def __post_init__(self) -> None:
-        if not self.r >= 1:
-            raise ValueError(f"LoRAConfig: r must be at least 1, got {self.r}.")
+        r: Any = self.r
+        if type(r) is bool or not isinstance(r, Integral) or r < 1:
+            raise ValueError(f"LoRAConfig: r must be an integer of at least 1, got {r!r}.")
+        for name in ("lora_alpha", "lora_dropout"):
+            value = getattr(self, name)
+            if type(value) is bool or not isinstance(value, Real) or not math.isfinite(value):
+                raise ValueError(f"LoRAConfig: {name} must be a finite number, got {value!r}.")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"LoRAConfig: lora_dropout must be in [0, 1), got {self.lora_dropout}.")
-        if isinstance(self.target_parameters, str):
-            raise ValueError(f"LoRAConfig: target_parameters must be a list of names, got {self.target_parameters!r}.")
+        for name in ("use_rslora", "use_dora"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"LoRAConfig: {name} must be True or False, got {getattr(self, name)!r}.")
+        for name in ("target_modules", "target_parameters"):
+            names = getattr(self, name)
+            if name == "target_modules" and isinstance(names, str):
+                continue
+            if isinstance(names, str) or not (isinstance(names, Collection) and all(isinstance(n, str) for n in names)):
+                raise ValueError(f"LoRAConfig: {name} must be a list of names, got {names!r}.")
 
     @property
     def scaling(self) -> float:

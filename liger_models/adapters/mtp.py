@@ -13,6 +13,7 @@ Source: https://arxiv.org/abs/2412.19437.
 """
 
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -56,8 +57,9 @@ class LigerMTP(nn.Module):
     """A model with its block for multi-token prediction. Its forward trains both; ``model`` stays usable by itself.
 
     The block takes its weights from the checkpoint that the model was loaded from (``mtp.…``). If the checkpoint has no
-    such weights, they are initialized like those of a new model. The block has the checkpointing policy of the model's
-    last block (`Decoder.set_checkpointing`).
+    such weights, they are initialized like those of a new model. From then on ``model.save_pretrained`` writes the
+    block's current weights. The block has the checkpointing policy of the model's last block
+    (`Decoder.set_checkpointing`).
 
     Args:
         model: Qwen3-Next or Qwen3.5, with its weights loaded. `torch.nn.parallel.DistributedDataParallel` takes the
@@ -86,7 +88,7 @@ class LigerMTP(nn.Module):
         self.model, self.loss_weight = model, loss_weight
 
         # The block is built as the only block of a small model that has hardly a vocabulary.
-        stored = {name: tensor for name, tensor in model.kept_tensors.items() if name.startswith(PREFIX)}
+        stored = {name: tensor for name, tensor in model.current_kept_tensors().items() if name.startswith(PREFIX)}
         single: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": [FULL]}
         self._sizes = replace(config, **single, vocab_size=1, pad_token_id=None, tie_word_embeddings=False)
         predictor = type(model).from_config(self._sizes, dtype=model.dtype, device="meta", kernels=model.kernels)
@@ -108,6 +110,7 @@ class LigerMTP(nn.Module):
             self._load(stored)
         else:
             nn.init.normal_(self.fc.weight, std=config.initializer_range)
+        model.trained_tensors = self.tensors
 
     def _own_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this module without those of ``model``."""
@@ -240,5 +243,8 @@ class LigerMTP(nn.Module):
         Args:
             folder, dtype, options: as for `CausalLM.save_pretrained`.
         """
-        self.model.kept_tensors = {**self.model.kept_tensors, **self.tensors(dtype)}
-        self.model.save_pretrained(folder, dtype=dtype, **options)
+        self.model.trained_tensors = partial(self.tensors, dtype)
+        try:
+            self.model.save_pretrained(folder, dtype=dtype, **options)
+        finally:
+            self.model.trained_tensors = self.tensors

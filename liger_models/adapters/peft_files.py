@@ -166,15 +166,17 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     config = _read_config(folder / CONFIG, model, tensors)
 
-    # If the tensors do not fit, undo `apply_lora`.
+    # If anything fails, the model is left as it was.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    apply_lora(model, config)
+    plain = adapter_config(model) is None
     try:
+        apply_lora(model, config)
         _fill_adapters(model, tensors, folder / WEIGHTS)
-    except ValueError:
-        remove_adapters(model)
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+    except BaseException:
+        if plain:  # otherwise the adapters were there before
+            remove_adapters(model)
+            for parameter in trainable:
+                parameter.requires_grad_(True)
         raise
     return model
 
@@ -199,14 +201,16 @@ def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> 
         )
 
     # The targets. A file with parameters alone may have no modules.
-    parameters = tuple(keys.get("target_parameters") or ())
+    parameters = keys.get("target_parameters") or []
     targets = keys.get("target_modules")
     if targets is None and parameters:
         targets = []
-    if not isinstance(targets, str | list):
+    if not isinstance(targets, str) and not _are_names(targets):
         raise ValueError(
             f"{file}: target_modules must be a list of names or a string, got {targets!r}. Add what is adapted."
         )
+    if not _are_names(parameters):
+        raise ValueError(f"{file}: target_parameters must be a list of names, got {parameters!r}. Add what is adapted.")
 
     # If the name of a linear layer could also mean experts, PEFT's files list its weight among the parameters.
     linears = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
@@ -223,7 +227,15 @@ def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> 
     keys["target_modules"] = targets
 
     fields = {field.name for field in dataclasses.fields(LoRAConfig)}
-    return LoRAConfig(**{name: value for name, value in keys.items() if name in fields})
+    try:
+        return LoRAConfig(**{name: value for name, value in keys.items() if name in fields})
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _are_names(value: Any) -> bool:
+    """Whether a value of adapter_config.json is a list of texts."""
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 class PeftTensor(NamedTuple):
@@ -306,10 +318,10 @@ def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> N
 
     # All shapes are those that the model itself would write.
     for name, (parameter, write, read) in targets.items():
-        shape = write(torch.empty_like(parameter, device="meta")).shape
-        if tensors[name].shape != shape:
+        shape, tensor = write(torch.empty_like(parameter, device="meta")).shape, tensors[name]
+        if tensor.shape != shape or not tensor.is_floating_point():
             raise ValueError(
-                f"{file}: {name} must be {list(shape)}, got {list(tensors[name].shape)}. Load it into the model that "
-                "it was trained on."
+                f"{file}: {name} must be floats {list(shape)}, got {tensor.dtype} {list(tensor.shape)}. Load it into "
+                "the model that it was trained on."
             )
-        parameter.data.copy_(read(tensors[name]))
+        parameter.data.copy_(read(tensor))

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from liger_models.adapters.lora import adaptable_layers, matches, unsupported_linears
 from liger_models.adapters.lora_layers import short_name, with_class
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.errors import check_values
 from liger_models.convert.files import CONFIG, read_json
 from liger_models.convert.format import format_of
 from liger_models.convert.weight_map import Expression, Name
@@ -210,6 +211,7 @@ class UnpackedModel(Node):
         super().__init__()
         self.fixed, self.skipped = [], set()
         self.adapter_configs, self.checked = None, set()
+        self.input_hooks: list[Any] = []
 
         # Build the tree.
         self._add_causal_lm(causal_lm)
@@ -217,7 +219,6 @@ class UnpackedModel(Node):
         self.plain_names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
 
         # PEFT reads these from the module that it adapts.
-        self.generation_config = getattr(inner, "generation_config", None)
         self.name_or_path = getattr(inner, "name_or_path", None)
         embedding = causal_lm.embed_tokens
         if embedding.scale is not None:
@@ -359,6 +360,13 @@ class UnpackedModel(Node):
 
     def _before_forward(self, *_: Any) -> None:
         self.sync()
+        configs = (self.adapter_configs or {}).values()
+        recomputes = self.causal_lm.checkpointing != "none" and self.training and torch.is_grad_enabled()
+        if recomputes and any(getattr(config, "alora_invocation_tokens", None) for config in configs):
+            raise ValueError(
+                f"aLoRA: activations must be saved, got recomputation ({self.causal_lm.checkpointing}), where PEFT's "
+                'adapters do not know where they begin. Call set_checkpointing("none"), or disable checkpointing.'
+            )
 
     def _check_config(self, config: Any) -> None:
         """Raise ValueError for settings that PEFT would silently ignore."""
@@ -374,6 +382,12 @@ class UnpackedModel(Node):
                     "routers and patch embeddings have no adapters. Leave it out, or give longer names."
                 )
 
+        if config.peft_type == "ADALORA" and self.inner is self.causal_lm:
+            raise ValueError(
+                f"AdaLoRA: the model must return outputs whose loss can be replaced, got {type(self.inner).__name__}, "
+                "which returns tuples. Adapt unpack_projections(liger_models.hf.wrap(model))."
+            )
+
         # Experts, and trained tokens of an embedding that is also the head.
         parameters = getattr(config, "target_parameters", None)
         if parameters:
@@ -383,9 +397,11 @@ class UnpackedModel(Node):
                 "leave these out."
             )
 
+        # The head of a model that classifies has no weight.
+        tied = self.causal_lm.config.tie_word_embeddings and any(True for _ in self.causal_lm.lm_head.parameters())
         for option in ("trainable_token_indices", "token_indices", "ensure_weight_tying"):
             value = getattr(config, option, None)
-            if value and self.causal_lm.config.tie_word_embeddings:
+            if value and tied:
                 raise ValueError(
                     f"{option} must be empty in a model that ties the head to the embedding, got {value}. Leave it "
                     "out; modules_to_save trains copies of either."
@@ -419,7 +435,7 @@ class UnpackedModel(Node):
 
     @property
     def config(self) -> Any:
-        """The model's configuration with two further names for PEFT, ``model_type`` and ``from_pretrained``."""
+        """The model's configuration, with the methods and the ``model_type`` that PEFT reads."""
         config = self.inner.config
         if hasattr(config, "from_pretrained"):
             return config
@@ -436,13 +452,55 @@ class UnpackedModel(Node):
         **inputs: Any,
     ) -> Any:
         """Call the model's forward without arguments that are None, of which PEFT passes many."""
+        if attention_mask is not None and attention_mask.is_floating_point() and self.inner is self.causal_lm:
+            # PEFT puts ones of the default dtype before the mask, for the prompts that it learns.
+            check_values(
+                (attention_mask == attention_mask.bool()).all(),
+                "forward: attention_mask must be 1 for tokens and 0 for padding, got other numbers. Pass mask > 0.",
+            )
+            attention_mask = attention_mask.bool()
         # A model without one of these arguments is not passed None for it.
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
         inputs |= {"labels": labels, "position_ids": position_ids}
         return self.inner(**{name: value for name, value in inputs.items() if value is not None})
 
+    @property
+    def generation_config(self) -> Any:
+        """The model's defaults of ``generate``; None for a `CausalLM`."""
+        return getattr(self.inner, "generation_config", None)
+
+    @generation_config.setter
+    def generation_config(self, value: object) -> None:
+        self.inner.generation_config = value
+
+    @property
+    def loss_function(self) -> Any:
+        """The model's loss of logits, which transformers' models let users replace."""
+        return self.inner.loss_function
+
+    @loss_function.setter
+    def loss_function(self, function: object) -> None:
+        if self.inner is self.causal_lm:
+            raise ValueError(
+                f"loss_function: {type(self.inner).__name__} takes it as an argument of the forward. Pass it there."
+            )
+        self.inner.loss_function = function
+
+    def get_encoder(self) -> "UnpackedModel":
+        """The model itself, which says that there is no encoder, as in transformers."""
+        return self
+
     def enable_input_require_grads(self) -> None:
-        """Do nothing when TRL calls it; see ``is_gradient_checkpointing``."""
+        """Let the output of the embedding require a gradient, as reentrant checkpointing of other tools needs."""
+        self.disable_input_require_grads()
+        hook = self.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_(True))
+        self.input_hooks = [hook]
+
+    def disable_input_require_grads(self) -> None:
+        """Undo `enable_input_require_grads`."""
+        for hook in self.input_hooks:
+            hook.remove()
+        self.input_hooks = []
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding, or the module by which PEFT has replaced it."""
@@ -465,6 +523,12 @@ class UnpackedModel(Node):
 
     @prepare_inputs_for_generation.setter
     def prepare_inputs_for_generation(self, method: Callable[..., dict[str, Any]]) -> None:
+        config = getattr(getattr(method, "__self__", None), "active_peft_config", None)
+        if self.inner is self.causal_lm and getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"generate: learned prompts need transformers' generate, got {type(self.inner).__name__}. Adapt "
+                "unpack_projections(liger_models.hf.wrap(model))."
+            )
         if hasattr(self.inner, "prepare_inputs_for_generation"):
             self.inner.prepare_inputs_for_generation = method
 
@@ -568,7 +632,9 @@ def _new_parameter(values: Tensor, like: Tensor) -> nn.Parameter:
 
 @functools.cache
 def _peft_config_class(config_class: type, model_type: str) -> type:
-    attributes = {"model_type": model_type, "from_pretrained": staticmethod(_stored_vocabulary)}
+    attributes: dict[str, Any] = {"model_type": model_type, "from_pretrained": staticmethod(_stored_vocabulary)}
+    attributes["to_dict"] = lambda config: dataclasses.asdict(config) | {"model_type": model_type}
+    attributes["get_text_config"] = lambda config: config
     return type(config_class.__name__, (config_class,), attributes)
 
 

@@ -1,8 +1,10 @@
 """The base class of all models: a decoder that loads, saves, generates, and works with transformers' Trainer."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -51,14 +53,14 @@ class CausalLM(Decoder):
 
     @property
     def peft_config(self) -> Any:
-        """Always missing, because PEFT can adapt only ``unpack_projections(model)``.
-
-        PEFT sets it after replacing modules.
+        """Not there: PEFT adapts ``unpack_projections(model)``.
 
         Raises:
-            AttributeError: always.
-            ValueError: PEFT sets it. The replaced modules are put back first.
+            AttributeError: always, unless PEFT asks.
+            ValueError: PEFT asks, before it looks for modules to replace.
         """
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("peft.tuners."):
+            raise ValueError(CausalLM._must_be_unpacked(self))
         raise AttributeError(f"{type(self).__name__} has no peft_config.")
 
     @peft_config.setter
@@ -66,7 +68,10 @@ class CausalLM(Decoder):
         for path, module in [*self.named_modules()]:
             if hasattr(module, "get_base_layer"):
                 self.set_submodule(path, module.get_base_layer())
-        raise ValueError(
+        raise ValueError(CausalLM._must_be_unpacked(self))
+
+    def _must_be_unpacked(self) -> str:
+        return (
             f"get_peft_model: {type(self).__name__} must be unpacked, got packed projections, in which PEFT cannot "
             "find q_proj, k_proj, v_proj, gate_proj and up_proj. Pass unpack_projections(model), from "
             "liger_models.adapters, to PEFT or to the trainer that calls it."
@@ -91,19 +96,20 @@ class CausalLM(Decoder):
             The embedding.
 
         Raises:
-            ValueError: a number is below 1; the model is sharded or has adapters on embedding or head; or the embedding
-                has more rows than the head (placeholders of Llama 3.2 Vision).
+            ValueError: a number is below 1 or no integer; the model is sharded or has adapters on embedding or head; or
+                the embedding has more rows than the head (placeholders of Llama 3.2 Vision).
         """
-        for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
-            if number is not None and not number > 0:
-                raise ValueError(f"resize_token_embeddings: {name} must be positive, got {number}.")
+        numbers: dict[str, Any] = {"new_num_tokens": new_num_tokens, "pad_to_multiple_of": pad_to_multiple_of}
+        for name, number in numbers.items():
+            if number is not None and (not isinstance(number, Integral) or int(number) < 1):
+                raise ValueError(f"resize_token_embeddings: {name} must be a positive integer, got {number}.")
 
         # V, rounded up.
         V = -(-new_num_tokens // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
 
         # Single rows of a shard or of an adapter cannot be added.
         parts: tuple[LigerEmbedding | LigerLMHead, ...] = self.embed_tokens, self.lm_head
-        plain = all([name for name, _ in part.named_parameters()] == ["weight"] for part in parts)
+        plain = all([name for name, _ in part.named_parameters()] in (["weight"], []) for part in parts)
         cut = self.groups.tensor is not None or any(hasattr(part.weight, "full_tensor") for part in parts)
         if not plain or cut:
             raise ValueError(
@@ -120,10 +126,11 @@ class CausalLM(Decoder):
         # A tied head stays tied.
         tied = self.lm_head.weight is self.embed_tokens.weight
         resize_rows(self.embed_tokens, V)
-        if tied:
-            self.lm_head.weight, self.lm_head.out_features = self.embed_tokens.weight, V
-        else:
+        if not tied:
             resize_rows(self.lm_head, V)
+        elif "weight" in self.lm_head._parameters:  # not below a head that classifies
+            self.lm_head.weight = self.embed_tokens.weight
+        self.lm_head.out_features = V
         self.config = replace(self.config, vocab_size=V)
         return self.embed_tokens
 

@@ -23,6 +23,15 @@ def check_values(condition: Tensor, message: str) -> None:
         torch._assert_async(condition, message)
 
 
+def check_transforms(where: str) -> None:
+    """Raise ValueError inside the transforms of torch.func (grad, vmap, jvp), for which fused ops have no rules."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ValueError(
+            f"{where}: must be called outside of torch.func's transforms, such as grad and vmap, for which fused ops "
+            "have no rules. Call backward; for the gradients of each row, call it row by row."
+        )
+
+
 def check_tensors(**given: object) -> None:
     """Raise ValueError unless each argument of a forward is a tensor or None."""
     for name, value in given.items():

@@ -102,8 +102,9 @@ def save_pretrained(
         stored = stored._replace(height=block_size(quantization["quantization_config"])[0])
 
     # The division into files, from shapes alone.
+    kept_tensors = model.current_kept_tensors()
     plan = split_state_dict_into_shards_factory(
-        stored.shapes(dtype) | model.kept_tensors,
+        stored.shapes(dtype) | kept_tensors,
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
@@ -130,7 +131,7 @@ def save_pretrained(
 
         # Write each file as soon as its last tensor arrives, so that memory holds few files.
         pending: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in itertools.chain(stored.unpack(gathered, dtype), model.kept_tensors.items()):
+        for name, tensor in itertools.chain(stored.unpack(gathered, dtype), kept_tensors.items()):
             file = plan.tensor_to_filename[name]
             pending.setdefault(file, {})[name] = tensor.cpu()
             if len(pending[file]) == len(plan.filename_to_tensors[file]):

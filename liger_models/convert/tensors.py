@@ -292,6 +292,11 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.view(torch.complex128).contiguous().view(tensor.dtype)
 
 
+def is_tied(head: Tensor, embedding: Tensor) -> bool:
+    """Whether the weights of a head and an embedding are one tensor. Either may be sharded."""
+    return head is embedding or _local(head).data_ptr() == _local(embedding).data_ptr() != 0
+
+
 def as_stored(
     where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None
 ) -> CheckpointTensors:
@@ -329,7 +334,7 @@ def as_stored(
     # Whether the head is the embedding: the weights decide, not the config. A merged adapter makes them two tensors.
     layers = {path: layer for path, layer in named_layers(model) if layer.adapted}
     head, embedding = stored.get("lm_head.weight"), stored["embed_tokens.weight"]
-    tied = head is None or head is embedding or _local(head).data_ptr() == _local(embedding).data_ptr() != 0
+    tied = head is None or is_tied(head, embedding)
     tied = tied and not (merge and "lm_head" in layers)
     if tied != model.config.tie_word_embeddings:
         warnings.warn(

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import transformers
+from torch import Tensor
 from transformers import AutoConfig, GenerationMixin, PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from liger_models.arch.auto import get_arch, list_archs
 from liger_models.arch.registry import built_in
@@ -18,7 +20,7 @@ from liger_models.convert.format import format_of
 from liger_models.convert.save import AUTO_CLASSES as AUTO_CLASSES_OF
 from liger_models.hf.checkpoint import GENERATION_CONFIG
 from liger_models.hf.classification import LigerForSequenceClassification
-from liger_models.hf.config import config_class
+from liger_models.hf.config import class_name, config_class
 from liger_models.hf.model import LigerForCausalLM
 
 CLASSIFIER = "AutoModelForSequenceClassification"
@@ -46,6 +48,10 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
     if arch.prompt_inputs:
         members["forward"] = _forward_with(arch.prompt_inputs)
         members["input_modalities"] = ("image", "text")
+    if hasattr(arch, "image_features"):
+        members["get_image_features"] = _features_of
+    if "pixel_values_videos" in arch.prompt_inputs and hasattr(arch, "image_features"):
+        members["get_video_features"] = _features_of
     # Transformers looks for GenerationMixin among the bases themselves.
     return type(_name_of(arch), (LigerForCausalLM, GenerationMixin), members)
 
@@ -53,7 +59,7 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
 def classifier_class(model_type: str) -> type[LigerForSequenceClassification] | None:
     """The class of a model type with a head for classification; None if transformers has none, or there are images."""
     arch: Any = get_arch(model_type)
-    name = _named(getattr(transformers, CLASSIFIER), model_type)
+    name = class_name(getattr(transformers, CLASSIFIER), model_type)
     return None if name is None or arch.prompt_inputs else _classifier_of(arch, model_type, name)
 
 
@@ -89,6 +95,19 @@ def _forward_with(names: tuple[str, ...]) -> Any:
     named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
     forward.__signature__ = signature.replace(parameters=[*usual, *named, others])  # type: ignore[attr-defined]
     return forward
+
+
+def _features_of(self: LigerForCausalLM, *inputs: Tensor, **named: Tensor) -> BaseModelOutputWithPooling:
+    """The image tokens of each image, or of each video, in ``pooler_output``.
+
+    Args:
+        inputs, named: the pixels and what belongs to them, as in the forward.
+    """
+    decoder: Any = self.model.decoder
+    # Videos are images of several frames, under names of their own.
+    names = {"pixel_values_videos": "pixel_values", "video_grid_thw": "image_grid_thw"}
+    tokens = decoder.image_features(*inputs, **{names.get(name, name): value for name, value in named.items()})
+    return BaseModelOutputWithPooling(pooler_output=tokens)
 
 
 def find_class(name: str) -> Any:
@@ -159,12 +178,17 @@ def unregister() -> None:
 
 @contextlib.contextmanager
 def registered() -> Iterator[None]:
-    """Context in which the models of this package are registered."""
+    """Context in which the models of this package are registered. Afterwards the auto classes return what they did."""
+    before = [
+        (auto_class, config, auto_class._model_mapping.get(config, None)) for auto_class, config, _, _ in _entries()
+    ]
     register()
     try:
         yield
     finally:
-        unregister()
+        for auto_class, config, hf_class in before:
+            if hf_class is not None:
+                auto_class.register(config, hf_class, exist_ok=True)
 
 
 def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
@@ -177,12 +201,6 @@ def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
             auto_class: Any = getattr(transformers, auto_name, None)
             if auto_class is None:
                 continue
-            if (added and auto_name == AUTO_CLASSES[0]) or _named(auto_class, model_type) == ours.__name__:
+            if (added and auto_name == AUTO_CLASSES[0]) or class_name(auto_class, model_type) == ours.__name__:
                 entries.append((auto_class, ours.config_class, ours, theirs))
     return entries
-
-
-def _named(auto_class: Any, model_type: str) -> str | None:
-    """The name of the class that transformers itself has for a model type."""
-    names = auto_class._model_mapping._model_mapping
-    return names.get(model_type) if isinstance(names.get(model_type), str) else None

@@ -26,7 +26,8 @@ class LigerCache(Cache):
         if not isinstance(past_key_values, LigerCache):
             raise ValueError(
                 "forward: past_key_values must be what this model returned, or None with use_cache=True for a new "
-                f"cache, got {type(past_key_values).__name__}."
+                f"cache, got {type(past_key_values).__name__}. PEFT's prefix tuning and cartridges need the class of "
+                "transformers: here prompt tuning learns prompts."
             )
         return past_key_values
 
@@ -42,6 +43,11 @@ class LigerCache(Cache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """−1: there is no maximum."""
+        return -1
+
+    @property
+    def max_cache_len(self) -> int:
+        """`get_max_length` under the name by which PEFT asks."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -64,14 +70,20 @@ class LigerCache(Cache):
         """Forget the last tokens; ``tokens_to_remove`` is minus their number.
 
         Raises:
-            ValueError: there are states of linear attention, from which no token can be taken.
+            ValueError: the number is positive, as in transformers' own caches; or there are states of linear attention,
+                from which no token can be taken.
         """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop: tokens_to_remove must be 0 or minus the number of tokens to remove, got {tokens_to_remove}. To "
+                "keep n tokens, pass n - get_seq_length()."
+            )
         if not self.is_croppable:
             raise ValueError(
                 "crop: the cache must hold keys and values only, got states of linear attention, from which no token "
                 "can be taken. Generate without assistant_model and prompt_lookup_num_tokens."
             )
-        self.decode.length -= min(abs(tokens_to_remove), self.decode.length)
+        self.decode.length -= min(-tokens_to_remove, self.decode.length)
 
     def reset(self) -> None:
         """Forget all tokens."""

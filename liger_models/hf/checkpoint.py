@@ -2,20 +2,24 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
 
 from liger_models.arch.auto import get_arch
-from liger_models.convert.files import some
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import read_config
+from liger_models.convert.files import FLOATS, StoredTensor, as_dtype, open_all, read_headers, read_whole, some
 from liger_models.convert.format import format_of
 from liger_models.convert.hub import download
-from liger_models.convert.load import load_pretrained, pick_map
+from liger_models.convert.load import load_pretrained, pick_map, read_assets
 from liger_models.convert.save import save_pretrained
+from liger_models.convert.tensors import as_stored, load_hf_tensors
 from liger_models.distributed.ranks import rank, wait_for_ranks
 from liger_models.hf.config import to_json
 from liger_models.layers.linear import is_sharded
@@ -23,6 +27,7 @@ from liger_models.layers.linear import is_sharded
 PREFIX = "model.decoder."
 """Prefix of the names of the decoder's parameters."""
 GENERATION_CONFIG = "generation_config.json"
+logger = logging.get_logger(__name__)
 
 _IGNORED = [
     "_commit_hash",
@@ -30,7 +35,6 @@ _IGNORED = [
     "_from_auto",
     "_from_pipeline",
     "code_revision",
-    "ignore_mismatched_sizes",
     "low_cpu_mem_usage",
     "max_memory",
     "offload_buffers",
@@ -47,6 +51,14 @@ _IGNORED = [
 """Arguments of transformers' ``from_pretrained`` that change nothing here."""
 
 
+class Mismatch(NamedTuple):
+    """A tensor whose shape in a checkpoint is not the model's, as transformers lists it."""
+
+    name: str
+    stored: tuple[int, ...]
+    expected: tuple[int, ...]
+
+
 class Checkpoint:
     """Loading and saving of a model with a head."""
 
@@ -58,7 +70,7 @@ class Checkpoint:
     @classmethod
     def from_pretrained(
         cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
         *,
         config: PreTrainedConfig | str | os.PathLike[str] | None = None,
         dtype: torch.dtype | str | None = None,
@@ -72,12 +84,14 @@ class Checkpoint:
         subfolder: str = "",
         generation_config: GenerationConfig | None = None,
         output_loading_info: bool = False,
+        ignore_mismatched_sizes: bool = False,
+        state_dict: Mapping[str, Tensor] | None = None,
         **options: Any,
     ) -> Any:
         """Load a checkpoint, tensor by tensor, in eval mode.
 
         Args:
-            pretrained_model_name_or_path: folder, or name on the hub.
+            pretrained_model_name_or_path: folder, or name on the hub; None with ``config`` and ``state_dict``.
             config: another configuration than the checkpoint's.
             dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for the checkpoint's.
             torch_dtype: older name of ``dtype``.
@@ -85,8 +99,11 @@ class Checkpoint:
             cache_dir, force_download, local_files_only, token, revision: as in huggingface_hub.
             subfolder: subfolder of a folder on this machine.
             generation_config: defaults of ``generate``, other than the checkpoint's.
-            output_loading_info: also return a dict of lists, which are empty: a checkpoint that does not match is an
-                error.
+            output_loading_info: also return a dict of sets. Its ``mismatched_keys`` and, for a head that classifies,
+                ``missing_keys`` name the tensors that were drawn; everything else that does not match is an error.
+            ignore_mismatched_sizes: draw the tensors that have another shape in the checkpoint, with a warning, instead
+                of raising an error.
+            state_dict: tensors to load instead of the checkpoint's, under the names of a checkpoint or of the model.
             options: values of the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments of
                 transformers that say how to load are ignored.
 
@@ -94,8 +111,18 @@ class Checkpoint:
             FileNotFoundError: the folder or a file in it is missing.
             ValueError: the content of a file does not match the model, or an argument is not supported.
         """
-        # The folder: on this machine, or downloaded.
         dtype = torch_dtype if dtype is None else dtype
+        if pretrained_model_name_or_path is None:
+            if not isinstance(config, PreTrainedConfig) or state_dict is None:
+                raise ValueError(
+                    "from_pretrained: without a folder there must be config and state_dict, got "
+                    f"{type(config).__name__} and {type(state_dict).__name__}. Pass both, or the name of a checkpoint."
+                )
+            model = cls._from_state_dict(config, state_dict, dtype, _device(device_map))
+            model.generation_config = generation_config or GenerationConfig.from_model_config(config)
+            return (model, _loading_info([], [])) if output_loading_info else model
+
+        # The folder: on this machine, or downloaded.
         folder = Path(pretrained_model_name_or_path) / subfolder
         if not folder.is_dir():
             if subfolder != "":
@@ -119,7 +146,15 @@ class Checkpoint:
 
         # The model, with its weights.
         device = torch.device("meta") if _without_values() else _device(device_map)
-        model: Any = cls._load(config_, folder, dtype, device)
+        missing: list[str] = []
+        mismatched: list[Mismatch] = []
+        if state_dict is None:
+            model, missing, mismatched = cls._load(config_, folder, dtype, device, ignore_mismatched_sizes)
+        else:
+            model = cls._from_state_dict(config_, state_dict, dtype, device)
+        if missing or mismatched:
+            drawn = [*missing, *(f"{name} {list(old)} -> {list(new)}" for name, old, new in mismatched)]
+            logger.warning(f"{cls.__name__}: weights that {folder} lacks are drawn: {some(drawn)}. Train the model.")
         decoder = model.model.decoder
         if hasattr(config_, "quantization_config"):  # MXFP4, which was read dequantized
             del config_.quantization_config
@@ -138,17 +173,49 @@ class Checkpoint:
         if device_map is not None:
             model.hf_device_map = {"": decoder.device}
         model.eval()
-        empty: dict[str, Any] = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
-        return (model, empty) if output_loading_info else model
+        return (model, _loading_info(missing, mismatched)) if output_loading_info else model
 
     @classmethod
     def _load(
-        cls, config: PreTrainedConfig, folder: Path, dtype: torch.dtype | str | None, device: torch.device
+        cls,
+        config: PreTrainedConfig,
+        folder: Path,
+        dtype: torch.dtype | str | None,
+        device: torch.device,
+        ignore_mismatched_sizes: bool,
+    ) -> tuple[Any, list[str], list[Mismatch]]:
+        """The model with the weights in a folder, and the tensors that were drawn."""
+        arch, hf_config = get_arch(config.model_type), to_json(config)
+        mismatched: list[Mismatch] = []
+        if ignore_mismatched_sizes:
+            stored = read_headers(folder)
+            ours = read_config(arch.config_class, hf_config, tensors=len(stored))
+            with torch.device("meta"):
+                mismatched = find_mismatched(arch(ours), stored)
+        if mismatched:
+            decoder = arch.from_config(ours, dtype=as_dtype_of(stored, dtype), device=device)
+            fill_decoder(decoder, stored, mismatched)
+            decoder.hf_config, decoder.assets = hf_config, read_assets(folder, hf_config)
+        else:
+            decoder = load_pretrained(arch, folder, dtype=dtype, device=device, hf_config=hf_config)
+        return cls(config, decoder), [], mismatched  # type: ignore[call-arg]
+
+    @classmethod
+    def _from_state_dict(
+        cls,
+        config: PreTrainedConfig,
+        state_dict: Mapping[str, Tensor],
+        dtype: torch.dtype | str | None,
+        device: torch.device,
     ) -> Any:
-        """The model with the weights in a folder."""
-        arch = get_arch(config.model_type)
-        decoder = load_pretrained(arch, folder, dtype=dtype, device=device, hf_config=to_json(config))
-        return cls(config, decoder)  # type: ignore[call-arg]
+        """A model with the tensors of a state dict, in their dtype unless another one is given."""
+        floats = (tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())
+        stored = next(floats, torch.float32)
+        target = stored if dtype in (None, "auto") else as_dtype("from_pretrained: dtype", dtype)
+        made: Any = cls
+        model = made(config).to(device, target)
+        model.load_state_dict(state_dict)
+        return model.eval()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
@@ -196,6 +263,7 @@ class Checkpoint:
             return
 
         # The tensors, under the names of the decoder's parameters.
+        self.model.apply_edits()
         parameters = dict(hf_model.named_parameters(remove_duplicate=False))
         if state_dict is None and any(map(is_sharded, parameters.values())):
             wait_for_ranks(f"save_pretrained {save_directory}")
@@ -206,6 +274,12 @@ class Checkpoint:
         decoder = self.model.decoder
         if decoder.config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)
+        elif len(decoder.lm_head.weight) != decoder.config.vocab_size:
+            raise ValueError(
+                "save_pretrained: embedding and head must have the same number of rows, got "
+                f"{len(decoder.embed_tokens.weight)} and {len(decoder.lm_head.weight)}. Replace both, or call "
+                "resize_token_embeddings."
+            )
 
         # The other files.
         config = copy.deepcopy(self.config)
@@ -242,6 +316,7 @@ class Checkpoint:
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
         # The layout whose names are closest to those given.
+        self.model.apply_edits()
         decoder = self.model.decoder
         parameters = dict(decoder.named_parameters())
         weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), state_dict, parameters)
@@ -255,21 +330,124 @@ class Checkpoint:
                 f"{some(missing) or 'none'}. Unexpected: {some(unexpected) or 'none'}. strict=False loads the others."
             )
 
-        with torch.no_grad():
+        # All shapes are checked before anything changes: copying would repeat a tensor of fewer elements.
+        if not assign and any(parameter.is_meta for parameter in parameters.values()):
+            raise ValueError(
+                "load_state_dict: the model must have weights to copy into, got parameters on the meta device. Pass "
+                "assign=True, or load a folder by from_pretrained."
+            )
+        shapes = {name: tensor.shape for name, tensor in weights.shapes(parameters).items()}
+        check_shapes("load_state_dict", find_mismatched_shapes(shapes, state_dict))
+
+        with torch.no_grad(), decoder._sharing():
             for ours, expression in weights.entries.items():
                 parameter = parameters[ours]
                 tensors = {name: state_dict[name] for name in expression.names() if name in state_dict}
-                tensors = {name: tensor.to(parameter.device, parameter.dtype) for name, tensor in tensors.items()}
+                if not assign:
+                    tensors = {name: tensor.to(parameter.device, parameter.dtype) for name, tensor in tensors.items()}
                 if not tensors:
                     continue
                 if len(tensors) < len(expression.names()):  # the others stay
                     tensors = expression.unpack(parameter.detach()) | tensors
                 packed = expression.pack(tensors)
                 if assign:
-                    parameter.data = packed.contiguous()
+                    owner, _, attribute = ours.rpartition(".")
+                    new = nn.Parameter(packed.contiguous(), parameter.requires_grad)
+                    setattr(decoder.get_submodule(owner), attribute, new)
                 else:
                     parameter.copy_(packed)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def find_mismatched_shapes(expected: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Mismatch]:
+    """The tensors of a checkpoint, or of a state dict, that have other shapes than the model's."""
+    return [
+        Mismatch(name, tuple(stored[name].shape), tuple(shape))
+        for name, shape in expected.items()
+        if name in stored and tuple(stored[name].shape) != tuple(shape)
+    ]
+
+
+def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> list[Mismatch]:
+    """The tensors of a checkpoint that have other shapes than those of a model."""
+    parameters = dict(decoder.named_parameters())
+    weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
+    return find_mismatched_shapes({name: each.shape for name, each in weights.shapes(parameters).items()}, stored)
+
+
+def check_shapes(where: str, mismatched: list[Mismatch]) -> None:
+    """Raise ValueError if there are tensors of other shapes."""
+    if mismatched:
+        differences = [f"{name} {list(old)}, not {list(new)}" for name, old, new in mismatched]
+        raise ValueError(
+            f"{where}: tensors must have the shapes of the model, got {some(differences)}. Load the model that they "
+            "belong to, or draw new ones: from_pretrained(..., ignore_mismatched_sizes=True)."
+        )
+
+
+def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], mismatched: list[Mismatch]) -> None:
+    """Read the tensors of a checkpoint into a model, one by one, except those of other shapes, which stay as drawn.
+
+    Args:
+        decoder: the model.
+        stored: the checkpoint's tensors by name.
+        mismatched: those of other shapes.
+    """
+    parameters = dict(decoder.named_parameters())
+    weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
+    names = {name for name, _, _ in mismatched}
+    drawn = {
+        name: tensor.clone()
+        for ours, expression in weights.entries.items()
+        if names & {*expression.names()}
+        for name, tensor in expression.unpack(parameters[ours].detach()).items()
+        if name in names
+    }
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stored.items():
+            if name in drawn:
+                yield name, drawn[name]
+                continue
+            with open_all([tensor]) as files:
+                if name.startswith(weights.kept):
+                    decoder.kept_tensors[name] = read_whole(files, name, tensor).clone()
+                elif not weights.passes_over(name) or not mismatched:
+                    yield name, read_whole(files, name, tensor)
+
+    load_hf_tensors(decoder, read())
+
+
+def as_dtype_of(stored: Mapping[str, StoredTensor], dtype: torch.dtype | str | None) -> torch.dtype:
+    """The dtype with this name; of None and "auto" the dtype of the first tensor of a checkpoint."""
+    if dtype is None or dtype == "auto":
+        return FLOATS.get(next(iter(stored.values())).dtype, torch.bfloat16)
+    return as_dtype("from_pretrained: dtype", dtype)
+
+
+def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint of the decoder, gathered from all ranks, without those of its head.
+
+    Args:
+        decoder: the model.
+        parameters: the tensors under the names of the decoder's parameters. The head's is ignored.
+    """
+    tied = decoder.config.tie_word_embeddings
+    head = {} if tied else {"lm_head.weight": torch.empty(0)}
+    body = {name: tensor for name, tensor in parameters.items() if name != "lm_head.weight"}
+    stored = as_stored("save_pretrained", decoder, merge=False, parameters=body | head)
+    heads = [] if tied else stored.weights.entries["lm_head.weight"].names()
+    return {name: tensor for name, tensor in stored.unpack(stored.gather(), None) if name not in heads}
+
+
+def _loading_info(missing: list[str], mismatched: list[Mismatch]) -> dict[str, Any]:
+    """What from_pretrained returns with ``output_loading_info``."""
+    return {
+        "missing_keys": {*missing},
+        "unexpected_keys": set(),
+        "mismatched_keys": {*mismatched},
+        "error_msgs": [],
+    }
 
 
 def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Path) -> None:

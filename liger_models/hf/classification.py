@@ -1,7 +1,8 @@
 """Models with a head that classifies whole texts, such as reward models, under the interface of transformers."""
 
+import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,19 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import read_config
-from liger_models.convert.files import FLOATS, open_all, open_safetensors, read_headers, read_whole
-from liger_models.convert.tensors import as_stored, load_hf_tensors
+from liger_models.convert.files import open_safetensors, read_headers
 from liger_models.hf.cache import LigerCache
-from liger_models.hf.checkpoint import PREFIX, Checkpoint
+from liger_models.hf.checkpoint import (
+    PREFIX,
+    Checkpoint,
+    Mismatch,
+    as_dtype_of,
+    body_tensors,
+    check_shapes,
+    fill_decoder,
+    find_mismatched,
+    find_mismatched_shapes,
+)
 from liger_models.hf.config import to_json
 from liger_models.hf.model import LigerModel, LigerPreTrainedModel
 from liger_models.layers.linear import is_sharded
@@ -56,6 +66,8 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
     peft_config = CausalLM.peft_config
 
     def __init__(self, config: PreTrainedConfig, decoder: CausalLM | None = None) -> None:
+        if decoder is None:
+            config = copy.deepcopy(config)  # the caller may build other models from it
         super().__init__(config)
         decoder = _decoder(config) if decoder is None else decoder
         head: Any = decoder.lm_head
@@ -71,28 +83,35 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         self.loss_type = "ForSequenceClassification"
         self._no_split_modules = {type(block).__name__ for block in self.model.decoder.blocks}
         self.post_init()
+        self._keys_to_ignore_on_save: set[str] = set()  # not those of the decoder, which has no head here
 
     @classmethod
     def _load(
-        cls, config: PreTrainedConfig, folder: Path, dtype: torch.dtype | str | None, device: torch.device
-    ) -> "LigerForSequenceClassification":
+        cls,
+        config: PreTrainedConfig,
+        folder: Path,
+        dtype: torch.dtype | str | None,
+        device: torch.device,
+        ignore_mismatched_sizes: bool,
+    ) -> tuple[Any, list[str], list[Mismatch]]:
         # The decoder is filled tensor by tensor: its tensors have the names of a model with a head.
         stored = read_headers(folder)
-        stored_dtype = FLOATS.get(next(iter(stored.values())).dtype, torch.bfloat16)
+        target = as_dtype_of(stored, dtype)
         with device:
-            model = cls(config, _decoder(config).to(dtype if isinstance(dtype, torch.dtype) else stored_dtype))
+            model = cls(config, _decoder(config).to(target))
+        body = {
+            name: tensor for name, tensor in stored.items() if name != SCORE and not name.endswith("lm_head.weight")
+        }
+        mismatched = find_mismatched(model.model.decoder, body)
+        scores = find_mismatched_shapes({SCORE: model.score.weight.shape}, stored)
+        if not ignore_mismatched_sizes:
+            check_shapes(f"{cls.__name__}: {folder}", mismatched + scores)
 
-        def read() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in stored.items():
-                if name != SCORE and not name.endswith("lm_head.weight"):
-                    with open_all([tensor]) as files:
-                        yield name, read_whole(files, name, tensor)
-
-        load_hf_tensors(model.model.decoder, read())
-        if SCORE in stored:
+        fill_decoder(model.model.decoder, body, mismatched)
+        if SCORE in stored and not scores:
             with open_safetensors(stored[SCORE].file) as opened, torch.no_grad():
                 model.score.weight.copy_(opened.get_tensor(SCORE))
-        return model
+        return model, [] if SCORE in stored else [SCORE], mismatched + scores
 
     def save_pretrained(
         self,
@@ -118,12 +137,11 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             return
 
         # The body under the names of a checkpoint, and the scores.
+        self.model.apply_edits()
         tensors = dict(self.named_parameters()) if state_dict is None else state_dict
         body = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-        body.pop("lm_head.weight", None)
-        stored = as_stored("save_pretrained", self.model.decoder, merge=False, parameters=body)
         score: Any = tensors[SCORE].detach()
-        tensors = dict(stored.unpack(stored.gather(), None))
+        tensors = body_tensors(self.model.decoder, body)
         tensors[SCORE] = score.full_tensor() if is_sharded(score) else score
         PreTrainedModel.save_pretrained(
             self, save_directory, is_main_process, tensors, push_to_hub, max_shard_size, **options
@@ -132,6 +150,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As `LigerForCausalLM.load_state_dict`."""
         if SCORE in state_dict and not any(name.startswith(PREFIX) for name in state_dict):
+            check_shapes("load_state_dict", find_mismatched_shapes({SCORE: self.score.weight.shape}, state_dict))
             self.score.load_state_dict({"weight": state_dict[SCORE]}, assign=assign)
             state_dict = {name: tensor for name, tensor in state_dict.items() if name != SCORE}
         return super().load_state_dict(state_dict, strict, assign)
@@ -165,6 +184,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         Raises:
             ValueError: there are several texts and no ``pad_token_id``; otherwise as `LigerForCausalLM.forward`.
         """
+        inputs.pop("margin", None)  # TRL's RewardTrainer passes it on, and subtracts it by itself
         out = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True,
             **inputs,

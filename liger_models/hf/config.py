@@ -34,3 +34,9 @@ def to_liger(config: PreTrainedConfig) -> Any:
         ValueError: a value is not supported.
     """
     return read_config(get_arch(config.model_type).config_class, to_json(config))
+
+
+def class_name(auto_class: Any, model_type: str) -> str | None:
+    """The name of the class that an auto class of transformers has for a model type; None if it has none."""
+    names = auto_class._model_mapping._model_mapping
+    return names.get(model_type) if isinstance(names.get(model_type), str) else None

@@ -1,22 +1,31 @@
 """A model under the interface of transformers: body, head, loss, generation."""
 
+import copy
 import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check_values
+from liger_models.common.errors import check_transforms, check_values
+from liger_models.distributed.ranks import rank
 from liger_models.hf.cache import LigerCache
-from liger_models.hf.checkpoint import Checkpoint
-from liger_models.hf.config import to_liger
+from liger_models.hf.checkpoint import Checkpoint, body_tensors
+from liger_models.hf.config import class_name, to_liger
+from liger_models.hf.edits import Edits, replace_layer
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.layer import layers_of
+from liger_models.layers.layer import Layer, layers_of
 
+LOSS_TYPE = "ForCausalLM"
+"""``loss_type`` of the loss that the head computes."""
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Values of ``attn_implementation`` that are accepted. The kernel is chosen by the batch, whatever the value."""
 
@@ -62,6 +71,17 @@ class LigerPreTrainedModel(PreTrainedModel):
             )
         return name
 
+    def to(self, *args: Any, **options: Any) -> Any:
+        """As `torch.nn.Module.to`; the error for parameters without values says how to load them."""
+        try:
+            return super().to(*args, **options)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"{type(self).__name__}: parameters must have values to be moved, got some on the meta device. "
+                "Accelerate's load_checkpoint_and_dispatch finds no packed projections by the names of a checkpoint: "
+                "call from_pretrained(folder, device_map=...), or load_state_dict(tensors, assign=True)."
+            ) from error
+
     def get_decoder(self) -> "LigerModel":
         """The body."""
         body: LigerModel = self.base_model
@@ -72,8 +92,38 @@ class LigerPreTrainedModel(PreTrainedModel):
         return self.get_decoder().decoder.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding."""
-        self.get_decoder().decoder.embed_tokens = value  # type: ignore[assignment]
+        """Replace the embedding. A plain `nn.Embedding` becomes one of this package, with the model's scale.
+
+        Raises:
+            ValueError: its width is not the model's.
+        """
+        self.get_decoder().embed_tokens = value
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of words in the vocabulary."""
+        size: int = self.config.get_text_config().vocab_size
+        return size
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> Any:
+        """Resize embedding, head and ``vocab_size``; new rows are the mean of the old.
+
+        Raises:
+            ValueError: as in `CausalLM.resize_token_embeddings`, or ``mean_resizing`` is False.
+        """
+        if not mean_resizing:
+            raise ValueError(
+                "resize_token_embeddings: mean_resizing must be True: new rows are the mean of the others."
+            )
+        if new_num_tokens is None and pad_to_multiple_of is None:
+            return self.get_input_embeddings()
+
+        body = self.get_decoder()
+        body.decoder.resize_token_embeddings(new_num_tokens or body.decoder.config.vocab_size, pad_to_multiple_of)
+        body.apply_edits()
+        return body.decoder.embed_tokens
 
     @property
     def is_activation_checkpointing(self) -> bool:
@@ -114,18 +164,99 @@ class LigerPreTrainedModel(PreTrainedModel):
             self.activation_checkpointing_disable()
 
 
+PARTS = ("embed_tokens", "layers", "norm", "visual")
+"""Parts of the decoder that the body has under the same names, to freeze or to replace them."""
+
+
 class LigerModel(LigerPreTrainedModel):
     """The body: returns hidden states.
 
+    Its parameters are those of the decoder without the head, which belongs to the model with a head alone:
+    ``base_model.requires_grad_(False)`` leaves it trainable.
+
     Args:
         config: configuration of transformers.
-        decoder: a model of this package; its head is used by the model with a head alone.
+        decoder: a model of this package.
     """
 
     def __init__(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
         super().__init__(config)
         self.decoder = decoder
+        self.edits = Edits(config, decoder)
         self.post_init()
+
+    def apply_edits(self) -> None:
+        """Let the layers follow the configuration, and the configuration what was resized, tied or untied."""
+        self.edits.apply(self.config, self.decoder)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the body, without the head's."""
+        head = f"{prefix}{'.' if prefix else ''}decoder.lm_head."
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if not name.startswith(head):
+                yield name, parameter
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PARTS:
+            return getattr(self.decoder, name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}. Its parts are {', '.join(PARTS)}, and those of "
+                "model.model.decoder, whose projections are packed. Checkpoints are loaded by from_pretrained."
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in PARTS:
+            super().__setattr__(name, value)
+            return
+        if name == "embed_tokens":
+            replace_layer(self.decoder, name, value, "set_input_embeddings")
+        else:
+            setattr(self.decoder, name, value)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        **options: Any,
+    ) -> None:
+        """Write a checkpoint that ``AutoModel`` loads: that of the model with a head, without the head.
+
+        Args:
+            save_directory: created if it does not exist.
+            is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
+            state_dict: whole tensors to save instead of the parameters, under their names in the body.
+            push_to_hub: upload the folder afterwards; ``options`` are arguments of ``push_to_hub``.
+            max_shard_size: maximum size of a file, in bytes or as "5GB".
+            options: other arguments of transformers are ignored.
+
+        Raises:
+            ValueError: parameters have no name in a checkpoint.
+        """
+        self.apply_edits()
+        parameters = dict(self.named_parameters()) if state_dict is None else state_dict
+        parameters = {name.removeprefix("decoder."): tensor for name, tensor in parameters.items()}
+        tensors = body_tensors(self.decoder, parameters)
+        if is_main_process and rank() == 0:
+            config = copy.deepcopy(self.config)
+            config.architectures = [class_name(AutoModel, config.model_type) or type(self).__name__]
+            config.dtype = self.decoder.dtype
+            config.save_pretrained(save_directory)
+            # Matrices of experts are views of one tensor, which would be written whole.
+            tensors = {
+                name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+                for name, tensor in tensors.items()
+            }
+            save_torch_state_dict(tensors, Path(save_directory), max_shard_size=max_shard_size)
+        if push_to_hub:
+            self.push_to_hub(options.pop("repo_id", None) or Path(save_directory).name, **options)
 
     def forward(
         self,
@@ -178,6 +309,9 @@ class LigerModel(LigerPreTrainedModel):
         has_labels: bool = False,
     ) -> tuple[dict[str, Any], LigerCache | None]:
         """The arguments of the decoder's forward, and the cache to return."""
+        check_transforms("forward")
+        if not torch.compiler.is_compiling():
+            self.apply_edits()
         if _resolve(output_attentions, self.config, "output_attentions"):
             raise ValueError(
                 "forward: output_attentions must be False: the kernels do not form attention weights. For them use the "
@@ -265,15 +399,19 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
     accepts_loss_kwargs = True
     """Tells Trainer to pass ``num_items_in_batch``."""
     peft_config = CausalLM.peft_config
+    has_own_head = False
+    """Whether the head is a module of a user's own, which returns logits and no loss."""
 
     def __init__(
         self, config: PreTrainedConfig, decoder: CausalLM | None = None, kernels: KernelOptions | None = None
     ) -> None:
+        if decoder is None:
+            config = copy.deepcopy(config)  # the caller may build other models from it
         super().__init__(config)
         if decoder is None:
             decoder = get_arch(config.model_type)(to_liger(config), kernels)
         self.model = LigerModel(config, decoder)
-        self.loss_type = "ForCausalLM"
+        self.loss_type = LOSS_TYPE
         self._no_split_modules = {type(block).__name__ for block in decoder.blocks}
         self.post_init()
 
@@ -283,10 +421,19 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         return self.model.decoder.lm_head
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "lm_head":  # a module, which nn.Module would keep here, where the property hides it
-            self.model.decoder.lm_head = value
-        else:
+        if name == "config" and "model" in self._modules:
+            self.model.config = value
+        if name != "lm_head":
             super().__setattr__(name, value)
+            return
+        # A module, which nn.Module would keep here, where the property hides it.
+        replace_layer(self.model.decoder, name, value, "set_output_embeddings")
+        self.has_own_head = not isinstance(value, Layer)
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is computed from logits: by a function, or behind a head, of a user's own."""
+        return "_loss_function" in vars(self) or self.loss_type != LOSS_TYPE or self.has_own_head
 
     def forward(
         self,
@@ -324,7 +471,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             logits_to_keep: logits of the last so many tokens, or of the tokens with these indices; 0 for all.
             num_items_in_batch: divisor of the summed loss.
             inputs: pixels and what belongs to them; ``cu_seq_lens_q`` and its companions, or ``cu_seqlens``;
-                ``shift_labels``, [B, T], in place of ``labels``; ``skip_logits``, whether to leave the logits out when
+                ``shift_labels``, [B, T], which replace ``labels``; ``skip_logits``, whether to leave the logits out if
                 there are labels. Default: in training with gradients.
 
         Returns:
@@ -344,17 +491,29 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             decoder.config = dataclasses.replace(decoder.config, output_router_logits=with_routers)
         all_hidden = _resolve(output_hidden_states, self.config, "output_hidden_states")
 
-        if isinstance(logits_to_keep, Tensor) or shifted is not None:
-            # The decoder knows neither, so it returns hidden states, and the head is called here.
-            if labels is not None:
-                raise ValueError("forward: labels exclude shift_labels and a tensor as logits_to_keep. Omit one.")
+        own_loss = self.has_own_loss and (labels is not None or shifted is not None)
+        if isinstance(logits_to_keep, Tensor) or shifted is not None or own_loss:
+            # The decoder knows none of them, so it returns hidden states, and the head is called here.
+            if labels is not None and shifted is None and not own_loss:
+                raise ValueError("forward: labels exclude a tensor as logits_to_keep. Omit one.")
             out = decoder(**prepared, return_logits=False, output_hidden_states=all_hidden)
             hidden = out.hidden_states[-1]
-            if shifted is not None:
+            loss = None
+            if own_loss:
+                logits = self.lm_head(hidden)  # [B, T, V]
+                given = {"shift_labels": shifted, "num_items_in_batch": num_items_in_batch}
+                given = {name: value for name, value in given.items() if value is not None}
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **given)
+            elif shifted is not None:
                 loss, logits = self.lm_head(hidden, shifted, num_items=num_items_in_batch, return_logits=not skip)
             else:
-                loss, logits = None, self.lm_head(hidden[:, logits_to_keep])
-            out = out._replace(loss=loss, logits=logits)
+                logits = self.lm_head(hidden[:, logits_to_keep])
+            aux_loss = decoder.auxiliary_loss([*out.router_logits], prepared["attention_mask"])
+            if loss is not None and aux_loss is not None:
+                targets = labels[:, 1:] if shifted is None else shifted  # type: ignore[index]
+                share = 1 if num_items_in_batch is None else decoder.groups.share_of_step(targets, num_items_in_batch)
+                loss = loss + share * aux_loss
+            out = out._replace(loss=loss, logits=logits, aux_loss=aux_loss)
         elif labels is None:
             # Logits alone.
             out = decoder(**prepared, logits_to_keep=logits_to_keep, output_hidden_states=all_hidden)
@@ -380,28 +539,9 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """Name of the head's weight -> name of the embedding's, if they are one."""
-        tied = self.model.decoder.config.tie_word_embeddings
+        # By the configuration, which may have been edited: tie_weights asks before it ties.
+        tied = to_liger(self.config).tie_word_embeddings
         return {"model.decoder.lm_head.weight": "model.decoder.embed_tokens.weight"} if tied else {}
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> Any:
-        """Resize embedding, head and ``vocab_size``; new rows are the mean of the old.
-
-        Raises:
-            ValueError: as in `CausalLM.resize_token_embeddings`, or ``mean_resizing`` is False.
-        """
-        if not mean_resizing:
-            raise ValueError(
-                "resize_token_embeddings: mean_resizing must be True: new rows are the mean of the others."
-            )
-        if new_num_tokens is None and pad_to_multiple_of is None:
-            return self.get_input_embeddings()
-
-        decoder, text = self.model.decoder, self.config.get_text_config()
-        decoder.resize_token_embeddings(new_num_tokens or decoder.config.vocab_size, pad_to_multiple_of)
-        text.vocab_size = decoder.config.vocab_size
-        return decoder.embed_tokens
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any, **options: Any
@@ -453,9 +593,13 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        if not is_first_iteration and kwargs.get("use_cache", True):
-            prepared = {name: value for name, value in prepared.items() if name not in decoder.prompt_inputs}
-        return prepared
+        # Pixels go with the tokens of the prompt, into an empty cache, or where there is none. The model of a draft has
+        # no first iteration, and transformers leaves its pixels out.
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        pixels = {name: kwargs[name] for name in decoder.prompt_inputs if kwargs.get(name) is not None}
+        if is_first_iteration or past == 0 or not kwargs.get("use_cache", True):
+            return pixels | prepared
+        return {name: value for name, value in prepared.items() if name not in decoder.prompt_inputs}
 
     def _expand_inputs_for_generation(
         self,

@@ -1,7 +1,7 @@
 """The decoder that all families share: embedding -> blocks -> norm -> head or loss."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check_tensors
+from liger_models.common.errors import check_tensors, check_transforms
 from liger_models.common.foreign import foreign_arguments
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.dispatch import ACCELERATORS
@@ -156,6 +156,8 @@ class Decoder(nn.Module):
         """Name -> content of files saved with the checkpoint unchanged: generation_config.json, tokenizer files."""
         self.kept_tensors: dict[str, Tensor] = {}
         """Name -> tensor of the checkpoint that belongs to no parameter, saved unchanged; in host memory, on rank 0."""
+        self.trained_tensors: Callable[[], dict[str, Tensor]] = dict
+        """Returns those of `kept_tensors` that a module beside the model trains, with their current values."""
         self.float8_tensors: frozenset[str] = frozenset()
         """The checkpoint's tensors in float8, of a model that was loaded with ``keep_float8``."""
         if self.block_class is not None:
@@ -313,7 +315,6 @@ class Decoder(nn.Module):
             # The parameter under the first name may be a new one: set it again under the other names.
             owner, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
-        self.tie_weights()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
         with self._sharing():  # moving from the meta device creates a new parameter for each name
@@ -328,6 +329,10 @@ class Decoder(nn.Module):
     def current_assets(self) -> dict[str, bytes]:
         """The current content of the files that are saved with a checkpoint."""
         return self.assets
+
+    def current_kept_tensors(self) -> dict[str, Tensor]:
+        """The current values of the tensors that are saved with the checkpoint besides the parameters."""
+        return self.kept_tensors | self.trained_tensors()
 
     @property
     def device(self) -> torch.device:
@@ -571,6 +576,7 @@ class Decoder(nn.Module):
             layout: layout of the whole batch.
             options: the arguments of `forward` that are fields of `HeadRequest`.
         """
+        check_transforms("forward")
         request = HeadRequest.of(options)
         cache, groups, T = layout.cache, self.groups, layout.position_ids.shape[-1]
         request.check(embeds.shape[0], T, cached=cache is not None)

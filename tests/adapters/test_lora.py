@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from liger_models import AutoLigerModel, LigerFusedLinearDPOLoss, LigerLlama, LlamaConfig
 from liger_models.adapters import (
@@ -743,10 +744,69 @@ def test_names_that_are_nothing(targets, message):
         apply_lora(AutoLigerModel.from_config(MIXTURE), LoRAConfig(target_modules=targets))
 
 
-@pytest.mark.parametrize("change", [{"r": 0}, {"lora_dropout": 1.0}])
+WRONG: list[dict[str, Any]] = [
+    *({"r": value} for value in (0, 2.0, "8", True, None)),
+    *({"lora_alpha": value} for value in (float("nan"), float("inf"), "16", None, True)),
+    *({"lora_dropout": value} for value in (1.0, -0.1, float("nan"), "0.1")),
+    *({name: value} for name in ("use_rslora", "use_dora") for value in ("false", 1, None)),
+    *({"target_modules": value} for value in ([1], None, 3, ["q_proj", None])),
+    *({"target_parameters": value} for value in ("experts.down_proj", [1], 3)),
+]
+"""Settings of adapters that are out of range or of another type."""
+
+
+@pytest.mark.parametrize("change", WRONG, ids=str)
 def test_settings_out_of_range(change):
-    with pytest.raises(ValueError, match="LoRAConfig"):
+    with pytest.raises(ValueError, match=f"LoRAConfig: {next(iter(change))} must be"):
         LoRAConfig(**change)
+
+
+def test_files_with_wrong_settings_leave_the_model_as_it_was(tmp_path):
+    """Neither adapted nor frozen; and so do tensors of integers."""
+    save_adapter(llama(LoRAConfig()), tmp_path)
+    file, model = tmp_path / "adapter_config.json", llama()
+    model.norm.requires_grad_(False)
+    before = {name: (each.requires_grad, each.clone()) for name, each in model.named_parameters()}
+
+    def assert_unchanged():
+        after = dict(model.named_parameters())
+        assert after.keys() == before.keys()
+        for name, (requires_grad, values) in before.items():
+            assert after[name].requires_grad == requires_grad
+            assert torch.equal(after[name], values)
+
+    keys = json.loads(file.read_text())
+    for change in WRONG:
+        file.write_text(json.dumps(keys | change))
+        with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{next(iter(change))}"):
+            load_adapter(model, tmp_path)
+        assert_unchanged()
+    file.write_text(json.dumps(keys))
+    weights = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    (*_, last) = tensors
+    for tensor in (tensors[last].int(), tensors[last][..., :1].clone()):
+        save_file(tensors | {last: tensor}, weights)
+        with pytest.raises(ValueError, match="must be floats"):
+            load_adapter(model, tmp_path)
+        assert_unchanged()
+    adapted = llama(LoRAConfig())
+    with pytest.raises(ValueError, match="must not have adapters yet"):
+        load_adapter(adapted, tmp_path)
+    assert adapter_config(adapted) is not None
+
+
+@pytest.mark.parametrize("sizes", [(128, 64), (64, 128), (64, 64), (128, 192)], ids=str)
+@pytest.mark.parametrize("dtype", ["nf4", "float8"])
+@pytest.mark.parametrize("adapted", [True, False])
+def test_a_quantized_model_is_copied(sizes, dtype, adapted):
+    pytest.importorskip("torchao")
+    width, intermediate = sizes
+    model = llama(LoRAConfig(r=4) if adapted else None, hidden_size=width, intermediate_size=intermediate)
+    quantize_base(model, dtype=dtype)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(IDS).logits, model(IDS).logits)
+    assert not {each.data_ptr() for each in twin.parameters()} & {each.data_ptr() for each in model.parameters()}
 
 
 def test_calls_out_of_order():

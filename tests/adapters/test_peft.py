@@ -473,3 +473,101 @@ def test_what_cannot_be_unpacked():
         unpack_projections(llama(LoRAConfig()))
     with pytest.raises(ValueError, match="must be or hold one CausalLM, got 0"):
         unpack_projections(torch.nn.Linear(2, 2))
+
+
+def hf_llama(folder, **options):
+    import liger_models.hf
+
+    return liger_models.hf.LlamaForCausalLM.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["o_proj"], None, "all-linear"], ids=str)
+@pytest.mark.parametrize("door", [False, True], ids=["bare", "hf"])
+def test_the_error_of_a_packed_model_names_the_way(folder, targets, door):
+    """Also where PEFT finds none of the names."""
+    model = hf_llama(folder) if door else load("llama", folder)
+    assert not hasattr(model, "peft_config")  # which other tools ask
+    before = model.state_dict().keys()
+    with pytest.raises(ValueError, match=r"must be unpacked.* Pass unpack_projections\(model\)"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM"))
+    assert model.state_dict().keys() == before
+
+
+def test_adalora(folder):
+    """On a bare model a clear error; on one of `liger_models.hf` the loss with its regularization."""
+    config = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "total_step": 10}
+    with pytest.raises(ValueError, match=r"AdaLoRA.* got LigerLlama.*liger_models.hf.wrap\(model\)"):
+        peft.get_peft_model(unpack_projections(load("llama", folder)), peft.AdaLoraConfig(**config))
+    losses = []
+    for model in (hf_model(folder), unpack_projections(hf_llama(folder, dtype=torch.float32))):
+        torch.manual_seed(0)
+        adapted = stir(peft.get_peft_model(model, peft.AdaLoraConfig(**config))).train()
+        losses.append(adapted(input_ids=IDS, labels=IDS).loss)
+    assert error(*reversed(losses)) <= LIMIT
+
+
+def test_prompts_of_a_bare_model(folder):
+    """They are trained; its own ``generate`` would pass over them."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    torch.manual_seed(0)
+    theirs = peft.get_peft_model(hf_model(folder), copy.deepcopy(config))
+    torch.manual_seed(0)
+    ours = peft.get_peft_model(unpacked("llama", folder), config)
+    mask = torch.ones_like(IDS)
+    want = theirs(input_ids=IDS, attention_mask=mask, labels=IDS).loss
+    assert error(ours(input_ids=IDS, attention_mask=mask, labels=IDS).loss, want) <= LIMIT
+    with pytest.raises(ValueError, match=r"learned prompts need transformers' generate.*liger_models.hf.wrap"):
+        ours.generate(input_ids=IDS, max_new_tokens=2)
+
+
+def test_prefixes_are_refused(folder):
+    """They are keys and values in a cache of transformers."""
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(unpack_projections(hf_llama(folder)), config)
+    for call, options in ((model, {}), (model.generate, {"max_new_tokens": 2})):
+        with pytest.raises(ValueError, match="prefix tuning and cartridges need the class of transformers"):
+            call(input_ids=IDS, **options)
+
+
+def test_activated_lora_needs_saved_activations(folder):
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3])
+    model = peft.get_peft_model(unpacked("llama", folder), config).train()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    for policy in ("full", "selective"):
+        model.get_base_model().set_checkpointing(policy)
+        with pytest.raises(ValueError, match=rf"aLoRA: activations must be saved, got recomputation \({policy}\)"):
+            model(input_ids=IDS, labels=IDS)
+    model.eval()(input_ids=IDS)
+
+
+def test_an_adapter_for_each_prompt_with_beams(folder):
+    answers = []
+    for model in (hf_model(folder), unpack_projections(hf_llama(folder, dtype=torch.float32))):
+        adapted = peft.get_peft_model(model, adapters("llama", task_type="CAUSAL_LM"))
+        adapted.add_adapter("other", adapters("llama", task_type="CAUSAL_LM"))
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+        options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+        answers.append(adapted.eval().generate(input_ids=IDS, adapter_names=["default", "other"], **options))
+    assert torch.equal(*answers)
+
+
+def test_attributes_that_are_set_on_the_tree_reach_the_model(folder):
+    model = unpack_projections(hf_llama(folder))
+    model.loss_function = lambda logits, labels, **_: logits.sum() * 0 + 7
+    assert model(input_ids=IDS, labels=IDS).loss == 7
+    model.generation_config = copy.deepcopy(model.generation_config)
+    model.generation_config.max_new_tokens = 3
+    assert model.generate(input_ids=IDS, do_sample=False).shape[1] == IDS.shape[1] + 3
+    with pytest.raises(ValueError, match="LigerLlama takes it as an argument of the forward"):
+        unpacked("llama", folder).loss_function = len
+
+
+def test_the_output_of_the_embedding_may_require_gradients(folder):
+    model = unpacked("llama", folder).requires_grad_(False)
+    for _ in range(2):
+        model.enable_input_require_grads()
+    assert model.get_input_embeddings()(IDS).requires_grad
+    model.disable_input_require_grads()
+    assert not model.get_input_embeddings()(IDS).requires_grad

@@ -281,6 +281,24 @@ def test_what_was_trained_is_written_and_read(pair, tmp_path):
     assert torch.equal(LigerMTP(again, loss_weight=mtp.loss_weight)(ids, labels=ids).loss, want.loss)
 
 
+@dense_case
+def test_the_model_alone_writes_what_was_trained(pair, tmp_path):
+    """Not what was loaded, and not what a save in another dtype was given; so does a copy of both."""
+    arch, *case, _, ours = pair
+    with_block(ours).save_pretrained(tmp_path / "first")
+    model = load(arch, tmp_path / "first")
+    mtp, ids = LigerMTP(model), tokens(arch, *case, 1, 9)
+    mtp(ids, labels=ids).loss.backward()
+    torch.optim.SGD(mtp.parameters(), lr=0.1).step()
+    mtp.save_pretrained(tmp_path / "half", dtype="bfloat16")
+    assert load_file(tmp_path / "half" / "model.safetensors")["mtp.fc.weight"].dtype == torch.bfloat16
+    for saved in (model, copy.deepcopy(mtp).model):
+        saved.save_pretrained(tmp_path / "second")
+        written = load_file(tmp_path / "second" / "model.safetensors")
+        assert_same_bits({name: each for name, each in written.items() if name.startswith("mtp.")}, mtp.tensors())
+    assert not torch.equal(mtp.tensors()["mtp.fc.weight"], model.kept_tensors["mtp.fc.weight"])
+
+
 @pytest.mark.parametrize("pair", [CASES[2]], indirect=True, ids="-".join)
 def test_experts_may_have_tensors_of_their_own(pair, tmp_path):
     arch, _, _, ours = pair
@@ -344,7 +362,7 @@ def test_other_families_are_refused():
 @one_case
 def test_models_and_tensors_that_do_not_fit_are_refused(pair):
     *_, ours = pair
-    tensors = with_block(ours).tensors()
+    tensors = with_block(copy.deepcopy(ours)).tensors()
     ours.kept_tensors = {name: tensor for name, tensor in tensors.items() if name != "mtp.fc.weight"}
     with pytest.raises(ValueError, match=r"tensors of one block .*got some missing or left over: mtp\.fc\.weight"):
         LigerMTP(ours)

@@ -51,6 +51,19 @@ def test_register_and_unregister(folder, tmp_path):
     assert type(load(folder)).__module__ == THEIRS
 
 
+def test_a_context_leaves_what_was_registered():
+    liger_models.hf.register()
+    try:
+        for _ in range(2):
+            with liger_models.hf.registered():
+                pass
+        found = transformers.AutoModelForCausalLM._model_mapping[transformers.LlamaConfig]
+        assert found is liger_models.hf.LlamaForCausalLM
+    finally:
+        liger_models.hf.unregister()
+    assert transformers.AutoModelForCausalLM._model_mapping[transformers.LlamaConfig] is transformers.LlamaForCausalLM
+
+
 def test_a_class_of_somebody_else_is_not_replaced():
     class Other(transformers.LlamaForCausalLM):
         pass

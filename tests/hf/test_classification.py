@@ -187,3 +187,22 @@ def test_peft(root, arch, options):
     assert error(loaded(input_ids=ids).logits, expected) <= LIMIT
     ours.merge_and_unload().save_pretrained("merged")
     assert error(auto("merged", dtype=torch.float32)(ids).logits, expected) <= LIMIT
+
+
+def test_rows_that_are_trained_alone(root):
+    """A classifier has no head that is tied to the embedding, whatever its causal model has."""
+    folder = make_folder("llama", "gqa", root)
+    theirs, ours = make(folder)
+    config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 5], task_type="SEQ_CLS")
+    ids = tokens("llama", "gqa", 4, 9).clamp(min=1)
+    losses = []
+    for model in (theirs, unpack_projections(ours)):
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, config)
+        with torch.no_grad():
+            adapted.get_input_embeddings()
+            for name, parameter in adapted.named_parameters():
+                if "trainable_tokens_delta" in name:
+                    parameter.add_(1)
+        losses.append(adapted(input_ids=ids, labels=torch.tensor([0, 1, 2, 1])).loss)
+    assert error(losses[1], losses[0]) <= LIMIT

@@ -187,6 +187,23 @@ def test_prompts_that_peft_learns(hf, unpacked):
 
 
 @llama
+def test_transforms_of_functions_are_refused(hf):
+    """The model in the door, and the one in it."""
+    ours, ids = hf[-1], tokens("llama", "gqa", 2, 9)
+    for model in (ours.train(), ours.model.decoder):
+        parameters = {name: each.detach() for name, each in model.named_parameters()}
+
+        def loss(values, row, model=model):
+            return torch.func.functional_call(model, values, (row[None],), {"labels": row[None]}).loss
+
+        assert loss(parameters, ids[0]).isfinite()
+        one, rows = torch.func.grad(loss), torch.vmap(torch.func.grad(loss), in_dims=(None, 0))
+        for call in (lambda: one(parameters, ids[0]), lambda: rows(parameters, ids)):  # noqa: B023
+            with pytest.raises(ValueError, match=r"outside of torch.func's transforms.* call it row by row"):
+                call()
+
+
+@llama
 def test_continuous_batching_is_refused(hf):
     """Its loop runs in a thread, where an error ends no call: the requests would come back empty."""
     ours = hf[-1]
@@ -212,6 +229,9 @@ def test_cache(hf):
     assert first.past_key_values.get_seq_length() == 5
     rest = ours(ids[:, 5:], past_key_values=first.past_key_values)
     assert error(rest.logits, want[:, 5:]) <= LIMIT
+    with pytest.raises(ValueError, match=r"must be 0 or minus the number .* got 5. To keep n tokens"):
+        rest.past_key_values.crop(5)
+    rest.past_key_values.crop(0)
     rest.past_key_values.crop(-4)
     rest.past_key_values.batch_repeat_interleave(2)
     assert rest.past_key_values.batch_size == 6
@@ -242,6 +262,7 @@ def test_arguments_of_the_forward(hf):
     loss = theirs(ids, labels=ids, num_items_in_batch=items).loss
     assert error(ours(ids, labels=ids, num_items_in_batch=items).loss, loss) <= LIMIT
     assert error(ours(ids, shift_labels=shifted, num_items_in_batch=items).loss, loss) <= LIMIT
+    assert error(ours(ids, labels=ids[:, :1], shift_labels=shifted, num_items_in_batch=items).loss, loss) <= LIMIT
     assert ours(ids, labels=ids, skip_logits=False).logits is not None
     with torch.no_grad():
         assert ours(ids, labels=ids).logits is not None

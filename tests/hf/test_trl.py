@@ -69,9 +69,9 @@ def judged() -> Any:
 
 
 @pytest.fixture
-def folder(root, tmp_path, monkeypatch) -> Path:
+def folder(request, root, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    return make_folder("llama", "gqa", root)
+    return make_folder("llama", getattr(request, "param", "gqa"), root)
 
 
 def lines(run: Any) -> list[dict[str, float]]:
@@ -222,7 +222,8 @@ def test_preferences(folder, kind):
     assert_saves_a_checkpoint(assert_trains_the_same(make))
 
 
-def test_rewards(folder):
+@pytest.mark.parametrize("margin", [False, True])
+def test_rewards(folder, margin):
     """The class for classification, of a causal model's checkpoint; its scores are those of transformers' model."""
     load(folder, ours=False).save_pretrained("causal")
     torch.manual_seed(0)
@@ -233,7 +234,8 @@ def test_rewards(folder):
         made = liger_models.hf.LlamaForSequenceClassification if ours else auto
         model = made.from_pretrained("rewards", dtype=torch.float32)
         arguments = trl.RewardConfig("reward", **SHARED)
-        return trl.RewardTrainer(model, arguments, train_dataset=pairs(), processing_class=words_tokenizer())
+        data = pairs().add_column("margin", [0.1, 0.7, 0.0, 0.3]) if margin else pairs()
+        return trl.RewardTrainer(model, arguments, train_dataset=data, processing_class=words_tokenizer())
 
     run = assert_trains_the_same(make)
     run.save_model("saved")
@@ -344,6 +346,19 @@ def test_online_dpo(folder):
 
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("folder", ["gqa", "tied"], indirect=True)
+def test_a_head_in_fp32(folder):
+    """Of a model in bfloat16, tied and untied."""
+    run = assert_trains_the_same(
+        lambda ours: trl.GRPOTrainer(
+            load(folder, ours), reward, args=trl.GRPOConfig("head", **SHARED | GROUPS, cast_lm_head_to_fp32=True),
+            train_dataset=datasets.Dataset.from_list(PROMPTS), processing_class=words_tokenizer(),
+        ),
+        falls=False,
+    )  # fmt: skip
+    assert run.model.lm_head.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])

@@ -1,5 +1,6 @@
 """Vision-language models with images and videos, beside transformers: forward, gradients, generation."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from ..arch import test_gemma3, test_gemma4_images, test_mllama
 from ..arch.families import LIMIT, assert_same_gradients, error
-from ..arch.test_vision import SEVERAL, VIDEO, Batch
+from ..arch.test_vision import ONE, SEVERAL, VIDEO, Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
 CASES = [
@@ -19,17 +20,17 @@ CASES = [
 
 def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
     """input_ids and mask with padding on the left, labels, and the other inputs."""
-    decoder = ours.model.decoder
+    decoder, count = ours.model.decoder, 1 if rows == "one" else None
     if family == "gemma3":
-        ids, types, mask, labels, pixels = test_gemma3.make(decoder, test_gemma3.ROWS)
+        ids, types, mask, labels, pixels = test_gemma3.make(decoder, test_gemma3.ROWS[:count])
         return ids, mask, labels, {"pixel_values": pixels, "token_type_ids": types}
     if family == "gemma4":
-        ids, mask, labels, images, types = test_gemma4_images.make(decoder, test_gemma4_images.ROWS)
+        ids, mask, labels, images, types = test_gemma4_images.make(decoder, test_gemma4_images.ROWS[:count])
         return ids, mask, labels, images | types
     if family == "mllama":
         ids, labels, inputs = test_mllama.make(decoder, test_mllama.ROWS[0])
         return ids, torch.ones_like(ids), labels, inputs
-    batch = Batch(decoder, {"images": SEVERAL, "videos": VIDEO}[rows])
+    batch = Batch(decoder, {"images": SEVERAL, "videos": VIDEO, "one": ONE}[rows])
     shifts = (batch.mask == 0).sum(1)
 
     def to_the_right(x: torch.Tensor) -> torch.Tensor:
@@ -67,3 +68,35 @@ def test_images(hf, rows):
         if hasattr(theirs.model, "rope_deltas"):
             theirs.model.rope_deltas = None
         assert torch.equal(ours.generate(ids, **options, **chosen), theirs.generate(ids, **options, **chosen)), chosen
+
+
+@pytest.mark.parametrize(
+    ("hf", "rows"), CASES, indirect=["hf"], ids=lambda part: part if isinstance(part, str) else part[0]
+)
+def test_the_features_of_images(hf, rows):
+    family, _, theirs, ours = hf
+    *_, inputs = batch_of(ours, family, rows)
+    name = "get_video_features" if rows == "videos" else "get_image_features"
+    if family == "mllama":  # transformers has no method for it
+        assert not hasattr(ours, name)
+        return
+    given = {
+        key: value for key, value in inputs.items() if ("video" in key) == (rows == "videos") and "token" not in key
+    }
+    want = getattr(theirs, name)(**given).pooler_output
+    got = getattr(ours, name)(**dict(reversed(given.items()))).pooler_output
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert error(one, other) <= LIMIT
+
+
+@pytest.mark.parametrize("hf", dict.fromkeys(case for case, _ in CASES), indirect=True, ids="-".join)
+def test_an_assistant_sees_the_images(hf):
+    """A draft of the same model is accepted whole; one that sees no images would end elsewhere."""
+    family, _, _, ours = hf
+    ids, mask, _, inputs = batch_of(ours, family, "one")
+    options = {"attention_mask": mask, "max_new_tokens": 8, "pad_token_id": 0, "do_sample": False, **inputs}
+    ours.generation_config.eos_token_id = None
+    ours.config.get_text_config().output_router_logits = False
+    want = ours.generate(ids, **options)
+    assert torch.equal(ours.generate(ids, assistant_model=copy.deepcopy(ours), **options), want)

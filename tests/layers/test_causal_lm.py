@@ -417,7 +417,7 @@ def test_loss_function_needs_the_whole_head():
 def test_vocabularies_that_cannot_be_resized():
     model = LigerLlama(CONFIG)
     for numbers in ((0,), (-5,), (80, 0)):
-        with pytest.raises(ValueError, match="must be positive"):
+        with pytest.raises(ValueError, match="must be a positive integer"):
             model.resize_token_embeddings(*numbers)
     model.groups = ParallelGroups(tensor=Group("", 2, 0))
     with pytest.raises(ValueError, match=r"got a model that is sharded. Resize first"):

@@ -163,6 +163,13 @@ class MRopeModel(VisionLanguageModel):
         layout = self.layout(shape, embeds, position_ids=position_ids, deepstack=levels, **masks)
         return embeds, layout
 
+    def image_features(self, pixel_values: Tensor, image_grid_thw: Tensor) -> tuple[Tensor, ...]:
+        """The image tokens of each image or video, [tokens, C] each; the arguments are those of `forward`."""
+        tokens, _ = self.visual(pixel_values, image_grid_thw.to(pixel_values.device))
+        counts = image_grid_thw.prod(1) // self.config.vision_config.spatial_merge_size**2
+        parts: tuple[Tensor, ...] = tokens.split(counts.tolist())
+        return parts
+
     def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
         """Add the DeepStack features after the first blocks."""
         assert isinstance(layout, MRopeLayout)

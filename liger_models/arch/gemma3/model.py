@@ -241,6 +241,11 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
         )  # fmt: skip
         return self.run(embeds, layout, **options)
 
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """The image tokens of each image, [images, tokens, C]; the argument is that of `forward`."""
+        tokens: Tensor = self.visual(pixel_values).unflatten(0, (len(pixel_values), -1))
+        return tokens
+
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
         """`VisionLanguageModel.repeat_prompts`, where images are in the order of the text."""
         repeated = super().repeat_prompts(input_ids, inputs, times)

@@ -126,6 +126,13 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         )  # fmt: skip
         return self.run(embeds, layout, **options)
 
+    def image_features(self, pixel_values: Tensor, image_position_ids: Tensor) -> tuple[Tensor, ...]:
+        """The image tokens of each image, [tokens, C] each; the arguments are those of `forward`."""
+        counts = ((image_position_ids >= 0).all(-1).sum(1) // self.config.vision_config.pooled**2).tolist()
+        tokens = self.visual(pixel_values, image_position_ids)[: sum(counts)]  # padding is last
+        parts: tuple[Tensor, ...] = tokens.split(counts)
+        return parts
+
     def _checked_images(self, pixels: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return the patches and their positions, or None without images."""
         check_tensors(pixel_values=pixels)

@@ -1,0 +1,210 @@
+"""Edits of a model after it was built: of its configuration, its embedding and its head.
+
+The layers of this package copy what they need from the configuration when they are built. `Edits` compares the
+configuration with a copy of it, before every forward and every save. If it was edited, a model is built on the meta
+device from either version. What their layers differ in is put into the layers of the model. Where parameters differ,
+the edit is refused.
+"""
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from liger_models.arch.auto import get_arch
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.tensors import is_tied
+from liger_models.hf.config import to_liger
+from liger_models.layers.layer import Layer
+
+INERT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+"""Fields that new models alone read. A model that is there computes the same with any value."""
+
+
+class Edits:
+    """The configurations of transformers and of this package with which a model was built or last compared.
+
+    Args:
+        config: of transformers.
+        decoder: the model.
+    """
+
+    def __init__(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
+        self.record(config, decoder)
+
+    def record(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
+        """Take the configurations as those that the layers compute with."""
+        self.built, self.ours = copy.deepcopy(config), decoder.config
+
+    def apply(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
+        """Make the configuration of transformers, that of this package and the layers agree.
+
+        Args:
+            config: of transformers, whose fields may have been edited.
+            decoder: the model, which may have been resized, tied, untied or merged.
+
+        Raises:
+            ValueError: fields of ``config`` were edited in a way that needs other parameters, or have values that are
+                not supported.
+        """
+        tied = _is_tied(decoder)
+        if tied is not None and tied != decoder.config.tie_word_embeddings:
+            decoder.config = dataclasses.replace(decoder.config, tie_word_embeddings=tied)
+        if decoder.config is not self.ours:
+            self._follow(config, decoder)
+        if not _equal(config, self.built):
+            self._apply_fields(config, decoder)
+
+    def _follow(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
+        """Write what was changed in the model into the configurations of transformers."""
+        before, after = self.ours, decoder.config
+        for theirs in (config, self.built):
+            text = theirs.get_text_config()
+            if after.vocab_size != before.vocab_size:
+                text.vocab_size = after.vocab_size
+            if after.tie_word_embeddings != before.tie_word_embeddings:
+                theirs.tie_word_embeddings = text.tie_word_embeddings = after.tie_word_embeddings
+        self.ours = after
+
+    def _apply_fields(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
+        """Put what was edited in the configuration into the layers."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about unknown fields, as when the model was built
+            old, new = to_liger(self.built), to_liger(config)
+        fields = [
+            field.name for field in dataclasses.fields(new) if getattr(old, field.name) != getattr(new, field.name)
+        ]
+        tied = "tie_word_embeddings" in fields and _is_tied(decoder) is not None
+        edited = [name for name in fields if name not in ("tie_word_embeddings", *INERT)]
+        if edited:
+            target = dataclasses.replace(old, **{name: getattr(new, name) for name in edited})
+            _rebuild(get_arch(config.model_type), edited, old, target, decoder)
+
+        # Fields that were not edited stay as the model has them: it may have been resized.
+        values = {name: getattr(new, name) for name in fields if name != "tie_word_embeddings"}
+        decoder.config = dataclasses.replace(decoder.config, **values)
+        if tied:
+            _tie(decoder, new.tie_word_embeddings)
+        self.record(config, decoder)
+
+
+def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -> None:
+    """Replace the embedding or the head.
+
+    A plain layer of PyTorch becomes a layer of this package with the constants of the old one, in place. Other modules
+    stay as they are.
+
+    Args:
+        decoder: the model. Its ``vocab_size`` follows when both layers have another number of rows.
+        name: "embed_tokens" or "lm_head".
+        module: the new one.
+        where: name of the method, for the error.
+
+    Raises:
+        ValueError: a plain layer has another width than the model, or a bias.
+    """
+    old: Any = getattr(decoder, name)
+    plain: type[nn.Module] = nn.Embedding if name == "embed_tokens" else nn.Linear
+    if isinstance(old, Layer) and any(True for _ in old.children()):
+        raise ValueError(f"{where}: the layer must have no adapters, got {type(old).__name__}. Call merge_lora first.")
+    new: Any = module
+    if type(module) is plain and isinstance(old, Layer):
+        layer: Any = old
+        width, own = layer.weight.shape[1], new.weight.shape[1]
+        if own != width or getattr(module, "bias", None) is not None:
+            raise ValueError(
+                f"{where}: must have {width} columns, the model's hidden_size, and no bias, got {own} columns"
+                f"{' and a bias' if getattr(module, 'bias', None) is not None else ''}. Pass a layer of that size."
+            )
+        constants = {name: value for name, value in vars(old).items() if name not in vars(module)}
+        new.__class__ = type(old)
+        vars(module).update(constants)
+    setattr(decoder, name, module)
+
+    layers: list[Any] = [layer for layer in (decoder.embed_tokens, decoder.lm_head) if isinstance(layer, Layer)]
+    rows = {len(layer.weight) for layer in layers}
+    if len(layers) == 2 and len(rows) == 1 and rows != {decoder.config.vocab_size}:
+        decoder.config = dataclasses.replace(decoder.config, vocab_size=rows.pop())
+
+
+def _is_tied(decoder: CausalLM) -> bool | None:
+    """Whether the head is the embedding; None while PEFT or an unused head is in the place of either."""
+    head, embedding = decoder.lm_head, decoder.embed_tokens
+    if "weight" not in head._parameters or "weight" not in embedding._parameters:
+        return None
+    return is_tied(head.weight, embedding.weight)
+
+
+def _tie(decoder: CausalLM, tied: bool) -> None:
+    """Let the head share the weight of the embedding, or give it a copy."""
+    weight: Any = decoder.embed_tokens.weight
+    if not tied:
+        weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    decoder.lm_head.weight = weight
+    decoder.config = dataclasses.replace(decoder.config, tie_word_embeddings=tied)
+
+
+def _rebuild(arch: Any, fields: list[str], old: Any, new: Any, decoder: CausalLM) -> None:
+    """Put what the layers of a new configuration have otherwise than those of the old one into the model.
+
+    Args:
+        arch: the class of the model, without what distributes it.
+        fields: names of the fields that differ, for the error.
+        old, new: configurations of this package.
+        decoder: the model.
+
+    Raises:
+        ValueError: the new configuration needs other parameters or other layers.
+    """
+    with torch.device("meta"):
+        before, after = (arch(config, decoder.kernels) for config in (old, new))
+    twins, layers = dict(before.named_modules()), dict(decoder.named_modules())
+    fits = _shapes(before) == _shapes(after) and twins.keys() == dict(after.named_modules()).keys()
+
+    changes: list[tuple[nn.Module, str, Any]] = []
+    for path, module in after.named_modules() if fits else ():
+        twin, layer = twins[path], layers.get(path)
+        members = {name: value for name, value in vars(module).items() if name not in _INTERNALS}
+        other = {name: value for name, value in members.items() if not _same(value, vars(twin).get(name))}
+        other.pop("config", None)
+        fits = fits and type(module) is type(twin) and (layer is not None or not other)
+        changes += [(layer, name, value) for name, value in other.items() if layer is not None]
+    if not fits:
+        todo = "Edit it before: from_pretrained(folder, config=config), or build the model from the edited one."
+        if "vocab_size" in fields:
+            todo = "Call resize_token_embeddings, which changes the configuration, too."
+        values = ", ".join(f"{name} = {getattr(new, name)!r} (built with {getattr(old, name)!r})" for name in fields)
+        raise ValueError(
+            f"{type(decoder).__name__}: a configuration may be edited after the model was built where the parameters "
+            f"stay as they are, got {values}. {todo}"
+        )
+    for layer, name, value in changes:
+        setattr(layer, name, value)
+
+
+_INTERNALS = frozenset(vars(nn.Module()))
+"""Names of the attributes of every module."""
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether configurations, or values in them, are equal. (Their own ``==`` may refuse to read fields of layers.)"""
+    if isinstance(one, PreTrainedConfig) and type(one) is type(other):
+        return _equal(vars(one), vars(other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
+    return bool(one == other)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether attributes of two layers are equal."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
