@@ -40,7 +40,7 @@ class AnswerEncoder(Encoder):
                 )
             try:
                 names = ("completion",) if has_label else ANSWERS
-                answers = encode_pair(where, record, self.processor or self.tokenizer, names)
+                answers = encode_pair(where, record, self.processor or self.tokenizer, names, self.on_unrendered)
             except BrokenMediaError as error:
                 if self.broken_media == "error":
                     raise
