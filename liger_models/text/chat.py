@@ -4,12 +4,13 @@ A conversation is rendered twice, the second time with marks in the texts of its
 text must equal the first. The marks then tell where each message is, and what of it the template leaves out.
 """
 
+import functools
 import itertools
 import json
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from liger_models.text.templates import BEGIN, END, THOUGHTS, render, without_nulls
@@ -109,20 +110,7 @@ def render_examples(
     answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     needed = answers if learned is None else [index for index in answers if learned[index]]
     needed = needed[-1:] if multi_turn == "last" else needed
-    failure, first = None, None
-    for spelling in _spellings(messages):
-        try:
-            examples = _examples(style, spelling, needed, multi_turn)
-        except ValueError as error:
-            failure = failure or error
-            continue
-        if not any(example.unrendered for example in examples):
-            return examples
-        first = first or examples
-    if first is None:
-        assert failure is not None
-        raise failure
-    return first
+    return _in_best_spelling(messages, lambda spelling: _examples(style, spelling, needed, multi_turn))
 
 
 def render_prompt(style: Style, messages: Messages) -> Rendering:
@@ -131,21 +119,13 @@ def render_prompt(style: Style, messages: Messages) -> Rendering:
     Raises:
         ValueError: the template refuses the messages.
     """
-    failure, first = None, None
-    for spelling in _spellings(messages):
-        try:
-            conversation = _Conversation(style, spelling, add_generation_prompt=True)
-        except ValueError as error:
-            failure = failure or error
-            continue
-        rendering = Rendering(conversation.text, [], conversation.unrendered(()))
-        if not rendering.unrendered:
-            return rendering
-        first = first or rendering
-    if first is None:
-        assert failure is not None
-        raise failure
-    return first
+
+    def examples(spelling: Sequence[dict[str, Any]]) -> list[Rendering]:
+        conversation = _Conversation(style, spelling, add_generation_prompt=True)
+        return [Rendering(conversation.text, [], conversation.unrendered(()))]
+
+    (rendering,) = _in_best_spelling(messages, examples)
+    return rendering
 
 
 def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
@@ -179,6 +159,28 @@ def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
         {**m, "content": m.get("content") or None, "tool_calls": [*map(_call_as_text, m["tool_calls"])]} if calls else m
         for m, calls in zip(messages, calling, strict=True)
     ]
+
+
+def _in_best_spelling(
+    messages: Messages, examples: Callable[[Sequence[dict[str, Any]]], list[Rendering]]
+) -> list[Rendering]:
+    """The examples of the first spelling of which the template leaves out least."""
+    refusal: ValueError | None = None
+    best: tuple[int, list[Rendering]] | None = None
+    for spelling in _spellings(messages):
+        try:
+            renderings = examples(spelling)
+        except ValueError as error:
+            refusal = refusal or error
+            continue
+        missing = sum(len(rendering.unrendered) for rendering in renderings)
+        best = (missing, renderings) if best is None or missing < best[0] else best
+        if missing == 0:
+            break
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best[1]
 
 
 def _call_as_text(call: Any) -> Any:
@@ -323,8 +325,7 @@ class _Conversation:
 
     def __init__(self, style: Style, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> None:
         self.style, self.messages, self._prompts = style, messages, add_generation_prompt
-        tokens = sorted({*style.special_tokens, *filter(None, [style.eos_token])}, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+        self._special = _any_of((*style.special_tokens, style.eos_token or ""))
         self.text = render(style.template, messages, style.variables, add_generation_prompt=add_generation_prompt)
         self._prefixes: dict[int, str | None] = {}
         self._place_marks()
@@ -470,7 +471,7 @@ class _Conversation:
             number: of the last mark before the answer.
             before: the text from there to the first mark of the answer.
         """
-        key = (self.style.template, self._key(), before)
+        key = (self.style.template, self._key, before)
         if key in _headers:
             return _headers[key]
         marked = self._render(self._marks.messages[:index], prompts=True)
@@ -488,9 +489,9 @@ class _Conversation:
             _headers[key] = length
         return length
 
+    @functools.cached_property
     def _key(self) -> str:
-        variables = {name: value for name, value in self.style.variables.items() if name != "tools"}
-        return repr(sorted(variables.items(), key=lambda item: item[0]))
+        return repr({name: value for name, value in self.style.variables.items() if name != "tools"})
 
     def _likely_header(self, index: int, number: int | None, before: str) -> int:
         """The header where the prompt is not before the answer, such as before a first message.
@@ -581,6 +582,12 @@ class _Conversation:
             return next(iter([*(o for o in inside + before[::-1][:1] + after[:1] if o in answers), _TOOLS]))
 
         return [span for span in spans if owner(span) in wanted]
+
+
+@functools.lru_cache(maxsize=16)
+def _any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted({*filter(None, tokens)}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def shared_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
