@@ -247,6 +247,10 @@ class PackedDataset(IterableDataset[Batch]):
             f"format {format}: {', '.join(names[:5])}" + ", ..." * (len(names) > 5) for format, names in formats.items()
         )
 
+        chats = {"chat", "sharegpt", "prompt-completion", "alpaca", "question-answer"}
+        if self.per_example == 1 and self.encoder.tokenizer.chat_template and {*formats} & chats:
+            listed += f"; multi_turn {self.encoder.multi_turn}"
+
         ends = [0, *tokens.ends[: self.per_example].tolist()]
         shown = self._show([tokens.ids[start:end].tolist() for start, end in itertools.pairwise(ends)])
         return f"{documents // self.per_example:,} examples, {listed}\n{shown}"

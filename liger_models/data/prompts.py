@@ -36,12 +36,13 @@ class PromptRows(AnswerRows):
     records: list[Any]
     media: list[list[Medium]]
 
+    def _with_answers(self) -> list[int]:
+        """All prompts: their answers are sampled."""
+        return [*range(len(self.tokens.ends))]
+
     def has_targets(self) -> bool:
         """True: the targets are sampled."""
         return True
-
-    def __len__(self) -> int:
-        return len(self.records)
 
     def _read(self, number: int) -> Any:
         start = int(self.tokens.ends[number - 1]) if number else 0

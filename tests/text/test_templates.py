@@ -3,6 +3,8 @@
 The templates in `tests/fixtures/templates` are short ones with the structure of families' own.
 """
 
+# ruff: noqa: RUF001 (DeepSeek's tokens have wide bars)
+
 import importlib.util
 import json
 import re
@@ -152,8 +154,7 @@ def outcome(tokenizer: Tokenizer, messages: Messages, tools: list[Any] | None) -
     try:
         examples = tokenizer.render_examples(messages, tools=tools, multi_turn="split")
     except ValueError as error:
-        assert rendered(tokenizer, messages, tools) is None, error
-        return "refused by the template"
+        return "refused by the template" if rendered(tokenizer, messages, tools) is None else str(error)
     missing = [field for example in examples for field in example.unrendered]
     if missing:
         return f"lacks {missing[0].split(': ')[-1]}"
