@@ -615,9 +615,11 @@ def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
 
 
 def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object, if they are the JSON text of one."""
+    """A call with its arguments as an object, if they are the JSON text of one; without any, an empty object."""
     function = {key: value for key, value in function.items() if value is not None}
     arguments = function.get("arguments")
+    if arguments is None and "parameters" not in function:
+        function["arguments"] = {}
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
             parsed = json.loads(arguments) if arguments.strip() else {}
@@ -656,7 +658,7 @@ def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] |
 
 
 def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables of the chat template: the tools of a chat, and its ``chat_template_kwargs``.
+    """The variables of the chat template: the tools of a chat, if it has some, and its ``chat_template_kwargs``.
 
     Both may be JSON text, because a column cannot hold values of different types.
 
@@ -667,7 +669,7 @@ def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("tools", "chat_template_kwargs"):
         value = example.get(name)
         try:
-            variables[name] = json.loads(value) if isinstance(value, str) else value
+            variables[name] = json.loads(value.strip() or "null") if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError(f"{name} must be JSON where it is a text, got {str(value)[:60]!r}. Correct it.") from error
     options = variables["chat_template_kwargs"] or {}

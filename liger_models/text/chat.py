@@ -155,9 +155,13 @@ def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
         return
     yield [{"content": "", **m} if calls else m for m, calls in zip(messages, calling, strict=True)]
     # DeepSeek's templates look for content that is none, and join arguments to texts.
+    empty = [
+        {**m, "content": m.get("content") or None} if calls else m for m, calls in zip(messages, calling, strict=True)
+    ]
+    yield empty
     yield [
-        {**m, "content": m.get("content") or None, "tool_calls": [*map(_call_as_text, m["tool_calls"])]} if calls else m
-        for m, calls in zip(messages, calling, strict=True)
+        {**m, "tool_calls": [*map(_call_as_text, m["tool_calls"])]} if calls else m
+        for m, calls in zip(empty, calling, strict=True)
     ]
 
 

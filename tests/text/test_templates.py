@@ -18,15 +18,8 @@ from liger_models.text.templates import THOUGHTS
 from liger_models.text.tokenizer import Tokenizer
 
 from ..late import transformers
-from .folders import byte_tokens
-
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "templates"
-OWN = {path.stem: path for path in sorted(FIXTURES.glob("*.jinja"))}
-SPECIAL = re.compile(
-    r"<\|[^|<>\s]{1,40}\|>|<｜[^<>\s]{1,40}｜>|\[\|[a-z_]+\|\]|<extra_id_\d>|<(?:start|end)_of_turn>|<turn\|>"
-    r"|<\|turn>|<\|tool_response>|\[/?[A-Z_]{3,}\]"
-)
-SPEAKERS = ("system", "user", "assistant", "observation")
+from .folders import TEMPLATES as OWN
+from .folders import WRITTEN, tokenizer_of
 
 Messages = list[dict[str, Any]]
 Case = tuple[Messages, list[Any] | None]
@@ -116,15 +109,6 @@ def case_of(name: str, case: str) -> Case:
     return [{**m, "content": content} for m, content in zip(messages, contents, strict=True)], tools
 
 
-def tokenizer_of(path: Path) -> Tokenizer:
-    """Bytes are tokens, besides the special tokens that a template writes."""
-    template = path.read_text(encoding="utf-8")
-    special = {"<bos>", "<eos>", *SPECIAL.findall(template), *(f"<|{role}|>" for role in SPEAKERS)}
-    return Tokenizer(
-        byte_tokens(*sorted(special)), {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template}
-    )
-
-
 def rendered(tokenizer: Tokenizer, messages: Messages, tools: list[Any] | None, **options: Any) -> str | None:
     """The text of transformers; None if the template refuses the messages there, too."""
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -174,7 +158,7 @@ def outcome(tokenizer: Tokenizer, messages: Messages, tools: list[Any] | None) -
         assert learned.count(word) >= 1, (word, learned)
     if "generation" not in str(tokenizer.chat_template):
         for part in parts:
-            ends = SPECIAL.search(part) or re.search(r"(<eos>|User:|Question:|Falcon:|Answer:)$", part)
+            ends = WRITTEN.search(part) or re.search(r"(<eos>|User:|Question:|Falcon:|Answer:)$", part)
             assert ends or messages[-2]["role"] == "assistant", part  # Gemma 4 joins neighboring answers
     return "equal"
 
