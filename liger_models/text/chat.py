@@ -148,15 +148,15 @@ def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
     """The messages, and then what else templates take for calls without content and for their arguments."""
-    messages = [*map(without_nulls, messages)]
-    yield messages
-    calling = [bool(message.get("tool_calls")) for message in messages]
+    plain: list[dict[str, Any]] = [*map(without_nulls, messages)]
+    yield plain
+    calling = [bool(message.get("tool_calls")) for message in plain]
     if not any(calling):
         return
-    yield [{"content": "", **m} if calls else m for m, calls in zip(messages, calling, strict=True)]
+    yield [{"content": "", **m} if calls else m for m, calls in zip(plain, calling, strict=True)]
     # DeepSeek's templates look for content that is none, and join arguments to texts.
     empty = [
-        {**m, "content": m.get("content") or None} if calls else m for m, calls in zip(messages, calling, strict=True)
+        {**m, "content": m.get("content") or None} if calls else m for m, calls in zip(plain, calling, strict=True)
     ]
     yield empty
     yield [

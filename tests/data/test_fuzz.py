@@ -69,11 +69,12 @@ def row(chance: random.Random) -> dict[str, Any]:
 def texts(tokenizer: Tokenizer, example: dict[str, Any]) -> set[str]:
     """What transformers renders of a chat, up to each message."""
     messages, variables = read_messages("row", example["messages"]), read_variables(example)
+    spelled = [{"content": "", **message} for message in messages]  # for templates that look into content beside calls
     found = set()
-    for end in range(1, len(messages) + 1):
+    for chat in [chat[:end] for chat in (messages, spelled) for end in range(1, len(messages) + 1)]:
         try:
             (text,), _ = transformers.utils.chat_template_utils.render_jinja_template(
-                [messages[:end]], chat_template=tokenizer.chat_template, **variables, **tokenizer.special_tokens
+                [chat], chat_template=tokenizer.chat_template, **variables, **tokenizer.special_tokens
             )
         except Exception:  # whatever a template raises
             continue

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from liger_models.data.preference import encode_pair
 from liger_models.text.templates import THOUGHTS
 from liger_models.text.tokenizer import Tokenizer
 
@@ -309,3 +310,26 @@ def test_marked_answers_are_those_of_transformers(name: str) -> None:
     )
     if not others:
         assert (example.text, example.spans) == (texts[0], [*map(tuple, spans[0])])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_are_those_of_transformers(name: str) -> None:
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    messages, _ = case_of(name, "two turns")
+    prompt = tokenizer.render_prompt(messages[:3])
+    assert prompt.text == rendered(tokenizer, messages[:3], None, add_generation_prompt=True)
+    assert (prompt.spans, prompt.unrendered) == ([], [])
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_answers_of_preferences_are_those_of_chats(name: str) -> None:
+    if name not in TEMPLATES:
+        pytest.skip("needs TRL")
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    messages, _ = CASES["two turns"]
+    pair = {"prompt": messages[:3], "chosen": messages[3:], "rejected": [answer("Aother")]}
+    chosen, rejected = encode_pair("pair 1", pair, tokenizer)
+    want = LEARNED[name][-1][-1]
+    assert tokenizer.decode(chosen.answer, skip_special_tokens=False) == want
+    assert tokenizer.decode(rejected.answer, skip_special_tokens=False) == want.replace("Atwo", "Aother")
+    assert chosen.prompt == rejected.prompt
