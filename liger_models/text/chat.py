@@ -199,22 +199,21 @@ def _examples(
     style: Style, messages: Sequence[dict[str, Any]], needed: Sequence[int], multi_turn: str
 ) -> list[Rendering]:
     """The examples of messages in one spelling, in the order of their answers."""
-    whole = _Conversation(style, messages)
-    spans = {index: whole.answer(index) for index in needed}
+    conversation = _Conversation(style, messages)
     if multi_turn != "split":
-        return [whole.example(spans)]
+        return [conversation.example({index: conversation.answer(index) for index in needed})]
 
     # From the end on: as many answers as the conversation up to the last one shows as they were generated.
-    examples, conversation = [], whole
+    examples, left = [], [*needed]
     while True:
-        shown = {index: parts for index, parts in spans.items() if conversation.shows(index, parts)}
-        if shown or not spans:
+        shown: dict[int, list[Span]] = {}
+        while left and conversation.shows(left[-1], parts := conversation.answer(left[-1])):
+            shown[left.pop()] = parts
+        if shown or not needed:
             examples.append(conversation.example(shown))
-        left = [index for index in spans if index not in shown]
         if not left:
             return examples[::-1]
         conversation = _Conversation(style, messages[: left[-1] + 1])
-        spans = {index: conversation.answer(index) for index in left}
 
 
 class _Marks:
@@ -487,7 +486,7 @@ class _Conversation:
             length = self._likely_header(index, number, before)
         else:
             length = len(prompt)
-        if len(before) <= _HEADER_CHARACTERS:
+        if prompt is not None and len(before) <= _HEADER_CHARACTERS:
             if len(_headers) >= _HEADERS:
                 _headers.clear()
             _headers[key] = length
@@ -575,7 +574,7 @@ class _Conversation:
         marked = render(self.style.template, self.messages, self.style.variables, mark_answers=True)
         spans = _read_generation(self.text, marked)
         answers = [index for index, message in enumerate(self.messages) if message.get("role") == "assistant"]
-        if [*wanted] == answers:
+        if sorted(wanted) == answers:
             return spans
 
         # The owner of a span is that of the first marks in it; or else of those before it, if they are an answer's.
