@@ -63,7 +63,8 @@ class PackedDataset(IterableDataset[Batch]):
         format: the format of all examples; default: recognized by the columns of each file's first example. "chat"
             (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca" (``instruction``, ``input``,
             ``output``) and "question-answer" learn the answers only. "text" gets the tokenizer's special tokens and the
-            end token. "input_ids" are taken unchanged, with ``labels`` beside them if not all are to be learned.
+            end token. "input_ids" are taken unchanged, with ``labels`` or masks beside them if not all are to be
+            learned, and with ``seq_lengths`` or ``position_ids`` if they are several documents.
         formats: the formats that examples may have; others are refused.
         field: the field of an example to read instead, whose value decides how it is read: a text, messages or ids.
         max_samples: the most examples to read, for a short try; default: all. With ``shares``, of each source.

@@ -618,7 +618,7 @@ def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """A call with its arguments as an object, if they are the JSON text of one; without any, an empty object."""
     function = {key: value for key, value in function.items() if value is not None}
     arguments = function.get("arguments")
-    if arguments is None and "parameters" not in function:
+    if arguments is None and "name" in function and "parameters" not in function:
         function["arguments"] = {}
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from liger_models.data.sources import TOKEN_COLUMNS
 from liger_models.text.tokenizer import Tokenizer
 
 ROLES = {
@@ -140,7 +141,6 @@ def _only(columns: Columns, *names: str) -> dict[str, Any]:
 
 
 _TEMPLATE = ("tools", "chat_template_kwargs")
-_OF_TOKENS = ("completion_mask", "assistant_masks", "attention_mask", "position_ids", "seq_lengths")
 _PAIRS = "Pairs train with objective dpo, orpo, cpo or simpo."
 FORMATS = {
     "chat": Format(("messages",), _TEMPLATE),
@@ -151,7 +151,7 @@ FORMATS = {
     "alpaca": Format(("instruction", "output|response"), ("input", "context", "system", "history"), _from_alpaca),
     "question-answer": Format(("question", "answer"), ("context",), _from_alpaca),
     "text": Format(("text",)),
-    "input_ids": Format(("input_ids",), ("labels", *_OF_TOKENS)),
+    "input_ids": Format(("input_ids",), TOKEN_COLUMNS),
     "prompt": Format(("prompt",), todo="Prompts without answers train with objective grpo."),
 }
 """The formats, in the order in which a record is compared with them."""

@@ -434,3 +434,14 @@ def test_columns_beside_token_ids(tokenizer, columns, want):
 def test_columns_that_contradict_token_ids(tokenizer, columns, message):
     with pytest.raises(ValueError, match=f"f, line 1: {message}"):
         list(Encoder(tokenizer, None).encode([("f, line 1", {"input_ids": [2, 3, 4, 5, 6], **columns})]))
+
+
+@pytest.mark.parametrize("options", [{}, {"field": "input_ids"}])
+def test_masks_from_everywhere(tokenizer, tmp_path, options):
+    row = {"input_ids": [2, 3, 4], "completion_mask": [0, 0, 1], "attention_mask": [1, 1, 1]}
+    for source in sources(tmp_path, [row, row]):
+        data = PackedDataset(
+            source, tokenizer, length=8, cache_dir=tmp_path / "cache", progress=False, max_samples=1, **options
+        )
+        ((found,),) = (list(documents(batch)) for batch in data)
+        assert found == ([2, 3, 4], [-100, -100, 4])
