@@ -1,5 +1,6 @@
 """Answers to learn from by comparison: pairs of a chosen and a rejected one, or single ones marked good or bad."""
 
+import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
@@ -40,7 +41,7 @@ class AnswerEncoder(Encoder):
                 )
             try:
                 names = ("completion",) if has_label else ANSWERS
-                answers = encode_pair(where, record, self.processor or self.tokenizer, names)
+                answers = encode_pair(where, record, self.processor or self.tokenizer, names, self.on_unrendered)
             except BrokenMediaError as error:
                 if self.broken_media == "error":
                     raise
@@ -65,11 +66,21 @@ class AnswerRows(PackedRows):
     def __init__(self, tokens: TokenFile, make_row: RowMaker, shuffle: bool, seed: int) -> None:
         super().__init__(tokens, make_row, "truncate", shuffle, seed)
         self._order: Tensor | None = None
+        self.kept = self._with_answers()
+
+    def _with_answers(self) -> list[int]:
+        """The numbers of the examples whose answers begin within ``length`` tokens."""
+        sizes = self.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2)
+        is_long = (sizes > self.length).any(1).tolist()
+        return [
+            number
+            for number, long in enumerate(is_long)
+            if not long or all((document >= 0).any() for document in self._documents(number)[:2])
+        ]
 
     def has_targets(self) -> bool:
-        """Whether an answer begins within ``length`` tokens."""
-        documents = (document for number in range(len(self)) for document in self._documents(number)[:2])
-        return any((document >= 0).any() for document in documents)
+        """Whether there is an example."""
+        return bool(self.kept)
 
     def plan(self, epoch: int) -> None:
         """Make these the examples of ``epoch``."""
@@ -78,6 +89,10 @@ class AnswerRows(PackedRows):
 
     def number(self, index: int) -> int:
         """The number of an example in the source, by its number in the epoch."""
+        return self.kept[self._place(index)]
+
+    def _place(self, index: int) -> int:
+        """The place of an example among those of the source that are kept, by its number in the epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"{type(self).__name__}: index must be 0 to {len(self) - 1}, got {index}.")
         if self.shuffle and self._order is None:
@@ -85,7 +100,7 @@ class AnswerRows(PackedRows):
         return index if self._order is None else int(self._order[index])
 
     def __len__(self) -> int:
-        return len(self.tokens.ends) // 2
+        return len(self.kept)
 
     def _documents(self, number: int) -> tuple[Tensor, Tensor, list[Medium]]:
         """The documents of an example, cut at ``length`` or before an image that does not fit, and the images."""
@@ -97,10 +112,10 @@ class AnswerRows(PackedRows):
         return first[:length], second[:length], [medium for medium in media if medium.end <= length]
 
     def __getitem__(self, index: int) -> Any:
-        first = self.number(index)
+        first = self._place(index)
         for step in range(len(self)):
             try:
-                return self._read((first + step) % len(self))
+                return self._read(self.kept[(first + step) % len(self)])
             except BrokenMediaError as error:
                 self.make_row.count(error, "Examples with broken images or videos are replaced by the next ones.")
         raise ValueError(f"{type(self).__name__}: images must be files that can be read, got only broken ones.")
@@ -120,7 +135,7 @@ class AnswerDataset(PackedDataset):
     and both have the pixels of their prompt. Of labeled answers it also has ``preference_labels`` [rows] bool, and
     under names with ``kl_`` the same prompts, each with the answer to the next one, from which KTO estimates its
     divergence; they have the pixels of the answers. Sequences are cut at ``length``, or before an image that does not
-    fit.
+    fit. Examples whose prompt leaves no token of an answer are left out; a warning counts them.
 
     Order, ranks, position and cache are as in `PackedDataset`, with examples for rows. The last step of an epoch is
     completed with its first examples, unless ``complete`` is False.
@@ -156,11 +171,20 @@ class AnswerDataset(PackedDataset):
             raise ValueError("AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
     def describe(self) -> str:
-        """See `PackedDataset.describe`; also how many sequences are cut."""
-        sizes = [tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)) for tokens in self.rows.sources]
-        cut = sum(int((size > self.length).sum()) for size in sizes)
-        note = f"\n{cut:,} sequences are longer than {self.length} tokens and are cut." if cut else ""
-        return super().describe() + note
+        """See `PackedDataset.describe`; also how many examples are left out, and how many sequences are cut."""
+        parts: Any = getattr(self.rows, "parts", [self.rows])
+        sizes = [part.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2) for part in parts]
+        left_out = sum(len(size) - len(part.kept) for part, size in zip(parts, sizes, strict=True))
+        cut = sum(int((size[part.kept] > self.length).sum()) for part, size in zip(parts, sizes, strict=True))
+        notes = [super().describe()]
+        if left_out:
+            notes.append(
+                f"{left_out:,} examples are left out: their prompts have {self.length} tokens (length) or more, which "
+                "leaves none of an answer."
+            )
+        if cut:
+            notes.append(f"{cut:,} sequences are longer than {self.length} tokens and are cut.")
+        return "\n".join(notes)
 
     def _make_encoder(self, tokenizer: Any, *options: Any) -> Encoder:
         return AnswerEncoder(tokenizer, *options)
@@ -168,7 +192,15 @@ class AnswerDataset(PackedDataset):
     def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
         tokens = tokenize(source, self.encoder, cache_dir, progress)
         self._warn(*tokens.skipped, 0)
-        return AnswerRows(tokens, self._make_row, self.shuffle, self.seed)
+        rows = AnswerRows(tokens, self._make_row, self.shuffle, self.seed)
+        left_out = tokens.documents // 2 - len(rows.kept)
+        if left_out:
+            warnings.warn(
+                f"AnswerDataset: {left_out} examples are left out, because their prompts have {self.length} tokens "
+                "(length) or more, which leaves none of an answer. Raise length.",
+                stacklevel=3,
+            )
+        return rows
 
     def _show(self, documents: list[list[int]]) -> str:
         shown = mark_learned(self.encoder.tokenizer, documents[0])

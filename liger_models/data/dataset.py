@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from liger_models.base.processor import Processor
 from liger_models.data.batch import Batch, collate
-from liger_models.data.encoding import Document, Encoder, Skipped
+from liger_models.data.encoding import ON_UNRENDERED, Document, Encoder, Skipped
 from liger_models.data.formats import DOCUMENTS, Formats, mark_learned
 from liger_models.data.media import keep_whole
 from liger_models.data.mixture import MixedRows
@@ -20,6 +20,7 @@ from liger_models.data.pixels import Piece, RowMaker
 from liger_models.data.sources import find_files, read_records
 from liger_models.data.tokens import tokenize
 from liger_models.distributed import ranks as processes
+from liger_models.text.chat import MULTI_TURN
 from liger_models.text.tokenizer import Tokenizer
 
 OVERFLOWS = ("split", "truncate")
@@ -62,7 +63,8 @@ class PackedDataset(IterableDataset[Batch]):
         format: the format of all examples; default: recognized by the columns of each file's first example. "chat"
             (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca" (``instruction``, ``input``,
             ``output``) and "question-answer" learn the answers only. "text" gets the tokenizer's special tokens and the
-            end token. "input_ids" are taken unchanged, with ``labels`` beside them if not all are to be learned.
+            end token. "input_ids" are taken unchanged, with ``labels`` or masks beside them if not all are to be
+            learned, and with ``seq_lengths`` or ``position_ids`` if they are several documents.
         formats: the formats that examples may have; others are refused.
         field: the field of an example to read instead, whose value decides how it is read: a text, messages or ids.
         max_samples: the most examples to read, for a short try; default: all. With ``shares``, of each source.
@@ -71,6 +73,12 @@ class PackedDataset(IterableDataset[Batch]):
         broken_media: what happens if an image is missing or cannot be read: "error"; or "skip". Sizes are read from
             headers before training starts; an example for which that fails is left out. If pixels cannot be decoded
             later, the image becomes black and its document loses its labels. A warning has the first such image.
+        multi_turn: how the answers of a chat become examples. "split": all answers of a chat are one example; but where
+            the template changes earlier answers, such as by removing their thoughts, each of these becomes the end of
+            an example of its own, as it was generated. "all": one example, with earlier answers as the template renders
+            them there. "last": the last answer alone.
+        on_unrendered: what happens if the chat template leaves out the content, the calls, the thoughts or the tools
+            of a chat: "error", "warn", or "drop" to train on the text as it is.
         shuffle: False keeps the documents in order, as far as packing allows.
         seed: seed of the shuffling.
         rank, ranks: this process's rank, and the number of ranks that share the data; default: rank and size of the
@@ -106,6 +114,8 @@ class PackedDataset(IterableDataset[Batch]):
         max_samples: int | None = None,
         shares: Sequence[float] | None = None,
         broken_media: str = "error",
+        multi_turn: str = "split",
+        on_unrendered: str = "error",
         shuffle: bool = True,
         seed: int = 0,
         rank: int | None = None,
@@ -127,13 +137,20 @@ class PackedDataset(IterableDataset[Batch]):
             raise ValueError(f"PackedDataset: give format or field, got {format!r} and {field!r}.")
         if shares is not None and not isinstance(source, list | tuple):
             raise ValueError(f"PackedDataset: shares need a list of sources, got {type(source).__name__}.")
+        for name, value, choices in (
+            ("multi_turn", multi_turn, MULTI_TURN), ("on_unrendered", on_unrendered, ON_UNRENDERED)
+        ):  # fmt: skip
+            if value not in choices:
+                raise ValueError(f"PackedDataset: {name} must be one of {', '.join(choices)}, got {value!r}.")
         if max_samples is not None and not max_samples >= 1:
             raise ValueError(f"PackedDataset: max_samples must be at least 1, got {max_samples}.")
 
         self.length, self.batch_size, self.overflow = length, batch_size, overflow
         self.shuffle, self.seed = shuffle, seed
         # How records become documents, and documents rows.
-        self.encoder = self._make_encoder(tokenizer, field, Formats(formats, format), max_samples, broken_media)
+        self.encoder = self._make_encoder(
+            tokenizer, field, Formats(formats, format), max_samples, broken_media, multi_turn, on_unrendered
+        )
         self._filler = self.encoder.tokenizer.padding_id
         self._make_row = RowMaker(length, self._filler, self.encoder.processor, broken_media)
         self.source = find_files(source)
@@ -230,6 +247,10 @@ class PackedDataset(IterableDataset[Batch]):
         listed = "; ".join(
             f"format {format}: {', '.join(names[:5])}" + ", ..." * (len(names) > 5) for format, names in formats.items()
         )
+
+        chats = {"chat", "sharegpt", "prompt-completion", "alpaca", "question-answer"}
+        if self.per_example == 1 and self.encoder.tokenizer.chat_template and {*formats} & chats:
+            listed += f"; multi_turn {self.encoder.multi_turn}"
 
         ends = [0, *tokens.ends[: self.per_example].tolist()]
         shown = self._show([tokens.ids[start:end].tolist() for start, end in itertools.pairwise(ends)])

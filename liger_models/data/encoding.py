@@ -1,8 +1,11 @@
 """Examples to token ids: texts, chats whose answers are learned, and ids as they are."""
 
+import contextlib
 import itertools
 import json
+import warnings
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,10 +14,11 @@ from liger_models.base.processor import Processor
 from liger_models.data.formats import DOCUMENTS, Formats
 from liger_models.data.media import BrokenMediaError, Columns, MediaReader, MediaSource, Medium
 from liger_models.data.sources import MEDIA_COLUMNS, Record, to_plain
-from liger_models.text.chat import Span, answer_mask
+from liger_models.text.chat import Rendering, Span, answer_mask
+from liger_models.text.templates import THOUGHTS
 from liger_models.text.tokenizer import Tokenizer
 
-READING = 3
+READING = 4
 """Part of the name of a token cache. Raised when examples are read in another way than before."""
 FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
@@ -23,6 +27,15 @@ WINDOW_CHARACTERS, OVERLAP_CHARACTERS = 1 << 18, 1 << 12
 """Texts of more characters are tokenized in windows, which overlap: the library needs over 100 bytes a character."""
 MEDIA = ("image", "video", "audio")
 """Parts of the names of special tokens and of parts of a message that stand for what is not text."""
+
+ON_UNRENDERED = ("error", "warn", "drop")
+"""What happens to an example with a field that the chat template leaves out."""
+
+WEIGHTS = ("weight", "loss", "train")
+"""Keys of a message that say whether it is learned."""
+MASKS = ("completion_mask", "assistant_masks", "attention_mask")
+POSITIONS = "position_ids"
+"""Columns beside token ids with a value for each: 1 where a token is learned or is no padding; its position."""
 
 SPEAKERS = ("system", "user", "assistant")
 """Roles whose messages are texts or parts; what a tool returns may be anything that the template writes."""
@@ -81,6 +94,8 @@ class Encoder:
         max_samples: the most examples to read; None for all.
         broken_media: "error", or "skip" to leave out examples with an image or a video that is missing or has no
             readable header.
+        multi_turn: how the answers of a conversation become examples; see `Tokenizer.render_examples`.
+        on_unrendered: "error", "warn" or "drop": what happens if the chat template leaves out a field of a message.
 
     Attributes:
         skipped: the examples that were left out.
@@ -93,6 +108,8 @@ class Encoder:
         formats: Formats | None = None,
         max_samples: int | None = None,
         broken_media: str = "error",
+        multi_turn: str = "split",
+        on_unrendered: str = "error",
     ) -> None:
         self.tokenizer, self.media = open_reader(tokenizer)
         self.processor = self.media.processor
@@ -100,8 +117,10 @@ class Encoder:
         self.fields = tuple(self.formats.columns) if field is None else (field,)
         self.max_samples, self.broken_media, self.skipped = max_samples, broken_media, Skipped()
 
+        self.multi_turn, self.on_unrendered = multi_turn, on_unrendered
+
         # What decides how records are read.
-        reads = (self.fields, self.formats.allowed, self.formats.format)
+        reads = (self.fields, self.formats.allowed, self.formats.format, multi_turn, on_unrendered)
         self.key: Any = [READING, type(self).__name__, *reads, max_samples]
 
         added = self.tokenizer.backend.get_added_tokens_decoder()
@@ -120,21 +139,22 @@ class Encoder:
         group: list[Text | Document] = []
         characters = 0
         for where, record in self._limited(records):
-            # A record becomes a text, or a document if it holds token ids.
+            # A record becomes texts, or documents if it holds token ids.
             try:
-                text = self._read(where, record)
+                texts = self._read(where, record)
             except BrokenMediaError as error:
                 if self.broken_media == "error":
                     raise
                 self.skipped.add(error)
                 continue
-            if isinstance(text, Text):
-                check_characters(where, text.text)
-                characters += len(text.text) + sum(medium.memory for medium in text.media)
-            group.append(text)
+            for text in texts:
+                if isinstance(text, Text):
+                    check_characters(where, text.text)
+                    characters += len(text.text) + sum(medium.memory for medium in text.media)
+            group += texts
 
             # Full groups are tokenized, on all cores.
-            if len(group) == GROUP or characters >= GROUP_CHARACTERS:
+            if len(group) >= GROUP or characters >= GROUP_CHARACTERS:
                 yield from self._tokenize(group)
                 group, characters = [], 0
         yield from self._tokenize(group)
@@ -142,12 +162,12 @@ class Encoder:
     def _limited(self, records: Iterable[Record]) -> Iterator[Record]:
         return itertools.islice(records, self.max_samples)
 
-    # A record to a text
+    # A record to texts
 
-    def _read(self, where: str, record: Any) -> Text | Document:
-        """A record as text, with the spans of its answers if it has some; or as tokens if it has them."""
+    def _read(self, where: str, record: Any) -> Sequence[Text | Document]:
+        """A record as texts, with the spans of its answers if it has some; or as tokens if it has them."""
         if isinstance(record, str):
-            return Text(where, self._check_text(where, record), None, True)
+            return [Text(where, self._check_text(where, record), None, True)]
 
         example = self.formats.convert(where, record, self.tokenizer) if self.field is None else record
         names = sorted(example) if isinstance(example, Mapping) else type(example).__name__
@@ -161,7 +181,7 @@ class Encoder:
         value = example[field]
         prompt = example.get("prompt") if self.field is None else None
         if isinstance(value, str):
-            return self._read_text(where, field, prompt, value, columns)
+            return [self._read_text(where, field, prompt, value, columns)]
         value = value if isinstance(value, list) else to_plain(value)
         if is_messages(value) and (value or field == "messages" or prompt):
             return self._read_chat(where, field, prompt, value, example, columns)
@@ -181,8 +201,8 @@ class Encoder:
 
     def _read_chat(
         self, where: str, field: str, prompt: Any, answer: Any, example: Mapping[str, Any], columns: Columns
-    ) -> Text:
-        """A conversation, rendered by the chat template."""
+    ) -> list[Text]:
+        """A conversation, rendered by the chat template, as one example or several."""
         if prompt is not None and not is_messages(prompt):
             raise ValueError(f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one.")
         prompt = prompt or ()
@@ -193,19 +213,27 @@ class Encoder:
         answers = [number >= len(prompt) and message["role"] == "assistant" for number, message in enumerate(messages)]
         if not any(answers):
             raise ValueError(f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
-        learned = [
-            is_answer and message.get("weight", 1) == 1 for is_answer, message in zip(answers, messages, strict=True)
-        ]
-        text, spans = render_answers(where, self.tokenizer, messages, learned, example)
-        if not spans and any(learned):
+        learned = [is_answer and is_learned(message) for is_answer, message in zip(answers, messages, strict=True)]
+        examples = render_examples(
+            where, self.tokenizer, messages, learned, example, self.multi_turn, self.on_unrendered
+        )
+        if any(learned) and not any(rendering.spans for rendering in examples):
             raise ValueError(
                 f"{where}: the chat template must mark answers by {{% generation %}}, got none marked. Mark them, or "
                 "leave all marks out."
             )
-        return self._write(where, text, spans, False, sources)
 
-    def _read_ids(self, where: str, field: str, ids: Any, example: Mapping[str, Any], columns: Columns) -> Document:
-        """Token ids as they are, with their labels."""
+        # An example that ends earlier has the images up to there.
+        texts = []
+        for rendering in examples:
+            count = len(sources) if len(examples) == 1 else self.media.count(rendering.text)
+            texts.append(self._write(where, rendering.text, rendering.spans, False, sources[:count]))
+        return texts
+
+    def _read_ids(
+        self, where: str, field: str, ids: Any, example: Mapping[str, Any], columns: Columns
+    ) -> list[Document]:
+        """Token ids as they are, with their labels; several documents if they are packed."""
         if not isinstance(ids, Sequence) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
             raise ValueError(
                 f"{where}: {field} must be a text, messages, or token ids, got {str(ids)[:60]!r}. Correct it."
@@ -214,15 +242,35 @@ class Encoder:
         media = media or [kind for kind, column in columns.items() if column]
         if media:
             raise ValueError(f"{where}: token ids must be of text, got {', '.join(media)}. {_NO_MEDIA}")
+        lists = {name: _read_column(where, field, len(ids), example, name) for name in (*MASKS, "labels", POSITIONS)}
+        masks = {name: values for name in MASKS if (values := lists[name]) is not None}
+        for name, mask in masks.items():
+            if not all(value in (0, 1) for value in mask):
+                raise ValueError(f"{where}: {name} must have values 0 and 1, got {str(mask)[:60]}. Correct it.")
 
-        # Labels are ids or -100, unshifted.
-        labels = example.get("labels", ids)
-        labels = labels if isinstance(labels, list) else to_plain(labels)
-        if len(labels) != len(ids) or not all(label in (token, -100) for token, label in zip(ids, labels, strict=True)):
+        # Labels are ids or -100, unshifted; masks say where there are some.
+        labels = ids if lists["labels"] is None else lists["labels"]
+        if not all(label in (token, -100) for token, label in zip(ids, labels, strict=True)):
             raise ValueError(f"{where}: labels must be those of {field}, unshifted, or -100, got others. Correct them.")
-        return Document(
-            array("i", (token if label == token else ~token for token, label in zip(ids, labels, strict=True)))
-        )
+        learned = [
+            label == token and all(mask[i] for mask in masks.values())
+            for i, (token, label) in enumerate(zip(ids, labels, strict=True))
+        ]
+        document = array("i", (token if learns else ~token for token, learns in zip(ids, learned, strict=True)))
+
+        # Each document without its padding.
+        seen = masks.get("attention_mask", [1] * len(ids))
+        documents = []
+        for start, end in _document_bounds(where, field, len(ids), example, lists[POSITIONS], seen):
+            shown = [i for i in range(start, end) if seen[i]]
+            if shown and len(shown) != shown[-1] + 1 - shown[0]:
+                raise ValueError(
+                    f"{where}: attention_mask must be 0 on padding, at the ends of a document, got 0 inside. Remove "
+                    "these tokens, or leave them out by labels of -100."
+                )
+            if shown or not ids:
+                documents.append(Document(document[shown[0] : shown[-1] + 1] if shown else document))
+        return documents
 
     def _write(
         self, where: str, text: str, spans: list[Span] | None, special: bool, sources: Sequence[MediaSource]
@@ -377,14 +425,95 @@ def check_media_columns(
         raise ValueError(f"{where}: {must} {kinds}, got {advice.format(', '.join(unread))}")
 
 
-def render_answers(
-    where: str, tokenizer: Tokenizer, messages: list[dict[str, Any]], learned: list[bool], example: Mapping[str, Any]
-) -> tuple[str, list[Span]]:
-    """`Tokenizer.render_answers` with the variables of an example; errors begin with ``where``."""
+def render_examples(
+    where: str,
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    learned: list[bool],
+    example: Mapping[str, Any],
+    multi_turn: str = "all",
+    on_unrendered: str = "error",
+) -> list[Rendering]:
+    """`Tokenizer.render_examples` with the variables of an example; errors begin with ``where``."""
     try:
-        return tokenizer.render_answers(messages, learned=learned, **read_variables(example))
+        options = {**read_variables(example), "learned": learned, "multi_turn": multi_turn}
+        examples = tokenizer.render_examples(messages, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
+    check_rendered(where, [field for rendering in examples for field in rendering.unrendered], on_unrendered)
+    return examples
+
+
+def check_rendered(where: str, fields: Sequence[str], on_unrendered: str) -> None:
+    """Raise ValueError, or warn, if the chat template leaves out fields of an example.
+
+    Args:
+        where: where the example is.
+        fields: such as "message 2: tool_calls".
+        on_unrendered: one of `ON_UNRENDERED`.
+    """
+    if not fields or on_unrendered == "drop":
+        return
+    text = f"{where}: {', '.join(dict.fromkeys(fields))} must be in the text that the chat template renders, got none."
+    if on_unrendered == "error":
+        advice = " or multi_turn: split" if any("content" in field for field in fields) else ""
+        raise ValueError(
+            f"{text} Remove it, use a template that renders it{advice}, or set on_unrendered to warn or drop."
+        )
+    warnings.warn(text, stacklevel=2)
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message that `read_messages` returned is learned: none of its `WEIGHTS` is 0."""
+    return all(message.get(name, True) for name in WEIGHTS)
+
+
+def _read_column(where: str, field: str, size: int, example: Mapping[str, Any], name: str) -> list[Any] | None:
+    """A column with a value for each token; None if there is none."""
+    values = example.get(name)
+    if values is None:
+        return None
+    values = values if isinstance(values, list | tuple) else to_plain(values)
+    if not isinstance(values, list | tuple) or len(values) != size:
+        got = len(values) if isinstance(values, list | tuple) else repr(values)[:60]
+        raise ValueError(f"{where}: {name} must be those of {field}, {size} of them, got {got}. Correct them.")
+    return [int(value) if isinstance(value, bool) else value for value in values]
+
+
+def _document_bounds(
+    where: str,
+    field: str,
+    size: int,
+    example: Mapping[str, Any],
+    positions: Sequence[Any] | None,
+    seen: Sequence[int],
+) -> list[Span]:
+    """Where the documents of packed token ids begin and end, by ``seq_lengths`` or ``position_ids``."""
+    bounds = [0, size]
+    lengths = example.get("seq_lengths")
+    if lengths is not None:
+        lengths = lengths if isinstance(lengths, list | tuple) else to_plain(lengths)
+        if not isinstance(lengths, list | tuple) or not all(type(n) is int and n > 0 for n in lengths):
+            raise ValueError(
+                f"{where}: seq_lengths must be positive numbers of tokens, got {str(lengths)[:60]}. Correct them."
+            )
+        if sum(lengths) != size:
+            raise ValueError(
+                f"{where}: seq_lengths must add up to the {size} tokens of {field}, got {sum(lengths)}. Correct them."
+            )
+        bounds = [0, *itertools.accumulate(lengths)]
+    if positions is not None:
+        shown = [i for i in range(size) if seen[i]]
+        starts = [i for i in shown if positions[i] == 0]
+        expected = [i - starts[bisect_right(starts, i) - 1] for i in shown] if starts else []
+        by_positions = [0, *starts[1:], size]
+        if [positions[i] for i in shown] != expected or (lengths is not None and by_positions != bounds):
+            raise ValueError(
+                f"{where}: position_ids must count from 0 in each document, as seq_lengths does, got others. Correct "
+                "them, or leave them out."
+            )
+        bounds = by_positions
+    return [*itertools.pairwise(bounds)]
 
 
 def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -405,16 +534,23 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
     """
     checked = []
     for number, message in enumerate(messages, 1):
-        # A table gives every message the keys of all messages.
+        # A table gives every message the keys of all messages; what is empty is absent, too.
         present = {key: value for key, value in message.items() if value is not None}
+        for key in ("tool_calls", "function_call", *THOUGHTS):
+            if key in present and not present[key]:
+                del present[key]
         role = present.get("role")
         if not isinstance(role, str):
             raise ValueError(f"{where}: message {number} must have a role, such as user, got {role!r}. Add it.")
+        if "tool_calls" in present:
+            present["tool_calls"] = _read_calls(where, number, present["tool_calls"])
+        if isinstance(present.get("function_call"), Mapping):
+            present["function_call"] = _with_arguments(present["function_call"])
 
-        # Content: a text or parts; an assistant's message may have calls instead.
+        # Content: a text or parts; an assistant's message may have calls or thoughts instead.
         content = present.get("content")
-        calls = present.get("tool_calls") if present.get("role") == "assistant" else None
-        if content is None and not calls:
+        instead = [key for key in ("tool_calls", "function_call", *THOUGHTS) if role == "assistant" and key in present]
+        if content is None and not instead:
             raise ValueError(
                 f"{where}: message {number} must have content, got null. Only an assistant's message with tool_calls "
                 "may have none."
@@ -424,6 +560,12 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
                 f"{where}: message {number} must have content that is a text or a list of parts, got "
                 f"{str(content)[:60]!r}. Correct it."
             )
+        for key in THOUGHTS:
+            if not isinstance(present.get(key, ""), str):
+                raise ValueError(
+                    f"{where}: message {number} must have {key} that is a text, got {str(present[key])[:60]!r}. "
+                    "Correct it."
+                )
 
         # Parts: texts, and the media that the model takes.
         for part in content if isinstance(content, list | tuple) else ():
@@ -441,13 +583,49 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         if not kinds and isinstance(content, list | tuple) and all(map(_is_text, content)):
             content = "".join(part["text"] for part in content)  # templates of text models take no parts
 
-        weight = present.get("weight", 1)
-        if weight not in (0, 1):
-            raise ValueError(
-                f"{where}: message {number} must have weight 0 (not learned) or 1, got {weight!r}. Correct it."
-            )
-        checked.append({**present, "content": content})
+        # Whether it is learned, in the spellings of OpenAI, ms-swift and axolotl.
+        weights = {name: present[name] for name in WEIGHTS if name in present}
+        for name, weight in weights.items():
+            if weight not in (0, 1):
+                raise ValueError(
+                    f"{where}: message {number} must have {name} 0 (not learned) or 1, got {weight!r}. Correct it."
+                )
+        if len({*weights.values()}) > 1:
+            raise ValueError(f"{where}: message {number} must be learned or not, got {weights}. Leave one out.")
+        checked.append({**present, "content": content} if content is not None else present)
     return checked
+
+
+def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
+    """The calls of a message, with arguments as objects: OpenAI writes them as JSON text."""
+    if isinstance(calls, str):
+        with contextlib.suppress(ValueError):
+            calls = json.loads(calls)
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(
+            f"{where}: message {number} must have tool_calls that are a list of calls, got {str(calls)[:60]!r}. "
+            "Correct them."
+        )
+    return [
+        {**call, "function": _with_arguments(call["function"])}
+        if isinstance(call.get("function"), Mapping)
+        else _with_arguments(call)
+        for call in calls
+    ]
+
+
+def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A call with its arguments as an object, if they are the JSON text of one; without any, an empty object."""
+    function = {key: value for key, value in function.items() if value is not None}
+    arguments = function.get("arguments")
+    if arguments is None and "name" in function and "parameters" not in function:
+        function["arguments"] = {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments) if arguments.strip() else {}
+            if isinstance(parsed, dict):
+                function["arguments"] = parsed
+    return function
 
 
 def _is_text(part: Any) -> bool:
@@ -480,7 +658,7 @@ def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] |
 
 
 def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables of the chat template: the tools of a chat, and its ``chat_template_kwargs``.
+    """The variables of the chat template: the tools of a chat, if it has some, and its ``chat_template_kwargs``.
 
     Both may be JSON text, because a column cannot hold values of different types.
 
@@ -491,13 +669,13 @@ def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("tools", "chat_template_kwargs"):
         value = example.get(name)
         try:
-            variables[name] = json.loads(value) if isinstance(value, str) else value
+            variables[name] = json.loads(value.strip() or "null") if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError(f"{name} must be JSON where it is a text, got {str(value)[:60]!r}. Correct it.") from error
     options = variables["chat_template_kwargs"] or {}
     if not isinstance(options, Mapping):
         raise ValueError(f"chat_template_kwargs must be an object, got {str(options)[:60]!r}. Correct it.")
-    return {"tools": variables["tools"], **{key: value for key, value in options.items() if value is not None}}
+    return {"tools": variables["tools"] or None, **{key: value for key, value in options.items() if value is not None}}
 
 
 def check_characters(where: str, text: str) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from liger_models.data.sources import TOKEN_COLUMNS
 from liger_models.text.tokenizer import Tokenizer
 
 ROLES = {
@@ -19,7 +20,7 @@ ROLES = {
     "system": "system",
 }
 """Who speaks in ShareGPT's data -> the role of a message; "call" is an assistant's message that calls a tool."""
-_OF_TURN = ("tool_calls", "tool_call_id", "name", "weight")
+_OF_TURN = ("tool_calls", "tool_call_id", "name", "weight", "loss", "train", "reasoning_content")
 ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
 ALPACA_INPUT = ", paired with an input that provides further context"
 
@@ -150,7 +151,7 @@ FORMATS = {
     "alpaca": Format(("instruction", "output|response"), ("input", "context", "system", "history"), _from_alpaca),
     "question-answer": Format(("question", "answer"), ("context",), _from_alpaca),
     "text": Format(("text",)),
-    "input_ids": Format(("input_ids",), ("labels",)),
+    "input_ids": Format(("input_ids",), TOKEN_COLUMNS),
     "prompt": Format(("prompt",), todo="Prompts without answers train with objective grpo."),
 }
 """The formats, in the order in which a record is compared with them."""

@@ -187,6 +187,10 @@ class MediaReader:
         kinds = [str(placeholder.lastgroup) for placeholder in placeholders]
         return [MediaSource(kind, image) for kind, image in zip(kinds, take(where, kinds, columns), strict=True)]
 
+    def count(self, text: str) -> int:
+        """The number of placeholders in a text."""
+        return 0 if self.processor is None else len(self.processor.placeholder.findall(text))
+
     def place(
         self, where: str, messages: Sequence[Mapping[str, Any]], columns: Columns
     ) -> tuple[list[dict[str, Any]], list[MediaSource]]:

@@ -12,16 +12,17 @@ from liger_models.data.batch import Batch, join_rows
 from liger_models.data.encoding import (
     check_characters,
     check_media_columns,
+    is_learned,
     is_messages,
     open_reader,
     read_messages,
-    render_answers,
+    render_examples,
 )
 from liger_models.data.media import Columns, MediaReader, Medium
 from liger_models.data.pixels import make_pixels
 from liger_models.data.sources import MEDIA_COLUMNS
 from liger_models.generation.options import PromptInputs
-from liger_models.text.chat import answer_mask
+from liger_models.text.chat import answer_mask, shared_prefix
 from liger_models.text.tokenizer import Tokenizer
 
 ANSWERS = ("chosen", "rejected")
@@ -151,9 +152,20 @@ def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[
 
 
 def encode_pair(
-    where: str, pair: Mapping[str, Any], reader: Tokenizer | Processor | None, answers: Sequence[str] = ANSWERS
+    where: str,
+    pair: Mapping[str, Any],
+    reader: Tokenizer | Processor | None,
+    answers: Sequence[str] = ANSWERS,
+    on_unrendered: str = "error",
 ) -> list[Answer]:
     """The chosen and the rejected answer to one prompt, or other ``answers``, as tokens.
+
+    Args:
+        where: where the pair is, for errors.
+        pair: as for `preference_batch`.
+        reader: the tokenizer of the model, or its processor.
+        answers: the names of the answers.
+        on_unrendered: what happens if the chat template leaves out a field; see `Encoder`.
 
     Raises:
         ValueError: the pair is malformed.
@@ -182,7 +194,7 @@ def encode_pair(
     if not encoded and any(are_texts):
         encoded = _encode_texts(pair, tokenizer, answers)
     elif not encoded:
-        encoded = _encode_chats(where, pair, tokenizer, media, columns, answers)
+        encoded = _encode_chats(where, pair, tokenizer, media, columns, answers, on_unrendered)
     for name, row in zip(answers, encoded, strict=True):
         if not row.answer:
             raise ValueError(f"{where}: {name} must have tokens, got none. Leave it out.")
@@ -236,7 +248,7 @@ def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequen
     sequences = [ids if ids[-1:] == end else ids + end for ids in sequences]
     prompt = tokenizer.encode(pair["prompt"])
     prompt = prompt[:-1] if prompt[-1:] == end else prompt
-    first = min(_shared_prefix(prompt, ids) for ids in sequences)  # so that both have the same prompt
+    first = min(shared_prefix(prompt, ids) for ids in sequences)  # so that both have the same prompt
     return [Answer(ids[:first], ids[first:]) for ids in sequences]
 
 
@@ -247,17 +259,18 @@ def _encode_chats(
     media: MediaReader,
     columns: Columns,
     answers: Sequence[str],
+    on_unrendered: str,
 ) -> list[Answer]:
     """The answers of a pair of lists of messages: the tokens before an answer, and from its first to its last.
 
     Args:
         media: reads the images of the prompt.
         columns: the images of the prompt in fields of their own, by kind.
-        where, pair, tokenizer, answers: as in `encode_pair`.
+        where, pair, tokenizer, answers, on_unrendered: as in `encode_pair`.
     """
     # Without a prompt, both answers begin with it.
     has_prompt = pair.get("prompt") is not None
-    shared = 0 if has_prompt else _shared_prefix(*(pair[name] for name in answers))
+    shared = 0 if has_prompt else shared_prefix(*(pair[name] for name in answers))
     prompt = pair["prompt"] if has_prompt else pair[answers[0]][:shared]
     prompt, sources = media.place(where, prompt, columns)
     prompt = read_messages(f"{where}, prompt", prompt, media.kinds)
@@ -269,7 +282,7 @@ def _encode_chats(
         if sources:
             raise ValueError(f"{where}: {name} must be text, got an image or a video. Only prompts may have some.")
         answer = read_messages(f"{where}, {name}", answer)
-        if not all(message.get("weight", 1) for message in answer):
+        if not all(map(is_learned, answer)):
             raise ValueError(
                 f"{where}: {name} must have no message with weight 0: answers are compared as a whole. Move messages "
                 "that are not learned into the prompt, or leave the weight out."
@@ -277,7 +290,8 @@ def _encode_chats(
 
         # Render the conversation, and find the tokens of the answer in it.
         learned = [False] * len(prompt) + [True] * len(answer)
-        text, spans = render_answers(where, tokenizer, [*prompt, *answer], learned, pair)
+        (rendering,) = render_examples(where, tokenizer, [*prompt, *answer], learned, pair, on_unrendered=on_unrendered)
+        text, spans = rendering.text, rendering.spans
         check_characters(where, text)
         text, moved, counts = media.write(where, text, spans, images)
         encoding = tokenizer.backend.encode(text, add_special_tokens=False)
@@ -288,8 +302,3 @@ def _encode_chats(
         ids = encoding.ids[:last]
         encoded.append(Answer(ids[:first], ids[first:], media.locate(where, ids, images, counts)))
     return encoded
-
-
-def _shared_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Number of items that two sequences have in common at the beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -14,7 +14,14 @@ import torch
 from liger_models.base.processor import Processor
 from liger_models.data.answers import AnswerRows
 from liger_models.data.dataset import PackedDataset
-from liger_models.data.encoding import check_characters, is_messages, open_reader, read_messages, read_variables
+from liger_models.data.encoding import (
+    check_characters,
+    check_rendered,
+    is_messages,
+    open_reader,
+    read_messages,
+    read_variables,
+)
 from liger_models.data.formats import mark_learned
 from liger_models.data.media import BrokenMediaError, Medium
 from liger_models.data.packing import PackedRows
@@ -29,12 +36,13 @@ class PromptRows(AnswerRows):
     records: list[Any]
     media: list[list[Medium]]
 
+    def _with_answers(self) -> list[int]:
+        """All prompts: their answers are sampled."""
+        return [*range(len(self.tokens.ends))]
+
     def has_targets(self) -> bool:
         """True: the targets are sampled."""
         return True
-
-    def __len__(self) -> int:
-        return len(self.records)
 
     def _read(self, number: int) -> Any:
         start = int(self.tokens.ends[number - 1]) if number else 0
@@ -115,7 +123,7 @@ class PromptDataset(PackedDataset):
         else:
             if not is_messages(prompt):
                 raise ValueError(f"{where}: prompt must be a text or messages, got {str(prompt)[:60]!r}. Correct it.")
-            ids, media = encode_prompt(where, record, self.encoder.processor or tokenizer)
+            ids, media = encode_prompt(where, record, self.encoder.processor or tokenizer, self.encoder.on_unrendered)
         if not 0 < len(ids) <= self.length:
             raise ValueError(
                 f"{where}: a prompt must have 1 to {self.length} tokens, got {len(ids)}. Shorten it, or raise length, "
@@ -131,7 +139,7 @@ class PromptDataset(PackedDataset):
 
 
 def encode_prompt(
-    where: str, example: Mapping[str, Any], reader: Tokenizer | Processor
+    where: str, example: Mapping[str, Any], reader: Tokenizer | Processor, on_unrendered: str = "error"
 ) -> tuple[list[int], list[Medium]]:
     """The token ids of messages to answer, up to where the answer begins, and the images and videos in them.
 
@@ -140,6 +148,7 @@ def encode_prompt(
         example: has ``prompt``, a list of messages, and perhaps ``tools``, ``chat_template_kwargs``, and images in
             columns.
         reader: the tokenizer of the model, or its processor, which also takes images.
+        on_unrendered: what happens if the chat template leaves out a field; see `Encoder`.
 
     Raises:
         ValueError: the messages are malformed, or are not what the chat template takes.
@@ -149,10 +158,11 @@ def encode_prompt(
     messages, sources = media.place(where, example["prompt"], media.columns(example))
     messages = read_messages(where, messages, media.kinds)
     try:
-        options = {**read_variables(example), "add_generation_prompt": True, "tokenize": False}
-        text = str(tokenizer.apply_chat_template(messages, **options))
+        rendering = tokenizer.render_prompt(messages, **read_variables(example))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
+    text = rendering.text
+    check_rendered(where, rendering.unrendered, on_unrendered)
     check_characters(where, text)
 
     images = media.open(where, sources)

@@ -14,6 +14,8 @@ PARQUET_ROWS = 1024
 """Rows of a Parquet file that are decoded at a time."""
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Fields of a record with images, videos or sound."""
+TOKEN_COLUMNS = ("labels", "completion_mask", "assistant_masks", "attention_mask", "position_ids", "seq_lengths")
+"""Fields of a record that say more about its token ids."""
 
 Record = tuple[str, Any]
 """Where a record is, such as "train.jsonl, line 7", and the record: a dict by column, or a text."""
@@ -78,7 +80,7 @@ def read_records(source: Any, fields: Sequence[str], start: int = 0) -> Iterator
 
     Args:
         source: as `find_files` returns it.
-        fields: columns to read from a Parquet file, besides ``tools``, ``labels`` and `MEDIA_COLUMNS`.
+        fields: columns to read from a Parquet file, besides ``tools``, `TOKEN_COLUMNS` and `MEDIA_COLUMNS`.
         start: number of records that were read before ``source`` begins; for error messages.
 
     Raises:
@@ -174,7 +176,7 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Record]:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             # With none of the fields all columns are read, so that the error can name them.
-            columns = {*fields, "tools", "labels", *MEDIA_COLUMNS} if {*fields} & {*names} else {*names}
+            columns = {*fields, "tools", *TOKEN_COLUMNS, *MEDIA_COLUMNS} if {*fields} & {*names} else {*names}
             count = PARQUET_ROWS // 16 if {*MEDIA_COLUMNS} & {*names} else PARQUET_ROWS  # images are large
             batches = file.iter_batches(count, columns=[name for name in names if name in columns])
             rows = (row for batch in batches for row in batch.to_pylist())

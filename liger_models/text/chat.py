@@ -1,17 +1,74 @@
-"""Which template renders a conversation, and which part of its text the assistant writes."""
+"""Which template renders a conversation, and which part of its text the assistant writes.
 
+A conversation is rendered twice, the second time with marks in the texts of its messages. Without its marks the second
+text must equal the first. The marks then tell where each message is, and what of it the template leaves out.
+"""
+
+import functools
 import itertools
+import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from liger_models.text.templates import BEGIN, END, render
+from liger_models.text.templates import BEGIN, END, THOUGHTS, render, without_nulls
 
 Span = tuple[int, int]
 """First and last + 1 character."""
+Messages = Sequence[Mapping[str, Any]]
+MULTI_TURN = ("split", "last", "all")
+"""How the answers of a conversation become examples; see `Tokenizer.render_examples`."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK = re.compile("\ufdd2([\ufde0-\ufdef]+)\ufdd3")
+"""A mark: a number in hexadecimal digits, all of code points to which Unicode assigns no character."""
+_DIGITS = {0xFDE0 + digit: f"{digit:x}" for digit in range(16)}
+_TAG = re.compile(r"(</?[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])")
+"""What templates look for in a text, such as ``</think>``. Marks stand between tags, not before the first one."""
+_TAGS = 8
+"""The most tags of a text around which marks are set."""
+_TOOLS = -1
+"""Owner of the marks in tools; the owner of others is the index of their message."""
+_AROUND, _INSIDE, _NOWHERE = range(3)
+"""Where the marks of a field are, from where they tell most to where no template can notice them."""
+
+_headers: dict[tuple[str, str, str], int] = {}
+"""Template, variables and text before an answer -> how much of the text belongs to the prompt."""
+_HEADERS, _HEADER_CHARACTERS = 4096, 1000
+"""The most headers that are kept, and the longest text."""
+
+
+class Rendering(NamedTuple):
+    """A conversation as text.
+
+    Attributes:
+        text: what the template writes, and the token that ends the last answer if the template leaves it to what
+            follows.
+        spans: the parts that the assistant writes.
+        unrendered: the fields that the text lacks, such as "message 2: tool_calls".
+    """
+
+    text: str
+    spans: list[Span]
+    unrendered: list[str]
+
+
+class Style(NamedTuple):
+    """What decides how conversations are rendered, besides their messages.
+
+    Attributes:
+        template: the source of the chat template.
+        variables: what else the template reads.
+        special_tokens: tokens that may end an answer.
+        eos_token: the token that ends an answer which no other token ends.
+    """
+
+    template: str
+    variables: Mapping[str, Any]
+    special_tokens: Sequence[str]
+    eos_token: str | None = None
 
 
 def select_template(templates: str | Mapping[str, str] | None, tools: object) -> str:
@@ -36,63 +93,39 @@ def select_template(templates: str | Mapping[str, str] | None, tools: object) ->
     )
 
 
-def render_answers(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-    special_tokens: Sequence[str],
-    learned: Sequence[bool] | None = None,
-) -> tuple[str, list[Span]]:
-    """A conversation as text, and the spans of its answers; `Tokenizer.render_answers` says how they are found.
+def render_examples(
+    style: Style, messages: Messages, learned: Sequence[bool] | None = None, multi_turn: str = "all"
+) -> list[Rendering]:
+    """A conversation as examples to learn from; `Tokenizer.render_examples` says which.
 
     Args:
-        template: the source of the chat template.
+        style: the template and its variables.
         messages: dicts with ``role`` and ``content``.
-        variables: what else the template reads.
-        special_tokens: tokens that may end an answer.
         learned: for each message, whether it is an answer whose spans are needed; default: the assistant's.
+        multi_turn: one of `MULTI_TURN`.
 
     Raises:
         ValueError: the template refuses the messages, or the position of an answer cannot be determined.
     """
-    text = render(template, messages, variables)
-
-    # The messages of the assistant, and those whose position is needed.
     answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     needed = answers if learned is None else [index for index in answers if learned[index]]
+    needed = needed[-1:] if multi_turn == "last" else needed
+    return _in_best_spelling(messages, lambda spelling: _examples(style, spelling, needed, multi_turn))
 
-    def end_of(number: int) -> int:
-        """Where the first ``number`` messages end in ``text``."""
-        begun = render(template, messages[:number], variables) if number else ""
-        if not text.startswith(begun):  # some templates write one more token after the end of the last message
-            last = next((token for token in special_tokens if begun.rstrip().endswith(token)), "")
-            begun = begun.rstrip().removesuffix(last).rstrip()
-            if not (begun.endswith(tuple(special_tokens)) and text.startswith(begun)):
-                raise _unknown_position(number)
-        return len(begun)
 
-    if _GENERATION.search(template):
-        # The template marks the answers.
-        spans = _marked_answers(text, render(template, messages, variables, mark_answers=True))
-        if needed == answers:
-            return text, spans
-        if len(spans) == len(answers):
-            return text, [span for span, answer in zip(spans, answers, strict=True) if answer in needed]
-        # An answer may have several spans, such as thoughts and text, or none.
-        following = dict(itertools.pairwise([*answers, len(messages)]))
-        bounds = ((index, following[index]) for index in needed)  # a span at the end of the text may be empty
-        ranges = [range(end_of(first), end_of(end) + (end == len(messages))) for first, end in bounds]
-        return text, [span for span in spans if any(span[0] in characters for characters in ranges)]
+def render_prompt(style: Style, messages: Messages) -> Rendering:
+    """A conversation as text that ends with the beginning of an answer.
 
-    # Without marks, an answer is the text that its message adds to the generation prompt.
-    spans = []
-    for index in needed:
-        before = render(template, messages[:index], variables, add_generation_prompt=True)
-        end = end_of(index + 1)
-        if not text[:end].startswith(before):
-            raise _unknown_position(index + 1)
-        spans.append((len(before), _end_of_turn(text, len(before), end, special_tokens)))
-    return text, spans
+    Raises:
+        ValueError: the template refuses the messages.
+    """
+
+    def examples(spelling: Sequence[dict[str, Any]]) -> list[Rendering]:
+        conversation = _Conversation(style, spelling, add_generation_prompt=True)
+        return [Rendering(conversation.text, [], conversation.unrendered(()))]
+
+    (rendering,) = _in_best_spelling(messages, examples)
+    return rendering
 
 
 def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
@@ -110,16 +143,471 @@ def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     return mask
 
 
-def _unknown_position(number: int) -> ValueError:
-    return ValueError(
-        f"Tokenizer: the chat template must render the messages up to message {number} as the beginning of the "
-        "conversation, got other text, so the position of that answer is unknown. Mark answers by {% generation %} and "
-        "{% endgeneration %} in the template, or end the conversation after this message."
-    )
+# A conversation in the spelling that its template takes
 
 
-def _marked_answers(text: str, marked: str) -> list[Span]:
-    """Spans in ``text`` of what is between the marks in ``marked``."""
+def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
+    """The messages, and then what else templates take for calls without content and for their arguments."""
+    plain: list[dict[str, Any]] = [*map(without_nulls, messages)]
+    yield plain
+    calling = [bool(message.get("tool_calls")) for message in plain]
+    if not any(calling):
+        return
+    yield [{"content": "", **m} if calls else m for m, calls in zip(plain, calling, strict=True)]
+    # DeepSeek's templates look for content that is none, and join arguments to texts.
+    empty = [
+        {**m, "content": m.get("content") or None} if calls else m for m, calls in zip(plain, calling, strict=True)
+    ]
+    yield empty
+    yield [
+        {**m, "tool_calls": [*map(_call_as_text, m["tool_calls"])]} if calls else m
+        for m, calls in zip(empty, calling, strict=True)
+    ]
+
+
+def _in_best_spelling(
+    messages: Messages, examples: Callable[[Sequence[dict[str, Any]]], list[Rendering]]
+) -> list[Rendering]:
+    """The examples of the first spelling of which the template leaves out least."""
+    refusal: ValueError | None = None
+    best: tuple[int, list[Rendering]] | None = None
+    for spelling in _spellings(messages):
+        try:
+            renderings = examples(spelling)
+        except ValueError as error:
+            refusal = refusal or error
+            continue
+        missing = sum(len(rendering.unrendered) for rendering in renderings)
+        best = (missing, renderings) if best is None or missing < best[0] else best
+        if missing == 0:
+            break
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best[1]
+
+
+def _call_as_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return call
+    arguments = json.dumps(function.get("arguments"), ensure_ascii=False)
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def _examples(
+    style: Style, messages: Sequence[dict[str, Any]], needed: Sequence[int], multi_turn: str
+) -> list[Rendering]:
+    """The examples of messages in one spelling, in the order of their answers."""
+    conversation = _Conversation(style, messages)
+    if multi_turn != "split":
+        return [conversation.example({index: conversation.answer(index) for index in needed})]
+
+    # From the end on: as many answers as the conversation up to the last one shows as they were generated.
+    examples, left = [], [*needed]
+    while True:
+        shown: dict[int, list[Span]] = {}
+        while left and conversation.shows(left[-1], parts := conversation.answer(left[-1])):
+            shown[left.pop()] = parts
+        if shown or not needed:
+            examples.append(conversation.example(shown))
+        if not left:
+            return examples[::-1]
+        conversation = _Conversation(style, messages[: left[-1] + 1])
+
+
+class _Marks:
+    """Messages and tools with marks in their texts.
+
+    Args:
+        messages, tools: to copy.
+        placing: of an owner and its field, where marks are; default: around each piece between tags.
+
+    Attributes:
+        messages, tools: the marked copies.
+        places: of each mark, its owner and the owner's field.
+        counts: of each mark, how often it is set: at both ends of a text, or inside.
+        unmarked: owner, field and text of what has no mark.
+    """
+
+    def __init__(self, messages: Messages, tools: Any, placing: Mapping[tuple[int, str], int]) -> None:
+        self._placing = placing
+        self.places: list[tuple[int, str]] = []
+        self.counts: list[int] = []
+        self.unmarked: list[tuple[int, str, str]] = []
+        self.messages = [self._message(index, message) for index, message in enumerate(messages)]
+        self.tools = [self._names(_TOOLS, "tools", tool) for tool in tools] if isinstance(tools, list) else tools
+
+    def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        marked = dict(message)
+        for field in (*THOUGHTS, "content"):
+            if field in message:
+                place = (index, "reasoning_content" if field in THOUGHTS else field)
+                marked[field] = self._value(place, message[field])
+        calls = message.get("tool_calls")
+        if isinstance(calls, list | tuple):
+            marked["tool_calls"] = [self._names(index, "tool_calls", call) for call in calls]
+        if message.get("function_call"):
+            marked["function_call"] = self._names(index, "function_call", message["function_call"])
+        return marked
+
+    def _names(self, owner: int, field: str, function: Any) -> Any:
+        """A tool or a call with marks in its name and its arguments."""
+        if not isinstance(function, Mapping):
+            return function
+        marked = dict(function)
+        if isinstance(function.get("function"), Mapping):
+            return marked | {"function": self._names(owner, field, function["function"])}
+        if isinstance(function.get("name"), str):
+            marked["name"] = self._text((owner, field), function["name"])
+        if isinstance(function.get("arguments"), Mapping | list):
+            marked["arguments"] = self._value((owner, field), function["arguments"])
+        return marked
+
+    def _value(self, place: tuple[int, str], value: Any) -> Any:
+        if isinstance(value, str):
+            return self._text(place, value)
+        if isinstance(value, list | tuple):
+            return [self._value(place, item) for item in value]
+        if isinstance(value, Mapping):
+            names = ("text",) if place[1] == "content" and "type" in value else tuple(value)
+            return {key: self._value(place, item) if key in names else item for key, item in value.items()}
+        return value
+
+    def _text(self, place: tuple[int, str], text: str) -> str:
+        placing = self._placing.get(place, _AROUND)
+        if not text.strip() or placing == _NOWHERE:
+            self.unmarked += [(*place, text)] if text.strip() else []
+            return text
+        if placing == _INSIDE:
+            middle = len(text) // 2
+            return text[:middle] + self._mark(place, 1) + text[middle:]
+        pieces = _TAG.split(text, _TAGS)
+        if not any(piece.strip() for piece in pieces[::2]):
+            pieces = [text]
+        for number in range(0, len(pieces), 2):
+            # White space remains outside, for templates that trim it.
+            core = pieces[number].strip()
+            if core:
+                before, _, after = pieces[number].partition(core)
+                mark = self._mark(place, 2)
+                pieces[number] = f"{before}{mark}{core}{mark}{after}"
+        return "".join(pieces)
+
+    def _mark(self, place: tuple[int, str], count: int) -> str:
+        self.places.append(place)
+        self.counts.append(count)
+        return _mark(len(self.places) - 1)
+
+
+class _Group(NamedTuple):
+    """Neighboring marks of one owner: their positions in the text, and the numbers of the first and the last."""
+
+    owner: int
+    start: int
+    end: int
+    number: int
+    is_repeated: bool
+    """Whether its texts are also before, where they belong."""
+
+
+class _Conversation:
+    """Messages rendered with and without marks.
+
+    Args:
+        style: the template and its variables.
+        messages: in a spelling for the template.
+        add_generation_prompt: end with the beginning of an answer.
+
+    Attributes:
+        text: without marks.
+
+    Raises:
+        ValueError: the template refuses the messages.
+    """
+
+    def __init__(self, style: Style, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> None:
+        self.style, self.messages, self._prompts = style, messages, add_generation_prompt
+        self._special = _any_of((*style.special_tokens, style.eos_token or ""))
+        self.text = render(style.template, messages, style.variables, add_generation_prompt=add_generation_prompt)
+        self._prefixes: dict[int, str | None] = {}
+        self._place_marks()
+
+    # Marks
+
+    def _place_marks(self) -> None:
+        """Set marks wherever the template writes the same text with them."""
+        if self._fits({}):
+            return
+        placing = dict.fromkeys([*self._marks.places, *(place[:2] for place in self._marks.unmarked)], _NOWHERE)
+        for place in placing:
+            for where in (_AROUND, _INSIDE, _NOWHERE):
+                if where == _NOWHERE or self._fits({**placing, place: where}):
+                    placing[place] = where
+                    break
+        if not self._fits(placing):
+            raise ValueError(
+                "Tokenizer: the messages must not contain the characters U+FDD2 to U+FDEF, and the chat template must "
+                "write the same text twice, got other texts. Remove the characters."
+            )
+
+    def _fits(self, placing: Mapping[tuple[int, str], int]) -> bool:
+        """Set marks, and whether the text without them is the text of the messages."""
+        variables = self.style.variables
+        self._marks = _Marks(self.messages, variables.get("tools"), placing)
+        self._variables = {**variables, "tools": self._marks.tools} if "tools" in variables else variables
+        marked = self._render(self._marks.messages, self._prompts)
+        if marked is None or _unmarked(marked) != self.text:
+            return False
+        self._prefixes = {len(self.messages): marked}
+
+        # Positions in the text, and groups of them.
+        pieces = _MARK.split(marked)
+        positions = itertools.accumulate(map(len, pieces[:-1:2]))
+        numbers = [int(digits.translate(_DIGITS), 16) for digits in pieces[1::2]]
+        self._seen: Counter[int] = Counter()
+        self._groups: list[_Group] = []
+        for position, number in zip(positions, numbers, strict=True):
+            (owner, _), count = self._marks.places[number], self._seen[number]
+            is_repeated = count >= self._marks.counts[number]  # such as a call's name beside its result
+            self._seen[number] = count + 1
+            last = self._groups[-1] if self._groups else None
+            if last is not None and (last.owner, last.is_repeated) == (owner, is_repeated):
+                self._groups[-1] = last._replace(end=position, number=number)
+            else:
+                self._groups.append(_Group(owner, position, position, number, is_repeated))
+        return True
+
+    def _render(self, messages: Messages, prompts: bool = False) -> str | None:
+        """Messages as text; None if the template refuses them."""
+        try:
+            return render(self.style.template, messages, self._variables, add_generation_prompt=prompts)
+        except ValueError:
+            return None
+
+    def _prefix(self, end: int) -> str | None:
+        """The first ``end`` messages with their marks."""
+        if end not in self._prefixes:
+            self._prefixes[end] = self._render(self._marks.messages[:end])
+        return self._prefixes[end]
+
+    def unrendered(self, learned: Sequence[int]) -> list[str]:
+        """The fields that the text lacks. Templates may leave out the thoughts of answers that are not learned."""
+        missing: dict[tuple[int, str], bool] = {}
+        for number, place in enumerate(self._marks.places):
+            missing.setdefault(place, False)
+            missing[place] |= number not in self._seen
+        shown = {self._marks.places[number] for number in self._seen}
+        for owner, field, text in self._marks.unmarked:  # the best that can be told
+            missing[owner, field] = max(text.split(), key=len) not in self.text
+        fields = []
+        for (owner, field), is_missing in missing.items():
+            is_context = owner not in learned and (
+                field == "reasoning_content" or (field == "content" and (owner, field) in shown)
+            )
+            if is_missing and not is_context:
+                fields.append(field if owner == _TOOLS else f"message {owner + 1}: {field}")
+        return fields
+
+    # Answers
+
+    def answer(self, index: int) -> list[Span]:
+        """The parts of the text that a message of the assistant is, with the token that ends each."""
+        groups = self._groups
+        own = [number for number, group in enumerate(groups) if group.owner == index and not group.is_repeated]
+        spans = []
+        for number in own:
+            before = groups[number - 1] if number else None
+            lower, upper = before.end if before else 0, self._start_of(number + 1)
+            start, end = groups[number].start, groups[number].end
+            if number == own[0]:
+                start = lower + self._header(index, before and before.number, self.text[lower:start])
+            tail = self._tail(self.text[end:upper], index, groups[number].number, number != own[-1])
+            spans.append((start, end + tail))
+        if own:
+            return spans
+
+        # An answer without marks, such as an empty one, is between its neighbors.
+        earlier = [number for number, group in enumerate(groups) if group.owner < index]
+        before = groups[earlier[-1]] if earlier else None
+        lower, upper = before.end if before else 0, self._start_of(earlier[-1] + 1 if earlier else 0)
+        start = lower + self._header(index, before and before.number, self.text[lower:upper])
+        tail = self._tail(self.text[start:upper], index, before and before.number, skip=start - lower)
+        return [(start, start + tail)]
+
+    def _start_of(self, number: int) -> int:
+        return self._groups[number].start if number < len(self._groups) else len(self.text)
+
+    def shows(self, index: int, spans: Sequence[Span]) -> bool:
+        """Whether the text up to the end of an answer is that of the conversation that ends with this answer."""
+        prefix = self._prefix(index + 1)
+        if prefix is None or not spans:
+            return True
+        alone, shown = _unmarked(prefix), self.text[: spans[-1][1]]
+        return alone.startswith(shown) or shown.startswith(alone)
+
+    def example(self, spans: Mapping[int, list[Span]]) -> Rendering:
+        """The conversation as an example, with the answers that are learned."""
+        unrendered = self.unrendered([*spans])
+        if _GENERATION.search(self.style.template):
+            return Rendering(self.text, self._marked_answers(spans), unrendered)
+
+        # The last answer may lack the token that ends it, because templates write it before what follows.
+        learned = sorted(itertools.chain.from_iterable(spans.values()))
+        last = len(self.messages) - 1
+        text = self.text
+        if last in spans and learned and learned[-1][1] == len(text) and not self._special.search(text, self._end()):
+            stop = self._stop()
+            learned[-1] = (learned[-1][0], len(text) + len(stop))
+            text += stop
+        return Rendering(text, learned, unrendered)
+
+    def _end(self) -> int:
+        """Where the last marks are."""
+        return self._groups[-1].end if self._groups else 0
+
+    def _header(self, index: int, number: int | None, before: str) -> int:
+        """How many characters of the text before an answer belong to the prompt.
+
+        Args:
+            index: of the message.
+            number: of the last mark before the answer.
+            before: the text from there to the first mark of the answer.
+        """
+        key = (self.style.template, self._key, before)
+        if key in _headers:
+            return _headers[key]
+        marked = self._render(self._marks.messages[:index], prompts=True)
+        if marked is not None and number is not None:
+            _, mark, marked = marked.rpartition(_mark(number))
+            marked = marked if mark else None
+        prompt = None if marked is None else _unmarked(marked)
+        if prompt is None or not before.startswith(prompt) or (not prompt and before):
+            length = self._likely_header(index, number, before)
+        else:
+            length = len(prompt)
+        if prompt is not None and len(before) <= _HEADER_CHARACTERS:
+            if len(_headers) >= _HEADERS:
+                _headers.clear()
+            _headers[key] = length
+        return length
+
+    @functools.cached_property
+    def _key(self) -> str:
+        return repr({name: value for name, value in self.style.variables.items() if name != "tools"})
+
+    def _likely_header(self, index: int, number: int | None, before: str) -> int:
+        """The header where the prompt is not before the answer, such as before a first message.
+
+        It is as much of the prompt after a question as is there; or what stands before any answer.
+        """
+        question = [{"role": "user", "content": f"1{_mark(0)}"}]
+        whole, plain = ((self._render(question, prompts) or "").rpartition(_mark(0))[2] for prompts in (True, False))
+        prompt = whole[self._common(whole, plain) :]
+        ends = [len(prompt), *(match.end() for match in self._boundaries(prompt))]
+        for end in sorted(ends, reverse=True):
+            if end and prompt[:end] in before:
+                return before.rindex(prompt[:end]) + end
+
+        own = _mark(len(self._marks.places))
+        text = self._render([*self._marks.messages[:index], {"role": "assistant", "content": f"{own}1"}]) or ""
+        text = text.partition(own)[0]
+        text = text if number is None else text.rpartition(_mark(number))[2]
+        return self._common(before, _unmarked(text)) if text else len(before)
+
+    def _boundaries(self, text: str) -> Iterator[re.Match[str]]:
+        """Special tokens and white space: what a token of the answer does not span."""
+        return re.finditer(rf"{self._special.pattern}|\s", text)
+
+    def _common(self, one: str, other: str) -> int:
+        """How many characters two texts begin with alike, without a part of a token."""
+        common = shared_prefix(one, other)
+        if common == min(len(one), len(other)):
+            return common
+        return max((match.end() for match in self._boundaries(one) if match.end() <= common), default=0)
+
+    def _tail(self, after: str, index: int, number: int | None, inner: bool = False, skip: int = 0) -> int:
+        """How many characters after an answer belong to it: what closes it, and the token that ends its turn.
+
+        Args:
+            after: the text up to the next message.
+            index: of the message.
+            number: of the last mark before ``after``.
+            inner: whether more of the message follows.
+            skip: characters between the mark and ``after``.
+        """
+        # What the answer ends with if nothing follows.
+        prefix = self._prefix(index + 1)
+        own = "" if prefix is None else prefix if number is None else prefix.rpartition(_mark(number))[2]
+        own = _MARK.split(own)[0] if inner else _unmarked(own)[skip:]
+        common = self._common(after, own)
+        ends = [] if inner else [match.end() for match in self._special.finditer(after, 0, common)]
+        if ends:
+            has_prompt = after[ends[-1] : common].strip() or (len(ends) > 1 and self._always_prompts())
+            return ends[0] if has_prompt else ends[-1]
+
+        # No token: the beginning of what follows ends the turn.
+        following = self._special.search(after, common) or re.compile(r"\s*\S+").match(after, common)
+        return following.end() if following else common
+
+    def _always_prompts(self) -> bool:
+        """Whether the template ends with the beginning of an answer even if it is not asked to."""
+        question = [{"role": "user", "content": "1"}]
+        text = self._render(question)
+        return text is not None and text == self._render(question, prompts=True)
+
+    def _stop(self) -> str:
+        """The special token that what follows the last message would begin with; else the end token."""
+        role = "tool" if self.messages[-1].get("tool_calls") else "user"
+        for following in dict.fromkeys((role, "user")):
+            longer = self._render([*self._marks.messages, {"role": following, "content": "1"}])
+            if longer is not None and self._groups:
+                after = _unmarked(longer.rpartition(_mark(self._groups[-1].number))[2])
+                after = after[self._common(after, self.text[self._end() :]) :].lstrip()
+                token = self._special.match(after)
+                if token is not None:
+                    return token.group()
+        return self.style.eos_token or ""
+
+    def _marked_answers(self, wanted: Mapping[int, list[Span]]) -> list[Span]:
+        """What the template marks as answers, of the messages that are learned."""
+        marked = render(self.style.template, self.messages, self.style.variables, mark_answers=True)
+        spans = _read_generation(self.text, marked)
+        answers = [index for index, message in enumerate(self.messages) if message.get("role") == "assistant"]
+        if sorted(wanted) == answers:
+            return spans
+
+        # The owner of a span is that of the first marks in it; or else of those before it, if they are an answer's.
+        def owner(span: Span) -> int:
+            inside = [group.owner for group in self._groups if group.start <= span[1] and group.end >= span[0]]
+            before = [group.owner for group in self._groups if group.end <= span[0]]
+            after = [group.owner for group in self._groups if group.start >= span[1]]
+            return next(iter([*(o for o in inside + before[::-1][:1] + after[:1] if o in answers), _TOOLS]))
+
+        return [span for span in spans if owner(span) in wanted]
+
+
+@functools.lru_cache(maxsize=16)
+def _any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted({*filter(None, tokens)}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def shared_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of items that two sequences have in common at the beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _mark(number: int) -> str:
+    return "\ufdd2" + "".join(chr(0xFDE0 + int(digit, 16)) for digit in f"{number:x}") + "\ufdd3"
+
+
+def _unmarked(text: str) -> str:
+    return _MARK.sub("", text)
+
+
+def _read_generation(text: str, marked: str) -> list[Span]:
+    """Spans in ``text`` of what is between the marks of generation in ``marked``."""
     parts = re.split(f"[{BEGIN}{END}]", marked)
     marks = "".join(character for character in marked if character in BEGIN + END)
     if "".join(parts) != text or marks != (BEGIN + END) * (len(parts) // 2):
@@ -129,9 +617,3 @@ def _marked_answers(text: str, marked: str) -> list[Span]:
         )
     ends = [0, *itertools.accumulate(map(len, parts))]
     return [(ends[i], ends[i + 1]) for i in range(1, len(parts), 2)]
-
-
-def _end_of_turn(text: str, start: int, end: int, special_tokens: Sequence[str]) -> int:
-    """Where an answer ends: after its last special token if only whitespace follows, else at ``end``."""
-    last = max((at + len(token) for token in special_tokens if (at := text.rfind(token, start, end)) >= 0), default=end)
-    return end if text[last:end].strip() else last

@@ -47,6 +47,13 @@ def render(
         )
 
 
+def without_nulls(message: Any) -> Any:
+    """A message without keys whose value is None, which templates would write out; as in transformers."""
+    if not isinstance(message, Mapping):
+        return message
+    return {key: value for key, value in message.items() if value is not None}
+
+
 def _with_thoughts(message: Any) -> Any:
     """A message with its thoughts under both names that templates read, as in transformers."""
     names = THOUGHTS if isinstance(message, Mapping) else ()

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from liger_models.common.foreign import foreign_arguments, is_hub_name
 from liger_models.common.json_files import parse_json
-from liger_models.text.chat import Span, render_answers, select_template
-from liger_models.text.templates import render, variables_of
+from liger_models.text.chat import Rendering, Span, Style, render_examples, render_prompt, select_template
+from liger_models.text.templates import render, variables_of, without_nulls
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 TOKENIZER_JSON = "tokenizer.json"
@@ -519,6 +519,7 @@ class Tokenizer:
             )
 
         template, variables = self._chat_template(tools, variables)
+        messages = [*map(without_nulls, messages)]
         text = render(template, messages, variables, add_generation_prompt=add_generation_prompt)
         if not tokenize:
             return text
@@ -538,10 +539,10 @@ class Tokenizer:
     ) -> tuple[str, list[Span]]:
         """A conversation as text, and the parts of it that the assistant writes, which a model is trained on.
 
-        An answer is what the template outputs between ``{% generation %}`` and ``{% endgeneration %}``. A template
-        without these marks is rendered twice for each answer: up to the answer, with the generation prompt, and with
-        the answer. The answer is the difference, without the whitespace after its end-of-turn token. With marks an
-        answer may have several parts, such as thoughts and text.
+        A template may mark answers by ``{% generation %}`` and ``{% endgeneration %}``; they may have several parts,
+        such as thoughts and text. Without these marks an answer is the text from the end of the generation prompt to
+        the token that ends the turn: the first special token of what follows, where the template writes none. At the
+        end of the text that token is added.
 
         Args:
             messages, tools, **variables: as for `apply_chat_template`.
@@ -554,9 +555,56 @@ class Tokenizer:
             TypeError: the template reads no variable of this name.
             ValueError: the template refuses the messages, or the position of an answer cannot be determined.
         """
+        (example,) = self.render_examples(messages, tools=tools, learned=learned, **variables)
+        return example.text, example.spans
+
+    def render_examples(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        learned: Sequence[bool] | None = None,
+        multi_turn: str = "all",
+        **variables: Any,
+    ) -> list[Rendering]:
+        """A conversation as examples to learn from.
+
+        Args:
+            messages, tools, learned, **variables: as for `render_answers`.
+            multi_turn: which answers an example has. "all": all of them, in one example, as the template renders the
+                whole conversation. "last": the last one alone. "split": all; but where the template changes earlier
+                answers, such as by removing their thoughts, each of these becomes the end of an example of its own, as
+                it was generated.
+
+        Returns:
+            The examples, in the order of their answers, each with the fields that its text lacks.
+
+        Raises:
+            TypeError, ValueError: as for `render_answers`.
+        """
+        return render_examples(self._style(tools, variables), messages, learned, multi_turn)
+
+    def render_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> Rendering:
+        """A conversation as text that ends with the beginning of an answer, and the fields that the text lacks.
+
+        Args:
+            messages, tools, **variables: as for `apply_chat_template`.
+
+        Raises:
+            TypeError, ValueError: as for `apply_chat_template`.
+        """
+        return render_prompt(self._style(tools, variables), messages)
+
+    def _style(self, tools: object, variables: dict[str, Any]) -> Style:
         special = [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
         template, variables = self._chat_template(tools, variables)
-        return render_answers(template, messages, variables, special, learned)
+        return Style(template, variables, special, self.eos_token)
 
     def _chat_template(self, tools: object, variables: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The template, and all its variables but the messages."""

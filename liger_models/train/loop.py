@@ -248,7 +248,8 @@ def make_datasets(
     """The data of this rank to train on, and to evaluate on if there are any."""
     packing: dict[str, Any] = {
         "length": options.length, "overflow": options.overflow, "field": options.field, "format": options.format,
-        "broken_media": options.broken_media, "batch_size": options.batch_size, "seed": options.seed,
+        "broken_media": options.broken_media, "multi_turn": options.multi_turn,
+        "on_unrendered": options.on_unrendered, "batch_size": options.batch_size, "seed": options.seed,
         "rank": data_rank, "ranks": data_ranks
     }  # fmt: skip
     data = objective.dataset(

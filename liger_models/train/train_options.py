@@ -11,9 +11,11 @@ import torch
 
 from liger_models.convert.files import as_dtype
 from liger_models.data.dataset import OVERFLOWS
+from liger_models.data.encoding import ON_UNRENDERED
 from liger_models.data.formats import Formats
 from liger_models.data.pixels import BROKEN_MEDIA
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
+from liger_models.text.chat import MULTI_TURN
 from liger_models.train.objective_options import ObjectiveOptions, make_objective
 from liger_models.train.options import check_options, option
 
@@ -42,6 +44,14 @@ class DataOptions:
     )
     max_samples: int | None = option("the most examples to train on, for a short try", None, at_least=1)
     broken_media: str = option("error, or skip examples with images that are broken", "error", choices=BROKEN_MEDIA)
+    multi_turn: str = option(
+        "split chats whose template changes earlier answers into an example for each of these; all in one; or the last",
+        "split",
+        choices=MULTI_TURN,
+    )
+    on_unrendered: str = option(
+        "error, warn or drop if the chat template leaves out a field of a message", "error", choices=ON_UNRENDERED
+    )
     max_pixels: int | None = option("most pixels of an image (Qwen-VL); default: the checkpoint's", None, at_least=1)
     batch_size: int = option("rows, or pairs, per GPU in one forward pass", 1, at_least=1)
     accumulate: int = option("batches per GPU in one optimizer step", 1, at_least=1)

@@ -1,5 +1,6 @@
 """Which tokens an example becomes, which of them are learned, and what a malformed example is called."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from tokenizers import Tokenizer as Backend
 from liger_models import PackedDataset, Tokenizer
 from liger_models.data.answers import AnswerDataset
 from liger_models.data.encoding import Encoder
+from liger_models.data.preference import encode_pair
+from liger_models.data.prompts import encode_prompt
 
 from .examples import CHAT, counted, documents, write
 
@@ -286,3 +289,159 @@ def test_a_long_text_whose_windows_do_not_join_is_tokenized_as_a_whole(monkeypat
     monkeypatch.setattr("liger_models.data.encoding.WINDOW_CHARACTERS", 1000)
     monkeypatch.setattr("liger_models.data.encoding.OVERLAP_CHARACTERS", 100)
     assert list(Encoder(own, None).encode([("1", digits)])) == expected
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools is not none %}Tools:{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.tool_calls is defined %}{% for c in m.tool_calls %}"
+    "({{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}{% endif %}"
+    "</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ASKED, SAID = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "1"}'}}
+
+
+def learned(
+    tokenizer: Tokenizer, example: Any, template: str = TOOLS_TEMPLATE, **options: Any
+) -> list[tuple[str, str]]:
+    """Text and learned part of each document of an example."""
+    own = Tokenizer(tokenizer.backend, {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template})
+    found = []
+    for ids, _ in Encoder(own, None, **options).encode([("f, line 1", example)]):
+        text = own.decode([token if token >= 0 else ~token for token in ids], skip_special_tokens=False)
+        found.append((text, own.decode([token for token in ids if token >= 0], skip_special_tokens=False)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [
+        ({"tool_calls": []}, "A</s>"),
+        ({"tool_calls": None, "name": None, "reasoning_content": ""}, "A</s>"),
+        ({"content": None, "tool_calls": [CALL]}, '(f {"x": "1"})</s>'),
+        ({"content": None, "tool_calls": json.dumps([CALL])}, '(f {"x": "1"})</s>'),
+        ({"tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"x": "1"}}}]}, 'A(f {"x": "1"})</s>'),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": None}}]}, "A(f {})</s>"),
+        ({"tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1"}}]}, 'A(f "[1")</s>'),
+    ],
+)
+@pytest.mark.parametrize("tools", [None, [], "[]", "", "null"])
+def test_null_and_empty_are_absent(tokenizer, fields, want, tools):
+    example = {"messages": [ASKED, {**SAID, **fields}], "tools": tools}
+    assert learned(tokenizer, example) == [(f"<user>Q</s><assistant>{want}", want)]
+
+
+def test_arguments_of_sharegpt_are_objects(tokenizer):
+    turns = [("human", "Q"), ("function_call", '{"name": "f", "arguments": "{\\"x\\": 1}"}'), ("gpt", "A")]
+    example = {"conversations": [{"from": speaker, "value": value} for speaker, value in turns]}
+    assert learned(tokenizer, example)[0][1] == '(f {"x": 1})</s>A</s>'
+
+
+def test_a_chat_that_begins_with_an_answer(tokenizer):
+    template = "{{ messages[0].role }}:" + TOOLS_TEMPLATE  # which cannot render a prompt before the first message
+    example = {"conversations": [{"from": "gpt", "value": "A"}, {"from": "human", "value": "Q"}]}
+    assert learned(tokenizer, example, template) == [("assistant:<assistant>A</s><user>Q</s>", "A</s>")]
+
+
+@pytest.mark.parametrize("name", ["weight", "loss", "train"])
+def test_messages_that_are_not_learned(tokenizer, name):
+    for flag in (0, False):
+        chat = [ASKED, {**SAID, name: flag}, ASKED, {"role": "assistant", "content": "B", name: not flag}]
+        assert learned(tokenizer, {"messages": chat})[0][1] == "B</s>"
+    with pytest.raises(ValueError, match=f"line 1: message 2 must have {name} 0 .not learned. or 1, got 'no'"):
+        learned(tokenizer, {"messages": [ASKED, {**SAID, name: "no"}]})
+    with pytest.raises(ValueError, match="line 1: message 1 must be learned or not, got"):
+        learned(tokenizer, {"messages": [{**SAID, "weight": 1, "loss": False, "train": True}]})
+
+
+@pytest.mark.parametrize(
+    ("example", "field"),
+    [
+        ({"messages": [ASKED, {**SAID, "tool_calls": [CALL]}]}, "message 2: tool_calls"),
+        ({"messages": [ASKED, {**SAID, "function_call": {"name": "f"}}]}, "message 2: function_call"),
+        ({"messages": [ASKED, {**SAID, "reasoning_content": "R"}]}, "message 2: reasoning_content"),
+        ({"messages": [ASKED, {**SAID, "thinking": "R"}, ASKED, SAID]}, "message 2: reasoning_content"),
+        ({"messages": [{"role": "system", "content": "S"}, ASKED, SAID]}, "message 1: content"),
+        ({"messages": [ASKED, SAID], "tools": [CALL]}, "tools"),
+    ],
+)
+def test_what_the_template_leaves_out(tokenizer, example, field):
+    template = CHAT.replace("<{{ m.role }}>{{ m.content }}", "<{{ m.role }}>{{ m.content if m.role != 'system' }}")
+    with pytest.raises(ValueError, match=f"line 1: {field} must be in the text that the chat template renders, got no"):
+        learned(tokenizer, example, template)
+    with pytest.warns(UserWarning, match=field):
+        (found,) = learned(tokenizer, example, template, on_unrendered="warn")
+    assert [found] == learned(tokenizer, example, template, on_unrendered="drop")
+    assert found[1].startswith("A</s>")
+    pair = {"prompt": example["messages"], "chosen": [SAID], "rejected": [SAID], **example}
+    own = Tokenizer(tokenizer.backend, {"eos_token": "</s>", "chat_template": template})
+    if "reasoning" in field:  # of an answer that is not learned
+        encode_pair("f, line 1", pair, own)
+        encode_prompt("f, line 1", pair, own)
+        return
+    for encode in (encode_pair, encode_prompt):
+        with pytest.raises(ValueError, match=f"line 1: {field} must be in the text"):
+            encode("f, line 1", pair, own)
+
+
+def test_thoughts_of_earlier_answers(tokenizer):
+    template = CHAT.replace(
+        "{{ m.content }}", "{% if m.thinking and loop.last %}({{ m.thinking }}){% endif %}{{ m.content }}"
+    )
+    chat = [ASKED, {**SAID, "reasoning_content": "R"}, ASKED, {**SAID, "thinking": "T"}]
+    first, second = learned(tokenizer, {"messages": chat}, template)
+    assert first == ("<user>Q</s>\n<assistant>(R)A</s>\n", "(R)A</s>")
+    assert second == ("<user>Q</s>\n<assistant>A</s>\n<user>Q</s>\n<assistant>(T)A</s>\n", "(T)A</s>")
+    assert learned(tokenizer, {"messages": chat}, template, multi_turn="last") == [second]
+    with pytest.raises(ValueError, match=r"message 2: reasoning_content must be .* or multi_turn: split"):
+        learned(tokenizer, {"messages": chat}, template, multi_turn="all")
+    whole = learned(tokenizer, {"messages": chat}, template, multi_turn="all", on_unrendered="drop")
+    assert whole == [(second[0], "A</s>(T)A</s>")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "want"),
+    [
+        ({"completion_mask": [0, 0, 1, 1, 1]}, [[~2, ~3, 4, 5, 6]]),
+        ({"assistant_masks": [0, 1, 0, True, 0], "completion_mask": [0, 0, 0, 1, 1]}, [[~2, ~3, ~4, 5, ~6]]),
+        ({"completion_mask": [0, 1, 1, 1, 1], "labels": [2, 3, -100, -100, 6]}, [[~2, 3, ~4, ~5, 6]]),
+        ({"attention_mask": [0, 1, 1, 1, 0]}, [[3, 4, 5]]),
+        ({"seq_lengths": [2, 3]}, [[2, 3], [4, 5, 6]]),
+        ({"position_ids": [0, 1, 0, 1, 2], "seq_lengths": [2, 3]}, [[2, 3], [4, 5, 6]]),
+        ({"position_ids": [0, 1, 0, 1, 7], "attention_mask": [1, 1, 1, 1, 0]}, [[2, 3], [4, 5]]),
+        ({"position_ids": [1, 1, 0, 1, 2], "attention_mask": torch.tensor([0, 0, 1, 1, 1])}, [[4, 5, 6]]),
+    ],
+)
+def test_columns_beside_token_ids(tokenizer, columns, want):
+    found = Encoder(tokenizer, None).encode([("f, line 1", {"input_ids": [2, 3, 4, 5, 6], **columns})])
+    assert [list(ids) for ids, _ in found] == want
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"completion_mask": [1]}, "completion_mask must be those of input_ids, 5 of them, got 1"),
+        ({"assistant_masks": [0, 0, 2, 0, 0]}, "assistant_masks must have values 0 and 1"),
+        ({"attention_mask": [1, 1, 2, 2, 2]}, "attention_mask must have values 0 and 1"),
+        ({"attention_mask": [1, 0, 1, 1, 1]}, "attention_mask must be 0 on padding, at the ends"),
+        ({"seq_lengths": [2, 2]}, "seq_lengths must add up to the 5 tokens of input_ids, got 4"),
+        ({"seq_lengths": [5, 0]}, "seq_lengths must be positive numbers"),
+        ({"position_ids": [3, 4, 5, 6, 7]}, "position_ids must count from 0 in each document"),
+        ({"position_ids": [0, 1, 2, 0, 1], "seq_lengths": [2, 3]}, "position_ids must count .* as seq_lengths does"),
+    ],
+)
+def test_columns_that_contradict_token_ids(tokenizer, columns, message):
+    with pytest.raises(ValueError, match=f"f, line 1: {message}"):
+        list(Encoder(tokenizer, None).encode([("f, line 1", {"input_ids": [2, 3, 4, 5, 6], **columns})]))
+
+
+@pytest.mark.parametrize("options", [{}, {"field": "input_ids"}])
+def test_masks_from_everywhere(tokenizer, tmp_path, options):
+    row = {"input_ids": [2, 3, 4], "completion_mask": [0, 0, 1], "attention_mask": [1, 1, 1]}
+    for source in sources(tmp_path, [row, row]):
+        data = PackedDataset(
+            source, tokenizer, length=8, cache_dir=tmp_path / "cache", progress=False, max_samples=1, **options
+        )
+        ((found,),) = (list(documents(batch)) for batch in data)
+        assert found == ([2, 3, 4], [-100, -100, 4])

@@ -178,7 +178,7 @@ def test_variables_of_the_template(read, example):
 def test_a_description(read):
     _, data = read(*[{"instruction": f"Add.\n{'x' * 200}", "output": "4\n" * 30}] * 3)
     count, *lines = data.describe().splitlines()
-    assert count == "3 examples, format alpaca: a.jsonl"
+    assert count == "3 examples, format alpaca: a.jsonl; multi_turn split"
     assert lines[0] == "    <user>Add."
     assert lines[1].startswith("    " + "x" * 157 + "...")
     assert lines[1].endswith("«4")

@@ -211,3 +211,17 @@ def test_malformed_answers_and_prompts_are_named_by_file_and_line(kind, example,
     with pytest.raises(ValueError, match=message) as error:
         make(path, tokenizer, **options)
     assert str(error.value).startswith(f"{path}, line 1")
+
+
+def test_pairs_whose_prompt_leaves_no_answer_are_left_out(tokenizer, tmp_path):
+    pairs = [{"prompt": "p" * size, "chosen": "yes", "rejected": "no"} for size in (4, 40, 5)]
+    options = {"length": 16, "formats": ["preference"], "cache_dir": tmp_path, "progress": False, "batch_size": 2}
+    with pytest.warns(UserWarning, match="AnswerDataset: 1 examples are left out, because their prompts"):
+        data = AnswerDataset(pairs, tokenizer, **options)
+    (batch,) = data
+    assert len(data.rows) == 2
+    assert (batch["labels"] != -100).any(1).all()
+    assert "\n1 examples are left out: their prompts have 16 tokens" in data.describe()
+    assert "are cut" not in data.describe()
+    with pytest.raises(ValueError, match="must have a token to predict"), pytest.warns(UserWarning, match="1 examples"):
+        AnswerDataset(pairs[1:2], tokenizer, **options)

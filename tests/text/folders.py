@@ -1,5 +1,8 @@
 """Small tokenizers as models have them, and what they are to encode."""
 
+# ruff: noqa: RUF001 (DeepSeek's tokens have wide bars)
+
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,15 @@ TEXTS = [
     "",
     "n't stop ' quoted ' we 've , you 're ? !",
 ]
+
+TEMPLATES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "fixtures" / "templates").glob("*.jinja"))}
+"""Chat templates with the structure of families' own."""
+WRITTEN = re.compile(
+    r"<\|[^|<>\s]{1,40}\|>|<｜[^<>\s]{1,40}｜>|\[\|[a-z_]+\|\]|<extra_id_\d>|<(?:start|end)_of_turn>|<turn\|>"
+    r"|<\|turn>|<\|tool_response>|\[/?[A-Z_]{3,}\]"
+)
+"""Special tokens that templates write."""
+SPEAKERS = ("system", "user", "assistant", "observation")
 
 SPECIAL = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 
@@ -130,3 +142,12 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 def pair(folder: Path) -> tuple[Tokenizer, Any]:
     return Tokenizer.from_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def tokenizer_of(path: Path) -> Tokenizer:
+    """Bytes are tokens, besides the special tokens that a template writes."""
+    template = path.read_text(encoding="utf-8")
+    special = {"<bos>", "<eos>", *WRITTEN.findall(template), *(f"<|{role}|>" for role in SPEAKERS)}
+    return Tokenizer(
+        byte_tokens(*sorted(special)), {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template}
+    )

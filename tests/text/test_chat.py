@@ -136,22 +136,40 @@ def test_answers_are_those_of_transformers(make_folder: Callable[..., Path], kin
     assert 0 < sum(mask) < len(mask)
 
 
-def test_an_answer_without_end_token_keeps_its_white_space(make_folder: Callable[..., Path]) -> None:
+def test_an_answer_without_end_token_gets_one(
+    make_folder: Callable[..., Path],
+) -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"  # noqa: E501
     tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=template))
     text, spans = tokenizer.render_answers(CHAT[:2])
-    assert [text[start:end] for start, end in spans] == ["  你好 🙂 the\n\n"]
+    assert [text[start:end] for start, end in spans] == ["  你好 🙂 the\n\n<|eot_id|>"]
+    assert text == tokenizer.apply_chat_template(CHAT[:2], tokenize=False) + "<|eot_id|>"
+    # In the middle it ends with the role that follows.
+    text, spans = tokenizer.render_answers(CHAT)
+    assert text[slice(*spans[0])] == "  你好 🙂 the\n\nuser:"
 
 
-def test_templates_that_do_not_tell_where_answers_stand(make_folder: Callable[..., Path]) -> None:
-    # As templates that take the thoughts out of all answers but the last.
-    forgetful = "{% for m in messages %}{{ m.content if loop.last else m.content | trim }}|{% endfor %}"
+def test_answers_that_the_template_changes_later(make_folder: Callable[..., Path]) -> None:
+    """As templates that take the thoughts out of all answers but the last."""
+    forgetful = UNMARKED.replace("message.content +", "(message.content if loop.last else message.content | trim) +")
     tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=forgetful))
-    with pytest.raises(ValueError, match="must render the messages up to message 2 as the beginning of the convers"):
-        tokenizer.render_answers(CHAT)
-    text, spans = tokenizer.render_answers(CHAT[:2])
-    assert [text[start:end] for start, end in spans] == [" 你好 🙂 the|"]
+    answers = [" 你好 🙂 the<|eot_id|>", "quick\n\n<|eot_id|>"]
 
+    def learned(multi_turn: str) -> list[list[str]]:
+        examples = tokenizer.render_examples(CHAT, multi_turn=multi_turn)
+        return [[example.text[start:end] for start, end in example.spans] for example in examples]
+
+    assert learned("split") == [answers[:1], answers[1:]]
+    assert learned("all") == [[answers[0].lstrip(), answers[1]]]
+    assert learned("last") == [answers[1:]]
+    texts = [example.text for example in tokenizer.render_examples(CHAT, multi_turn="split")]
+    assert texts == [tokenizer.apply_chat_template(CHAT[:end], tokenize=False) for end in (2, 4)]
+    # A template that changes nothing needs one example.
+    tokenizer.chat_template = UNMARKED
+    assert learned("split") == learned("all") == [answers]
+
+
+def test_blocks_of_generation_that_cannot_be_read(make_folder: Callable[..., Path]) -> None:
     filtered = "{% set t %}{% generation %} x {% endgeneration %}{% endset %}{{ t | trim }}"
     tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=filtered))
     with pytest.raises(ValueError, match="must output what is between generation and endgeneration unchanged"):
@@ -211,9 +229,6 @@ def test_a_token_after_the_last_message_alone(make_folder: Callable[..., Path]) 
     text, spans = tokenizer.render_answers(CHAT)
     want = [" 你好 🙂 the<|eot_id|>", "quick\n\n<|eot_id|>\n<|begin_of_text|>"]
     assert [text[start:end] for start, end in spans] == want
-    other = Tokenizer.from_pretrained(make_folder(chat_template=template.replace("content + eos_token", "content")))
-    with pytest.raises(ValueError, match="the position of that answer is unknown"):  # nothing ends the first answer
-        other.render_answers(CHAT)
 
 
 @needs_newest("thoughts by three names")
