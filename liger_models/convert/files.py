@@ -59,11 +59,13 @@ class Stored(NamedTuple):
 
     Attributes:
         file: the file.
+        name: its name in the file.
         shape, dtype: of the tensor.
         scales: the scales of a tensor in float8; see `convert.fp8`.
     """
 
     file: Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
     scales: "BlockScales | None" = None
@@ -147,6 +149,9 @@ def read_model_type(hf_config: Mapping[str, Any]) -> str:
 def read_headers(folder: Path) -> dict[str, Stored]:
     """The tensors in the safetensors files of a folder, by name. Reads only the headers of the files.
 
+    An index comes before ``model.safetensors``, which a save in several files may have left behind. If all files of the
+    index are gone, it is the index that was left behind.
+
     Scales of tensors in float8 are not among them; they are part of the tensor that they belong to.
 
     Raises:
@@ -154,14 +159,12 @@ def read_headers(folder: Path) -> dict[str, Stored]:
         ValueError: a file is truncated or not a safetensors file, the index lacks a tensor or names a file outside the
             folder, or a tensor differs between shards.
     """
-    # The files: one, or several with an index.
-    index: dict[str, str] = {}  # name of a tensor -> its file
-    if (folder / WEIGHTS).is_file():
-        files = [WEIGHTS]
-    elif (folder / INDEX).is_file():
-        index = read_index(folder / INDEX)
-        files = sorted(set(index.values()))
-    else:
+    # The files: several with an index, or one.
+    index = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}  # name of a tensor -> its file
+    files = sorted(set(index.values()))
+    if (folder / WEIGHTS).is_file() and not any((folder / name).is_file() for name in files):
+        index, files = {}, [WEIGHTS]
+    if not files:
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pth", ".pt"))
         hint = (
             f"Convert {pickled[0]} with transformers: "
@@ -192,8 +195,8 @@ def read_headers(folder: Path) -> dict[str, Stored]:
                         f"{file_name} holds. Download the index and the files of one commit."
                     )
                 header = file.get_slice(name)
-                tensor = Stored(path, tuple(header.get_shape()), header.get_dtype())
-                if name in stored and not _same(stored[name], tensor, name):
+                tensor = Stored(path, name, tuple(header.get_shape()), header.get_dtype())
+                if name in stored and not _same(stored[name], tensor):
                     raise ValueError(
                         f"{folder}: {name} must be one tensor, got different ones in {stored[name].file.name} and "
                         f"{file_name}. Download the index and the files of one commit."
@@ -249,16 +252,15 @@ def open_all(stored: Iterable[Stored]) -> Iterator[dict[Path, Any]]:
         yield {path: stack.enter_context(open_safetensors(path)) for path in paths}
 
 
-def read_rows(files: Mapping[Path, Any], name: str, tensor: Stored, first: int, last: int) -> torch.Tensor:
+def read_rows(files: Mapping[Path, Any], tensor: Stored, first: int, last: int) -> torch.Tensor:
     """Rows of a tensor; of one in float8 the numbers that it stands for, in bfloat16.
 
     Args:
         files: the open files.
-        name: its name.
-        tensor: its file, and its scales.
+        tensor: the tensor.
         first, last: first row, and last row + 1.
     """
-    rows: torch.Tensor = files[tensor.file].get_slice(name)[first:last]
+    rows: torch.Tensor = files[tensor.file].get_slice(tensor.name)[first:last]
     if tensor.scales is None:
         return rows
     file, scales_name, _, block = tensor.scales
@@ -269,9 +271,9 @@ def read_rows(files: Mapping[Path, Any], name: str, tensor: Stored, first: int, 
     return dequantize(rows, scales[begin : -(-last // block[0])], block, first - begin * block[0])
 
 
-def read_codes(files: Mapping[Path, Any], name: str, tensor: Stored, first: int, last: int) -> torch.Tensor:
+def read_codes(files: Mapping[Path, Any], tensor: Stored, first: int, last: int) -> torch.Tensor:
     """Rows of a tensor [..., C] in float8 as its codes: bytes [n, ..., C]."""
-    codes: torch.Tensor = files[tensor.file].get_slice(name)[first:last]
+    codes: torch.Tensor = files[tensor.file].get_slice(tensor.name)[first:last]
     return codes.view(torch.uint8)
 
 
@@ -290,20 +292,20 @@ def read_scales(files: Mapping[Path, Any], tensor: Stored, first: int, last: int
     return scales.repeat_interleave(height, 0)[first - begin * height :][: last - first]
 
 
-def read_whole(files: Mapping[Path, Any], name: str, tensor: Stored) -> torch.Tensor:
+def read_whole(files: Mapping[Path, Any], tensor: Stored) -> torch.Tensor:
     """A tensor, as `read_rows` reads rows of it."""
     if tensor.scales is not None:
-        return read_rows(files, name, tensor, 0, tensor.shape[0])
-    whole: torch.Tensor = files[tensor.file].get_tensor(name)
+        return read_rows(files, tensor, 0, tensor.shape[0])
+    whole: torch.Tensor = files[tensor.file].get_tensor(tensor.name)
     return whole
 
 
-def _same(one: Stored, other: Stored, name: str) -> bool:
+def _same(one: Stored, other: Stored) -> bool:
     """Whether the tensors of one name in two files are equal, bit for bit."""
     if one[1:] != other[1:]:
         return False
     with open_safetensors(one.file) as first, open_safetensors(other.file) as second:
-        tensors = [file.get_tensor(name).contiguous().flatten().view(torch.uint8) for file in (first, second)]
+        tensors = [file.get_tensor(one.name).contiguous().flatten().view(torch.uint8) for file in (first, second)]
     return torch.equal(*tensors)
 
 

@@ -86,7 +86,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             for name, tensor in stored.items():
                 if name != SCORE and not name.endswith("lm_head.weight"):
                     with open_all([tensor]) as files:
-                        yield name, read_whole(files, name, tensor)
+                        yield name, read_whole(files, tensor)
 
         load_hf_tensors(model.model.decoder, read())
         if SCORE in stored:
