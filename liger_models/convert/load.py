@@ -334,9 +334,7 @@ def of_whole_model(stored: Mapping[str, Stored], maps: Sequence[WeightMap]) -> d
     return {**stored}
 
 
-def _one_dtype(
-    weights: WeightMap, stored: Mapping[str, Stored], hf_config: Mapping[str, Any]
-) -> torch.dtype | None:
+def _one_dtype(weights: WeightMap, stored: Mapping[str, Stored], hf_config: Mapping[str, Any]) -> torch.dtype | None:
     """The dtype that all parameters get if the tensors of a checkpoint have several; None if they have one.
 
     It is the one in config.json, as in transformers, or else that of most numbers.
@@ -350,7 +348,9 @@ def _one_dtype(
     configs = hf_config, hf_config.get("text_config") or {}
     declared = [config.get(key) for config in configs for key in ("dtype", "torch_dtype")]
     by_name = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
-    return next((by_name[name] for name in declared if isinstance(name, str) and name in by_name), counts.most_common(1)[0][0])
+    return next(
+        (by_name[name] for name in declared if isinstance(name, str) and name in by_name), counts.most_common(1)[0][0]
+    )
 
 
 def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
