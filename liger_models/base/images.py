@@ -91,7 +91,8 @@ _SPELLINGS = "a PIL image, a path, a file:// URL, a data URI or a file's bytes"
 def open_image(source: "Source") -> "Image":
     """Read an image in any spelling that `locate_image` takes, and decode its pixels.
 
-    Images in files are rotated by their EXIF orientation. As in transformers, PIL images are not.
+    The files may have any of `FORMATS`. They are rotated by their EXIF orientation. As in transformers, PIL images are
+    not.
 
     Raises:
         ImportError: Pillow is not installed.
@@ -108,7 +109,7 @@ def open_image(source: "Source") -> "Image":
     if isinstance(located, Path | bytes):
         content = located if isinstance(located, bytes) else located.read_bytes()
         with _naming(located) as name:
-            image: Image.Image = Image.open(io.BytesIO(content))
+            image: Image.Image = _open(io.BytesIO(content))
             _check_size(image, name)
             image.load()
             image = ImageOps.exif_transpose(image)
@@ -135,13 +136,52 @@ def image_size(source: "Source") -> tuple[int, int]:
     if isinstance(located, Path):
         located.stat()  # a missing file is an OSError
     file = io.BytesIO(located) if isinstance(located, bytes) else located
-    with _naming(located) as name, Image.open(file) as image:
+    with _naming(located) as name, _open(file) as image:
         _check_size(image, name)
-        size = image.size
-        # PNG's own `getexif` decodes all pixels if no orientation comes before them, so the base class's is called.
-        turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-        # Pillow turns a TIFF itself, and its `size` is the turned one.
-        return size[::-1] if turned and image.format != "TIFF" else size
+        if image.format == "PNG" and _may_turn_late(getattr(image, "fp", None)):
+            return open_image(source).size
+        # A PNG's own method decodes all pixels if no orientation comes before them.
+        turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in TURNED
+        # Pillow has turned the size of a TIFF by its tag already, but not by its XMP.
+        tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+        return image.size[::-1] if turned and tags.get(ExifTags.Base.Orientation) not in TURNED else image.size
+
+
+TURNED = (5, 6, 7, 8)
+"""Values of EXIF's orientation that exchange width and height."""
+
+
+def _may_turn_late(file: Any) -> bool:
+    """Whether a PNG has EXIF or XMP after its pixels, where only decoding finds it."""
+    follows = False
+    file.seek(8)
+    while len(header := file.read(8)) == 8:
+        length, name = int.from_bytes(header[:4], "big"), header[4:]
+        start = file.read(min(length, 22))
+        if follows and (name == b"eXIf" or start.startswith((b"XML:com.adobe.xmp\0", b"Raw profile type exif\0"))):
+            return True
+        follows = follows or name == b"IDAT"
+        file.seek(length - len(start) + 4, os.SEEK_CUR)  # its checksum
+    return False
+
+
+FORMATS = (
+    "PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "HEIF", "JXL", "JPEG2000", "ICO", "PCX", "QOI",
+    "SGI", "TGA",
+)  # fmt: skip
+"""Formats of images that are read if Pillow or one of its plugins has them. Others are refused, whatever the file
+name: for EPS, Pillow starts Ghostscript, and IPTC may contain EPS."""
+
+
+def _open(file: Any) -> "Image":
+    """A file or a path as a PIL image whose pixels are not decoded yet."""
+    from PIL import Image, UnidentifiedImageError
+
+    Image.init()  # all plugins, among which names are looked up
+    try:
+        return Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
+    except UnidentifiedImageError as error:
+        raise ValueError(f"none in the formats {', '.join(FORMATS)}") from error
 
 
 def _check_pillow() -> None:

@@ -20,7 +20,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import blaming, read_config
 from liger_models.convert.files import CONFIG, read_headers, read_json_config, read_model_type
 from liger_models.convert.format import format_of
-from liger_models.convert.load import pick_map
+from liger_models.convert.load import of_whole_model, pick_map
 from liger_models.layers.norm import add_norm
 
 LIMIT = 1e-4
@@ -317,11 +317,12 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
         progress: whether loading shows a progress bar.
     """
     name = read_model_type(read_json_config(folder))
-    empty, stored = empty_model(folder), read_headers(folder)
+    empty = empty_model(folder)
 
     # Compare the tensors by their headers.
-    parameters = dict(empty.named_parameters())
-    weights = pick_map(format_of(type(empty)).file_maps(empty.config), stored, parameters)
+    parameters, maps = dict(empty.named_parameters()), format_of(type(empty)).file_maps(empty.config)
+    stored = of_whole_model(read_headers(folder), maps)
+    weights = pick_map(maps, stored, parameters)
     expected = weights.shapes(parameters)
     read = {
         tensor: header for tensor, header in stored.items() if tensor in expected or not weights.passes_over(tensor)

@@ -10,8 +10,6 @@ from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.data.pixels import make_pixels
 from liger_models.data.prompts import encode_prompt
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
 
 class Conversation:
     """A sequence of prompts to a model and its answers.
@@ -62,26 +60,10 @@ class Conversation:
         else:
             ids = self.model.tokenizer.encode(prompt)
         text = ""
-        for piece in self._stream(ids, inputs):
+        for piece in self.model.tokenizer.decode_stream(self.model.stream(ids, **inputs, **self.settings)):
             text += piece
             yield piece
         self.history.append({"role": "assistant", "content": text})
-
-    def _stream(self, ids: Any, inputs: Mapping[str, Any]) -> Iterator[str]:
-        decode = self.model.tokenizer.decode
-        tokens: list[int] = []
-        printed = ""
-        for token in self.model.stream(ids, **inputs, **self.settings):
-            tokens.append(int(token))
-            text = decode(tokens)
-            # An incomplete character waits for its next token.
-            if not text.endswith(REPLACEMENT):
-                yield text[len(printed) :]
-                printed = text
-        text = decode(tokens)
-
-        # At an incomplete character, a decoder may also replace whole characters that have been printed.
-        yield text[len(printed) :] if text.startswith(printed) else REPLACEMENT
 
 
 def open_medium(medium: str, source: str) -> dict[str, Any]:

@@ -105,7 +105,6 @@ FOREIGN = {
     "return_offsets_mapping": Foreign("tokenizer.backend.encode(text).offsets has them.", (False,)),
     "return_special_tokens_mask": Foreign("tokenizer.backend.encode(text).special_tokens_mask has it.", (False,)),
     "return_assistant_tokens_mask": Foreign("Call render_answers and answer_mask.", (False,)),
-    "continue_final_message": Foreign("Render with tokenize=False, and append the beginning of the answer.", (False,)),
     "clean_up_tokenization_spaces": Foreign("tokenizer_config.json decides it."),
     "text_pair": Foreign("Join the texts first."),
     "text_target": Foreign("Encode the target like any other text."),

@@ -383,12 +383,14 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
-    """Convert ``value`` to the declared type of its field. Integers are accepted for floats."""
+    """Convert ``value`` to the declared type of its field. 1 is accepted for 1.0, and 16.0 for 16."""
     options = _options(hint)
     if type(value) in options:
         return value
     if type(value) is int and float in options:
         return float(value)
+    if type(value) is float and int in options and value.is_integer():
+        return int(value)
     for option in options:
         if typing.get_origin(option) is list and isinstance(value, list):
             (element,) = typing.get_args(option)

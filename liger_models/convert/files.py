@@ -59,11 +59,13 @@ class StoredTensor(NamedTuple):
 
     Attributes:
         file: path of the file.
+        name: name of the tensor in the file.
         shape, dtype: shape and dtype of the tensor.
         scales: the scales of a float8 tensor; see `convert.fp8`.
     """
 
     file: Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
     scales: "BlockScales | None" = None
@@ -148,6 +150,9 @@ def read_model_type(hf_config: Mapping[str, Any]) -> str:
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Read the headers of the safetensors files in a folder: name -> tensor.
 
+    An index has precedence over ``model.safetensors``, which an earlier save may have left behind. If no file of the
+    index exists, the index itself was left behind.
+
     Scales of float8 tensors have no names here. They are part of the tensor that they belong to.
 
     Raises:
@@ -155,14 +160,12 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         ValueError: a file is truncated or not a safetensors file, the index lacks a tensor or names a file outside the
             folder, or a tensor differs between shards.
     """
-    # The files: a single one, or several with an index.
-    index: dict[str, str] = {}  # name of a tensor -> its file
-    if (folder / WEIGHTS).is_file():
-        files = [WEIGHTS]
-    elif (folder / INDEX).is_file():
-        index = read_index(folder / INDEX)
-        files = sorted(set(index.values()))
-    else:
+    # The files: several with an index, or a single one.
+    index = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}  # name of a tensor -> its file
+    files = sorted(set(index.values()))
+    if (folder / WEIGHTS).is_file() and not any((folder / name).is_file() for name in files):
+        index, files = {}, [WEIGHTS]
+    if not files:
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pth", ".pt"))
         hint = (
             f"Convert {pickled[0]} with transformers: "
@@ -193,8 +196,8 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
                         f"{file_name} holds. Download the index and the files of one commit."
                     )
                 header = file.get_slice(name)
-                tensor = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
-                if name in stored and not _same(stored[name], tensor, name):
+                tensor = StoredTensor(path, name, tuple(header.get_shape()), header.get_dtype())
+                if name in stored and not _same(stored[name], tensor):
                     raise ValueError(
                         f"{folder}: {name} must be one tensor, got different ones in {stored[name].file.name} and "
                         f"{file_name}. Download the index and the files of one commit."
@@ -251,16 +254,15 @@ def open_all(stored: Iterable[StoredTensor]) -> Iterator[dict[Path, Any]]:
         yield {path: stack.enter_context(open_safetensors(path)) for path in paths}
 
 
-def read_rows(files: Mapping[Path, Any], name: str, tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
+def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
     """Read rows of a tensor. A float8 tensor is dequantized to bfloat16.
 
     Args:
         files: path -> open file.
-        name: name of the tensor.
-        tensor: its file and its scales.
+        tensor: the tensor.
         first, last: first row, and last row + 1.
     """
-    rows: torch.Tensor = files[tensor.file].get_slice(name)[first:last]
+    rows: torch.Tensor = files[tensor.file].get_slice(tensor.name)[first:last]
     if tensor.scales is None:
         return rows
 
@@ -273,9 +275,9 @@ def read_rows(files: Mapping[Path, Any], name: str, tensor: StoredTensor, first:
     return dequantize(rows, scales[begin : -(-last // block[0])], block, first - begin * block[0])
 
 
-def read_codes(files: Mapping[Path, Any], name: str, tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
+def read_codes(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
     """Read rows of a float8 tensor [..., C] as codes: bytes [n, ..., C]."""
-    codes: torch.Tensor = files[tensor.file].get_slice(name)[first:last]
+    codes: torch.Tensor = files[tensor.file].get_slice(tensor.name)[first:last]
     return codes.view(torch.uint8)
 
 
@@ -294,21 +296,21 @@ def read_scales(files: Mapping[Path, Any], tensor: StoredTensor, first: int, las
     return scales.repeat_interleave(height, 0)[first - begin * height :][: last - first]
 
 
-def read_whole(files: Mapping[Path, Any], name: str, tensor: StoredTensor) -> torch.Tensor:
+def read_whole(files: Mapping[Path, Any], tensor: StoredTensor) -> torch.Tensor:
     """Read a whole tensor, as `read_rows` reads rows of it."""
     if tensor.scales is not None:
-        return read_rows(files, name, tensor, 0, tensor.shape[0])
-    whole: torch.Tensor = files[tensor.file].get_tensor(name)
+        return read_rows(files, tensor, 0, tensor.shape[0])
+    whole: torch.Tensor = files[tensor.file].get_tensor(tensor.name)
     return whole
 
 
-def _same(first: StoredTensor, second: StoredTensor, name: str) -> bool:
+def _same(first: StoredTensor, second: StoredTensor) -> bool:
     """Whether the tensors of one name in two files are equal, bit for bit."""
     if first[1:] != second[1:]:
         return False
     with open_safetensors(first.file) as first_file, open_safetensors(second.file) as second_file:
         files = (first_file, second_file)
-        tensors = [file.get_tensor(name).contiguous().flatten().view(torch.uint8) for file in files]
+        tensors = [file.get_tensor(first.name).contiguous().flatten().view(torch.uint8) for file in files]
     return torch.equal(*tensors)
 
 

@@ -3,7 +3,9 @@
 import contextlib
 import difflib
 import functools
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,8 +69,8 @@ def load_pretrained(
     Args:
         model_class: a class of ``liger_models.arch``, or your own class.
         folder: folder with config.json and model.safetensors or its shards.
-        dtype: dtype of the parameters, or its name, such as "bf16"; None or "auto" for the dtype of each tensor in the
-            checkpoint.
+        dtype: dtype of the parameters, or its name, such as "bf16"; None or "auto" for the dtype of the checkpoint's
+            tensors. If these have several, it is the one in config.json.
         device: device of the parameters. Sharded parameters are on the device of the mesh, or on the CPU if FSDP
             offloads them.
         strict: whether unknown keys of config.json are an error instead of a warning.
@@ -105,8 +107,11 @@ def load_pretrained(
             model = model_class(config, kernels=kernels)
         model.check_buffers()
         parameters = dict(model.named_parameters())
-        weights = pick_map(format_of(model_class).file_maps(config), stored, parameters)
+        maps = format_of(model_class).file_maps(config)
+        stored = of_whole_model(stored, maps)
+        weights = pick_map(maps, stored, parameters)
         check_tensors(str(folder), weights, parameters, stored)
+        target = target or _one_dtype(weights, stored, hf_config)
         if config.tie_word_embeddings:
             _check_head(weights, stored, hf_config)
         if keep_float8:
@@ -121,7 +126,7 @@ def load_pretrained(
     if rank() == 0:
         for name in (name for name in stored if name.startswith(weights.kept)):
             with open_all([stored[name]]) as files:
-                model.kept_tensors[name] = read_whole(files, name, stored[name]).clone()
+                model.kept_tensors[name] = read_whole(files, stored[name]).clone()
     model.hf_config = hf_config
     model.assets = read_assets(folder, hf_config)
 
@@ -221,7 +226,7 @@ def _load_parts(
             with open_all(stored[tensor_name] for tensor_name in expression.names()) as files:
 
                 def read(name: str, first: int, last: int, files: Mapping[Path, Any] = files) -> Tensor:
-                    return _to(read_rows(files, name, stored[name], first, last), device, dtype)
+                    return _to(read_rows(files, stored[name], first, last), device, dtype)
 
                 shapes = {tensor_name: stored[tensor_name].shape for tensor_name in expression.names()}
                 whole = functools.partial(_read, expression, stored, dtype, device)
@@ -292,7 +297,7 @@ def _fill_codes(
     with torch.no_grad(), open_all(stored[name] for name in expression.names()) as files:
 
         def codes(name: str, first: int, last: int) -> Tensor:
-            return read_codes(files, name, stored[name], first, last)
+            return read_codes(files, stored[name], first, last)
 
         def scales(name: str, first: int, last: int) -> Tensor:
             return read_scales(files, stored[name], first, last)
@@ -326,6 +331,47 @@ def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
             f"{model_class.__name__}: model_type in config.json must be {model_type!r}, "
             f"got {hf_config['model_type']!r}. AutoLigerModel picks the right class."
         )
+
+
+def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by their names in the whole model.
+
+    A model that was saved without its language-model head, as Qwen3-Embedding was, has no prefix ``model.`` in the
+    names of its tensors.
+
+    Args:
+        stored: the tensors by their names in the files.
+        maps: the weight map of each layout.
+    """
+    for weights in maps:
+        names = {name for expression in weights.entries.values() for name in expression.names()}
+        absent = names - stored.keys()
+        renamed = {name: f"model.{name}" for name in stored if name not in names and f"model.{name}" in absent}
+        # Only what then has all tensors but the head is such a model.
+        if renamed and {name.endswith("lm_head.weight") for name in absent.difference(renamed.values())} <= {True}:
+            return {renamed.get(name, name): tensor for name, tensor in stored.items()}
+    return {**stored}
+
+
+def _one_dtype(
+    weights: WeightMap, stored: Mapping[str, StoredTensor], hf_config: Mapping[str, Any]
+) -> torch.dtype | None:
+    """The dtype that all parameters get if the tensors of a checkpoint have several; None if they have one.
+
+    It is the one in config.json, as in transformers, or else that of most numbers.
+    """
+    counts: Counter[torch.dtype] = Counter()
+    for expression in weights.entries.values():
+        for tensor in map(stored.__getitem__, expression.names()):
+            counts[FLOATS.get(tensor.dtype, torch.bfloat16)] += math.prod(tensor.shape)  # codes are read as bfloat16
+    if len(counts) == 1:
+        return None
+    configs = hf_config, hf_config.get("text_config") or {}
+    declared = [config.get(key) for config in configs for key in ("dtype", "torch_dtype")]
+    by_name = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
+    return next(
+        (by_name[name] for name in declared if isinstance(name, str) and name in by_name), counts.most_common(1)[0][0]
+    )
 
 
 def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
@@ -388,7 +434,7 @@ def check_tensors(
 
     # Dtypes and shapes.
     for name, tensor in expected.items():
-        file, shape, dtype, scales = stored[name]
+        file, _, shape, dtype, scales = stored[name]
         allowed = ["U8"] if tensor.dtype == torch.uint8 else [*FLOATS]
         if scales is None and dtype not in allowed:
             raise ValueError(
@@ -428,7 +474,7 @@ def _read(
     # Open the files anew for each parameter: the pages of a mapped file count as memory of this process.
     names = expression.names()
     with open_all(stored[name] for name in names) as files:
-        tensors = {name: read_whole(files, name, stored[name]) for name in names}
+        tensors = {name: read_whole(files, stored[name]) for name in names}
         packed = expression.pack({name: _to(tensor, device, dtype) for name, tensor in tensors.items()})
         packed = packed.to(dtype).contiguous()
 

@@ -7,12 +7,12 @@ import warnings
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from liger_models.base.processor import Processor
 from liger_models.data.formats import DOCUMENTS, Formats
-from liger_models.data.media import BrokenMediaError, Columns, MediaReader, MediaSource, Medium
+from liger_models.data.media import BrokenMediaError, Columns, FileState, MediaReader, MediaSource, Medium
 from liger_models.data.sources import MEDIA_COLUMNS, Record, to_plain
 from liger_models.text.chat import Rendering, Span, answer_mask
 from liger_models.text.templates import THOUGHTS
@@ -74,14 +74,23 @@ class Text(NamedTuple):
 
 @dataclass
 class Skipped:
-    """Examples that were left out because of broken images or videos: their number, and the first error."""
+    """Examples that were left out because of broken images or videos.
+
+    Attributes:
+        count: their number.
+        why: the first error.
+        files: the broken files, and the states that they were in.
+    """
 
     count: int = 0
     why: str = ""
+    files: dict[str, FileState | None] = field(default_factory=dict)
 
-    def add(self, error: Exception) -> None:
+    def add(self, error: BrokenMediaError) -> None:
         """Count one more."""
         self.count, self.why = self.count + 1, self.why or str(error)
+        if error.file is not None:
+            self.files[str(error.file)] = FileState.of(error.file)
 
 
 class Encoder:

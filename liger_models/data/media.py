@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -27,7 +28,52 @@ Columns = Mapping[str, Sequence[Any]]
 
 
 class BrokenMediaError(ValueError):
-    """A file that is missing or cannot be decoded."""
+    """A file that is missing or cannot be decoded.
+
+    Args:
+        message: what is wrong.
+        file: the file; None for an image that is none.
+    """
+
+    def __init__(self, message: str, file: Path | None = None) -> None:
+        super().__init__(message)
+        self.file = file
+
+
+SAMPLED = 1 << 16
+"""Bytes at the beginning and at the end of a file that its checksum covers: videos are large, images many."""
+
+
+class FileState(NamedTuple):
+    """What tells a file from one that replaces it.
+
+    Attributes:
+        bytes, time: its size, and when it was last changed, in nanoseconds.
+        checksum: of its first and its last `SAMPLED` bytes.
+    """
+
+    bytes: int
+    time: int
+    checksum: int
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> "FileState | None":
+        """The state of a file; None if it is missing or cannot be read."""
+        try:
+            with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                checksum = zlib.crc32(file.read(SAMPLED))
+                file.seek(max(status.st_size - SAMPLED, 0))
+                return cls(status.st_size, status.st_mtime_ns, zlib.crc32(file.read(SAMPLED), checksum))
+        except OSError:
+            return None
+
+    def holds(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a file is still in this state. It may be a copy, with another time; then it is read."""
+        status = os.stat(path) if os.path.isfile(path) else None
+        if status is None or status.st_size != self.bytes:
+            return False
+        return status.st_mtime_ns == self.time or getattr(self.of(path), "checksum", None) == self.checksum
 
 
 class MediaSource(NamedTuple):
@@ -90,7 +136,10 @@ class Medium:
             return cls(where, file if isinstance(file, Path | bytes) else read_image(file), size)
         except (OSError, TypeError, ValueError) as error:
             noun = "an image" if sampled is None else "a video"
-            raise BrokenMediaError(f"{where}: {noun} must be a file that can be read, got: {error}") from error
+            raise BrokenMediaError(
+                f"{where}: {noun} must be a file that can be read, got: {error}",
+                file if isinstance(file, Path) else None,
+            ) from error
 
     def decode(self) -> "list[Image]":
         """The image, or the sampled frames of the video, in RGB.
@@ -130,6 +179,14 @@ class Medium:
         content = io.BytesIO()
         self.source.save(content, "PNG", compress_level=1)
         return content.getvalue()
+
+    @property
+    def checksum(self) -> int | None:
+        """Of its content, or of its file's first and last bytes; None for a file that is gone."""
+        if isinstance(self.source, Path):
+            state = FileState.of(self.source)
+            return None if state is None else state.checksum
+        return zlib.crc32(self.source if isinstance(self.source, bytes) else self.source.tobytes())
 
     @property
     def memory(self) -> int:

@@ -100,7 +100,9 @@ class PromptDataset(PackedDataset):
             ids=torch.tensor(tokens, dtype=torch.int32),
             ends=torch.tensor(ends, dtype=torch.int64),
             media=torch.tensor(bounds, dtype=torch.int64).view(-1, 2),
-            media_checksum=zlib.crc32(json.dumps([image.size for images in media for image in images]).encode()),
+            media_checksum=zlib.crc32(
+                json.dumps([(image.size, image.checksum) for images in media for image in images]).encode()
+            ),
             checksum=zlib.crc32(json.dumps(records, default=to_plain).encode()),
         )
         rows = PromptRows(stored, self._make_row, self.shuffle, self.seed)

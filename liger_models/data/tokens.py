@@ -20,11 +20,11 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from liger_models.base.processor import MediaSize
 from liger_models.data.encoding import Document, Encoder, Skipped
-from liger_models.data.media import Medium
+from liger_models.data.media import BrokenMediaError, FileState, Medium
 from liger_models.data.sources import read_records, to_plain
 from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank
 
-FORMAT = 7
+FORMAT = 8
 """Version of `TokenFile` and of the encoding of examples in it. Part of a folder's name."""
 TEMPORARY, LOCK = ".tmp", ".lock"
 """Suffixes of a folder that is being written, and of the file that is locked meanwhile."""
@@ -59,6 +59,7 @@ class TokenFile:
             self._files: dict[str, list[int]] = sizes["files"]
             self.skipped: tuple[int, str] = sizes["skipped"], sizes["why"]
             self.media_checksum, self.checksum = sizes["media_checksum"], self._files[IDS][1]
+            self._broken: dict[str, list[int] | None] = sizes["broken"]
             # PyTorch maps bytes beyond the end of a file without an error, and reading them kills the process.
             for name, (size, _) in self._files.items():
                 actual = (folder / name).stat().st_size
@@ -90,20 +91,30 @@ class TokenFile:
                 raise self._damaged(f"{name} with other bytes")
 
     def verify_images(self) -> None:
-        """Look whether the files of the images are there, with the sizes of when their headers were read.
+        """Look whether the files of the images are those whose headers were read.
 
         Raises:
-            ValueError: an image is missing or has another size.
+            ValueError: an image is missing, or was replaced by another.
         """
+        for where, path in self._changed_images():
+            actual = f"another of {os.stat(path).st_size} bytes" if os.path.isfile(path) else "none"
+            raise ValueError(
+                f"{where}: {path} must be the file whose header was read, got {actual}. Restore it, or delete "
+                f"{self.folder}; the next run reads all headers again."
+            )
+
+    def _changed_images(self) -> Iterator[tuple[str, str]]:
+        """Where the examples are whose images were replaced or removed, and the paths of these."""
         with (self.folder / HEADERS).open(encoding="utf-8") as lines:
             for header in map(json.loads, lines):
-                path, size = header["path"], header["bytes"]
-                actual = os.stat(path).st_size if path and os.path.isfile(path) else None
-                if path is not None and actual != size:
-                    raise ValueError(
-                        f"{header['where']}: {path} must have the {size} bytes of when its header was read, got "
-                        f"{actual}. Restore it, or delete {self.folder}; the next run reads all headers again."
-                    )
+                if header["path"] is not None and not FileState(*header["state"]).holds(header["path"]):
+                    yield header["where"], header["path"]
+
+    def is_outdated(self) -> bool:
+        """Whether an image was replaced or removed, or a broken one, whose example was left out, was replaced."""
+        broken = self._broken.items()
+        mended = (FileState.of(path) if state is None else not FileState(*state).holds(path) for path, state in broken)
+        return any(mended) or any(self._changed_images())
 
     def media_in(self, start: int, end: int) -> list[Medium]:
         """The images whose first tokens are from ``start`` to ``end`` - 1."""
@@ -161,15 +172,18 @@ class TokenFile:
                 for medium in document.media:
                     content = medium.content
                     header: dict[str, Any] = {"where": medium.where, "path": None, "size": medium.size}
-                    header |= {"bytes": len(content)}
+                    checksum = zlib.crc32(content)
                     if isinstance(medium.source, Path):
-                        header |= {"path": str(medium.source), "bytes": medium.source.stat().st_size}
+                        state = FileState.of(medium.source)
+                        if state is None:
+                            raise BrokenMediaError(f"{medium.where}: {medium.source} was removed. Restore it.")
+                        header |= {"path": str(medium.source), "state": state}
+                        checksum = state.checksum
                     files[HEADERS].write(json.dumps(header).encode() + b"\n")
                     files[CONTENTS].write(content)
                     bounds = (total + medium.first, total + medium.end)
                     files[PLACES].write(array("q", (*bounds, files[HEADERS].size, files[CONTENTS].size)))
-                    identity = json.dumps([bounds, medium.size, header["bytes"]]).encode()
-                    media_checksum = zlib.crc32(content, zlib.crc32(identity, media_checksum))
+                    media_checksum = zlib.crc32(json.dumps([bounds, medium.size, checksum]).encode(), media_checksum)
 
                 total += len(document.ids)
                 files[IDS].write(document.ids)
@@ -179,6 +193,7 @@ class TokenFile:
         files[CONTENTS].checksum = 0  # they may be large, and each is checked when it is decoded
         sizes: dict[str, Any] = {"files": {name: [file.size, file.checksum] for name, file in files.items()}}
         sizes |= {"media_checksum": media_checksum, "skipped": skipped.count, "why": skipped.why}
+        sizes |= {"broken": skipped.files}
         (folder / SIZES).write_text(json.dumps(sizes))
 
 
@@ -198,8 +213,9 @@ class _Counted:
 def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
     """The tokens of a source: from the cache, or written into it now by the first rank of each host.
 
-    Every rank must call it; an error on one of them is raised on all. Tokens from the cache are verified. Tokenization
-    first deletes partial files left by killed processes.
+    Every rank must call it; an error on one of them is raised on all. Tokens from the cache are verified. Where broken
+    images are skipped and files of images have changed, the source is tokenized again, into a folder beside the old
+    one, which a running process may be reading. Tokenization first deletes partial files left by killed processes.
 
     Args:
         source: as `find_files` returns it; not a stream.
@@ -213,14 +229,17 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "liger_models"
     cache = Path(cache_dir or default).absolute()
     with raise_on_all_ranks():
-        folder = cache / _fingerprint(source, encoder)
+        first = cache / _fingerprint(source, encoder)
+        folder = _newest(first)
         # The first rank of each host verifies or writes; the others wait for it.
         writes = not is_distributed() or int(os.environ.get("LOCAL_RANK", rank())) == 0
         if writes and folder.is_dir():
             TokenFile(folder).verify()
             if encoder.broken_media == "error":
                 TokenFile(folder).verify_images()
-        elif writes:
+            elif TokenFile(folder).is_outdated():
+                folder = _following(folder)
+        if writes and not folder.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(cache)
             with _temporary_folder(folder) as temporary:
@@ -230,7 +249,20 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
                 except OSError:
                     if not folder.is_dir():  # otherwise another run has just written it
                         raise
-    return TokenFile(folder)
+    return TokenFile(_newest(first))
+
+
+def _newest(first: Path) -> Path:
+    """The folder of the latest tokenization of a source, whose first one is in ``first``."""
+    newest = first
+    while (following := _following(newest)).is_dir():
+        newest = following
+    return newest
+
+
+def _following(folder: Path) -> Path:
+    """The folder beside ``folder`` for the next tokenization of the same source: NAME.1, NAME.2, ..."""
+    return folder.with_suffix(f".{int(folder.suffix[1:] or 0) + 1}")
 
 
 def _write(folder: Path, source: Any, encoder: Encoder, cache: Path, progress: bool) -> None:

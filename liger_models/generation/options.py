@@ -25,11 +25,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``(input_ids [B, T], logits [B, V]) -> logits [B, V]``."""
 
-NOT_IMPLEMENTED = (
-    "num_beams", "top_h", "min_length", "sequence_bias", "begin_suppress_tokens", "forced_eos_token_id",
-)  # fmt: skip
-"""Ignored keys of generation_config.json that would affect the tokens. A warning names them."""
-
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Options that have no effect without ``do_sample``."""
 
@@ -39,6 +34,34 @@ UNFILTERED: dict[str, Any] = {
     "min_new_tokens": 0, "stop_strings": [],
 }  # fmt: skip
 """The defaults: tokens are drawn from the model's own distribution, and only stop tokens end a row."""
+
+READ = {*DRAWING, *UNFILTERED, "do_sample", "eos_token_id", "pad_token_id"}
+"""Keys of generation_config.json that are options."""
+
+HARMLESS = {
+    "transformers_version", "bos_token_id", "decoder_start_token_id",
+    # The call says how many tokens there may be.
+    "max_length", "max_new_tokens",
+    # Parts of beam search, of which num_beams speaks.
+    "early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups",
+    # Probabilities are normalized anyway, and NaN is an error.
+    "renormalize_logits", "remove_invalid_values",
+    # What is returned besides the tokens.
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    # Caches, drafts and compilation, which change the time alone.
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size",
+    "compile_config", "disable_compile", "continuous_batching_config", "use_mtp", "is_assistant",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit",
+    "assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens", "max_matching_ngram_size",
+    "speculation_type",
+}  # fmt: skip
+"""Keys of generation_config.json that do not affect the tokens. A warning names all others that are not `READ`."""
+
+IDLE = {
+    "num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1, "penalty_alpha": 0,
+    "min_length": 0, "encoder_no_repeat_ngram_size": 0,
+}  # fmt: skip
+"""Values with which other keys have no effect, besides null, false and empty ones."""
 
 
 class Range(NamedTuple):
@@ -387,9 +410,12 @@ def _generation_config(model: Decoder) -> dict[str, Any]:
     """The content of the checkpoint's generation_config.json; {} if there is no such file."""
     name = "generation_config.json"
     stored = parse_json(model.assets.get(name, b"{}"), name)
-    absent = [key for key in NOT_IMPLEMENTED if stored.get(key) not in (None, 0, 1, [])]
-    if absent:
-        names = ", ".join(absent)
+    others = {key: value for key, value in stored.items() if key not in READ | HARMLESS and not key.startswith("_")}
+    ignored = [
+        key for key, value in others.items() if value not in (IDLE.get(key), None, [], {}) and value is not False
+    ]
+    if ignored:
+        names = ", ".join(ignored)
         warnings.warn(f"generation_config.json: not implemented and ignored: {names}.", stacklevel=4)
     return stored
 

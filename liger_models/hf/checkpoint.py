@@ -411,9 +411,9 @@ def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], mismatch
                 continue
             with open_all([tensor]) as files:
                 if name.startswith(weights.kept):
-                    decoder.kept_tensors[name] = read_whole(files, name, tensor).clone()
+                    decoder.kept_tensors[name] = read_whole(files, tensor).clone()
                 elif not weights.passes_over(name) or not mismatched:
-                    yield name, read_whole(files, name, tensor)
+                    yield name, read_whole(files, tensor)
 
     load_hf_tensors(decoder, read())
 

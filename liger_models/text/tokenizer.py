@@ -1,9 +1,10 @@
 """Text to token ids and back: the tokenizer files of a Hugging Face checkpoint over the ``tokenizers`` library."""
 
 import contextlib
+import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -11,12 +12,14 @@ import torch
 from huggingface_hub import snapshot_download
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from liger_models.common.foreign import foreign_arguments, is_hub_name
+from liger_models.common.foreign import FOREIGN, foreign_arguments, is_hub_name, translate
 from liger_models.common.json_files import parse_json
 from liger_models.text.chat import Rendering, Span, Style, render_examples, render_prompt, select_template
-from liger_models.text.templates import render, variables_of, without_nulls
+from liger_models.text.functions import function_schema
+from liger_models.text.templates import BEGIN, THOUGHTS, render, variables_of, without_nulls
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 TOKENIZER_JSON = "tokenizer.json"
@@ -363,6 +366,39 @@ class Tokenizer:
             text = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return _clean_up(text) if self._clean_up else text
 
+    def decode_stream(self, tokens: Iterable[int | Tensor], skip_special_tokens: bool = True) -> Iterator[str]:
+        """The text of tokens while they are generated, in pieces of whole characters.
+
+        The pieces together are what `decode` returns for all tokens, unless tokenizer_config.json asks for a clean-up
+        of spaces, or bytes are no characters. What is left of a character at the end is U+FFFD, perhaps several.
+
+        Args:
+            tokens: ids, or tensors of one id each, such as ``model.stream(...)`` yields for one prompt.
+            skip_special_tokens: omit special tokens.
+
+        Raises:
+            ValueError: a tensor has the tokens of several rows.
+        """
+        stream, pending = DecodeStream(skip_special_tokens=skip_special_tokens), list[int]()
+        for token in tokens:
+            if isinstance(token, Tensor) and token.numel() != 1:
+                raise ValueError(
+                    f"Tokenizer.decode_stream: each tensor must have one token, got {token.numel()}. Generate from one "
+                    "prompt, or decode each row by itself."
+                )
+            pending.append(int(token))
+            try:
+                piece = stream.step(self.backend, pending[-1])
+            except Exception:  # the token changes text that is out: bytes that are no characters
+                piece = self.decode(pending, skip_special_tokens)
+                stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+                stream.step(self.backend, pending[-1])
+            if piece is not None:
+                pending.clear()
+                yield piece
+        if rest := self.decode(pending, skip_special_tokens):
+            yield rest
+
     @foreign_arguments("Tokenizer.batch_decode")
     def batch_decode(
         self, ids: Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, skip_special_tokens: bool = True
@@ -402,7 +438,10 @@ class Tokenizer:
         batch = [texts] if isinstance(texts, str) else list(texts)
         rows = self._rows(batch, add_special_tokens, truncation, max_length)
 
-        # Pad to the longest row: [B, T].
+        return self._pad(rows, padding_side)
+
+    def _pad(self, rows: list[list[int]], padding_side: str) -> ModelInputs:
+        """Rows of ids as ``input_ids`` and ``attention_mask`` [B, T], padded to the longest row."""
         length = max(map(len, rows), default=0)
         input_ids = torch.full((len(rows), length), self.padding_id)
         attention_mask = torch.zeros_like(input_ids)
@@ -440,7 +479,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = ...,
-        tools: Sequence[Mapping[str, Any]] | None = ...,
+        tools: Sequence[Any] | None = ...,
         tokenize: Literal[True] = ...,
         return_tensors: None = ...,
         **variables: Any,
@@ -451,7 +490,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = ...,
-        tools: Sequence[Mapping[str, Any]] | None = ...,
+        tools: Sequence[Any] | None = ...,
         tokenize: Literal[True] = ...,
         return_tensors: Literal["pt"],
         return_dict: Literal[False] = ...,
@@ -463,7 +502,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = ...,
-        tools: Sequence[Mapping[str, Any]] | None = ...,
+        tools: Sequence[Any] | None = ...,
         tokenize: Literal[True] = ...,
         return_tensors: Literal["pt"],
         return_dict: Literal[True],
@@ -475,38 +514,50 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = ...,
-        tools: Sequence[Mapping[str, Any]] | None = ...,
+        tools: Sequence[Any] | None = ...,
         tokenize: bool,
         return_tensors: None = ...,
         **variables: Any,
     ) -> list[int] | str: ...
+    @overload
+    def apply_chat_template(self, messages: Sequence[Sequence[Mapping[str, Any]]], **options: Any) -> Any: ...
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         *,
         add_generation_prompt: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool | str = False,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        chat_template: str | None = None,
         tokenize: bool = True,
         return_tensors: Literal["pt"] | None = None,
         return_dict: bool = False,
         **variables: Any,
-    ) -> list[int] | str | Tensor | ModelInputs:
-        """A conversation in the model's chat format.
+    ) -> Any:
+        """A conversation in the model's chat format, or several.
 
         Args:
-            messages: dicts with ``role`` and ``content``.
+            messages: dicts with ``role`` and ``content``; or a list of such lists, one for each conversation.
             add_generation_prompt: end with the beginning of an answer.
-            tools: JSON schemas of functions that the model may call.
+            continue_final_message: end within the last message, so that the model goes on with it. A text names the
+                field to continue in place of "content", such as "reasoning_content".
+            tools: JSON schemas of functions that the model may call, or Python functions with type hints and a
+                docstring in Google's style; see `liger_models.text.functions`.
+            chat_template: a template to use in place of the tokenizer's, or the name of one of its templates.
             tokenize: return token ids; False returns text.
-            return_tensors: "pt" returns the token ids as [1, T] int64, for ``model.generate``.
+            return_tensors: "pt" returns the token ids as [B, T] int64, for ``model.generate``. Several conversations
+                are padded on ``padding_side``.
             return_dict: with ``return_tensors="pt"``, return ``input_ids`` and ``attention_mask``, for
                 ``model.generate(**inputs)``.
             **variables: what else the template reads.
 
+        Returns:
+            A list of ids, a text, a tensor or `ModelInputs`; for several conversations lists of the first two.
+
         Raises:
             TypeError: the template reads no variable of this name.
-            ValueError: there is no chat template, it refuses the messages, or it exceeds the limits of
-                `liger_models.text.limits`.
+            ValueError: there are no messages or no chat template, the template refuses the messages or drops the one to
+                continue, a function cannot be described, or a limit of `liger_models.text.limits` is exceeded.
         """
         if return_tensors is not None and (return_tensors != "pt" or not tokenize):
             raise ValueError(
@@ -517,24 +568,39 @@ class Tokenizer:
                 "apply_chat_template: return_dict must be False, or True with return_tensors='pt', got True with "
                 f"{return_tensors!r}."
             )
+        if len(messages) == 0:
+            raise ValueError("apply_chat_template: messages must hold at least one message, got none.")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "apply_chat_template: continue_final_message must be given without add_generation_prompt, got both. "
+                "One continues an answer, the other begins one."
+            )
 
-        template, variables = self._chat_template(tools, variables)
-        messages = [*map(without_nulls, messages)]
-        text = render(template, messages, variables, add_generation_prompt=add_generation_prompt)
+        template, variables = self._chat_template(tools, variables, chat_template)
+        several = isinstance(messages[0], list | tuple)
+        chats: Any = [[*map(without_nulls, chat)] for chat in (messages if several else [messages])]
+        if continue_final_message:
+            field = "content" if continue_final_message is True else continue_final_message
+            texts = [_render_unfinished(template, chat, variables, field) for chat in chats]
+        else:
+            options: Any = {"add_generation_prompt": add_generation_prompt}
+            texts = [render(template, chat, variables, **options) for chat in chats]
         if not tokenize:
-            return text
-        ids = self.encode(text, add_special_tokens=False)  # the template has written them
+            return texts if several else texts[0]
+
+        rows = self.encode(texts, add_special_tokens=False)  # the template has written them
         if return_tensors is None:
-            return ids
-        input_ids = torch.tensor([ids], dtype=torch.int64)
-        return ModelInputs(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)) if return_dict else input_ids
+            return rows if several else rows[0]
+        inputs = self._pad(rows, self.padding_side)
+        return inputs if return_dict else inputs["input_ids"]
 
     def render_answers(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         learned: Sequence[bool] | None = None,
+        chat_template: str | None = None,
         **variables: Any,
     ) -> tuple[str, list[Span]]:
         """A conversation as text, and the parts of it that the assistant writes, which a model is trained on.
@@ -545,7 +611,7 @@ class Tokenizer:
         end of the text that token is added.
 
         Args:
-            messages, tools, **variables: as for `apply_chat_template`.
+            messages, tools, chat_template, **variables: as for `apply_chat_template`, of one conversation.
             learned: for each message, whether it is an answer to find; default: all messages of the assistant.
 
         Returns:
@@ -555,7 +621,8 @@ class Tokenizer:
             TypeError: the template reads no variable of this name.
             ValueError: the template refuses the messages, or the position of an answer cannot be determined.
         """
-        (example,) = self.render_examples(messages, tools=tools, learned=learned, **variables)
+        style = self._style(tools, variables, chat_template)
+        (example,) = render_examples(style, messages, learned)
         return example.text, example.spans
 
     def render_examples(
@@ -601,24 +668,86 @@ class Tokenizer:
         """
         return render_prompt(self._style(tools, variables), messages)
 
-    def _style(self, tools: object, variables: dict[str, Any]) -> Style:
+    def _style(self, tools: Sequence[Any] | None, variables: dict[str, Any], chat_template: str | None = None) -> Style:
         special = [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
-        template, variables = self._chat_template(tools, variables)
+        template, variables = self._chat_template(tools, variables, chat_template)
         return Style(template, variables, special, self.eos_token)
 
-    def _chat_template(self, tools: object, variables: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """The template, and all its variables but the messages."""
-        template = self.chat_template
-        templates = template.values() if isinstance(template, dict) else [template or ""]
+    def _chat_template(
+        self, tools: Sequence[Any] | None, variables: dict[str, Any], chosen: str | None
+    ) -> tuple[str, dict[str, Any]]:
+        """The template, and all its variables but the messages.
+
+        Args:
+            tools: JSON schemas and functions.
+            variables: further variables, as the caller names them.
+            chosen: the caller's template or the name of one; None for the tokenizer's.
+        """
+        named = self.chat_template
+        if chosen is not None:
+            named = named.get(chosen, chosen) if isinstance(named, dict) else chosen
+        templates = named.values() if isinstance(named, dict) else [named or ""]
         names = set().union(*map(variables_of, templates))
-        unknown = sorted(variables.keys() - names)
-        if unknown and template:
-            options = ", ".join(sorted(names - {"messages", *SPECIAL_TOKENS}))
-            raise TypeError(
-                f"apply_chat_template: variables must be names that the chat template reads ({options}), got "
-                f"{', '.join(unknown)}. Truncate and pad the ids yourself, or call the tokenizer."
-            )
-        return select_template(self.chat_template, tools), {"tools": tools, **self.special_tokens, **variables}
+        unknown = sorted(variables.keys() - names) if named else []
+        # Arguments of transformers may ask for what happens anyway; `max_length` is another function's there.
+        foreign = {name: variables[name] for name in unknown if name in FOREIGN and name != "max_length"}
+        translate("apply_chat_template", foreign, ())
+        variables = {name: value for name, value in variables.items() if name not in foreign}
+        if unknown := [name for name in unknown if name not in foreign]:
+            _refuse_variables(unknown, names)
+        if tools is not None:
+            tools = [tool if isinstance(tool, Mapping) else function_schema(tool) for tool in tools]
+        return select_template(named, tools), {"tools": tools, **self.special_tokens, **variables}
+
+
+def _refuse_variables(unknown: Sequence[str], names: set[str]) -> None:
+    """Raise TypeError for variables that a chat template with the variables ``names`` does not read."""
+    options = sorted(names - {"messages", *SPECIAL_TOKENS})
+    near = difflib.get_close_matches(unknown[0], options, n=1)
+    if {"truncation", "max_length"} & {*unknown}:
+        todo = "Truncate the ids yourself."
+    else:
+        todo = f"Did you mean {near[0]}?" if near else "Leave it out: it would change nothing."
+    raise TypeError(
+        f"apply_chat_template: variables must be names that the chat template reads ({', '.join(options)}), got "
+        f"{', '.join(unknown)}. {todo}"
+    )
+
+
+def _render_unfinished(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], field: str
+) -> str:
+    """A conversation up to the end of a field of its last message: without what the template writes after it.
+
+    A mark is appended to the field, and the text ends where the template has written the mark. The space after the mark
+    tells whether the template strips the field.
+    """
+    where, mark = "apply_chat_template: continue_final_message", f"{BEGIN} "
+    last = dict(messages[-1])
+    # Thoughts have several names; templates read any of them.
+    names = THOUGHTS if field in THOUGHTS else (field,)
+    value = next((last[name] for name in names if last.get(name) is not None), None)
+    copies = [name for name in names if last.get(name) == value]
+    if value is None or not any(name in template for name in names):
+        problem = "a template that does not read it" if value is not None else "none"
+        raise ValueError(f"{where} needs the field {field!r} in the last message, got {problem}.")
+    marked: Any
+    if isinstance(value, str):
+        text, marked = value, value + mark
+    else:
+        index = next((index for index in reversed(range(len(value))) if "text" in value[index]), None)
+        if index is None:
+            raise ValueError(f"{where} needs a text to continue in the last message, got parts without one.")
+        text = value[index]["text"]
+        marked = [*value[:index], {**value[index], "text": text + mark}, *value[index + 1 :]]
+    rendered = render(template, [*messages[:-1], last | dict.fromkeys(copies, marked)], variables)
+
+    end = rendered.rfind(BEGIN)
+    if end < 0 or text.strip() not in rendered:
+        raise ValueError(
+            f"{where} needs a template that writes the last message, got one that drops or changes its {field}."
+        )
+    return rendered[:end] if rendered.startswith(mark, end) else rendered[:end].rstrip()
 
 
 def _add_tokens(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:

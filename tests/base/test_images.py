@@ -1,5 +1,7 @@
 import base64
 import sys
+import zlib
+from io import BytesIO
 from urllib.parse import quote
 
 import pytest
@@ -88,6 +90,62 @@ def test_sizes_without_decoding(tmp_path, monkeypatch, kind, orientation):
     want = open_image(path).size
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: pytest.fail("decoded"))
     assert image_size(path) == image_size(path.read_bytes()) == want
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 5\n%%EndComments\n%%EOF\n"
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["EPS", "EPS in IPTC"])
+def test_no_image_starts_a_program(tmp_path, monkeypatch, wrapped):
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript"))
+
+    def field(record, number, data):
+        return bytes([0x1C, record, number]) + len(data).to_bytes(2, "big") + data
+
+    fields = [(3, 60, b"\x01\x00"), (3, 65, b"\x01"), (3, 20, b"\0\x08"), (3, 30, b"\0\x05"), (3, 120, b"\x01")]
+    fields += [(8, 10, EPS)]
+    content = b"".join(field(*part) for part in fields) if wrapped else EPS
+    (tmp_path / "a.png").write_bytes(content)
+    for source in (content, tmp_path / "a.png"):
+        for read in (open_image, read_image, image_size):
+            with pytest.raises(ValueError, match="must be a whole image file, got: none in the formats PNG, JPEG"):
+                read(source)
+
+
+XMP = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="{}"/></x:xmpmeta>'
+
+
+def png_with(name, content):
+    """A PNG of 8 x 5 with one more chunk, after its pixels."""
+    chunk = name + content
+    added = len(content).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big")
+    png = encoded(picture(8, 5), "PNG")
+    return png[:-12] + added + png[-12:]
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_sizes_of_images_that_turn_late(orientation, monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    raw = exif.tobytes()
+    profile = f"\nexif\n{len(raw):8}\n{raw.hex()}\n".encode()
+    tiff = BytesIO()
+    picture(8, 5).save(tiff, "TIFF", tiffinfo={700: XMP.format(orientation).encode()})
+    both = BytesIO()
+    picture(8, 5).save(both, "TIFF", tiffinfo={700: XMP.format(6).encode(), 274: orientation})
+    contents = [
+        png_with(b"eXIf", raw.removeprefix(b"Exif\0\0")),
+        png_with(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP.format(orientation).encode()),
+        png_with(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(profile)),
+        png_with(b"tEXt", b"Raw profile type exif\0" + profile),
+        tiff.getvalue(),
+        both.getvalue(),
+    ]
+    for content in contents:
+        assert image_size(content) == open_image(content).size == ((5, 8) if orientation > 4 else (8, 5))
+    with monkeypatch.context() as patch:
+        patch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: pytest.fail("decoded"))
+        assert image_size(png_with(b"tEXt", b"date:create\0today")) == (8, 5)
 
 
 def test_sizes_of_what_is_no_image(tmp_path, monkeypatch):

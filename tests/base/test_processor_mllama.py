@@ -130,9 +130,10 @@ def test_keywords_of_transformers():
     want = model.processor.apply_chat_template(messages)
     got = model.processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
     assert torch.equal(got["input_ids"], want["input_ids"])
-    for options in ({"documents": []}, {"continue_final_message": True}):
-        with pytest.raises(TypeError, match=f"must be names that the chat template reads .*got {next(iter(options))}"):
-            model.processor.apply_chat_template(messages, **options)
+    with pytest.raises(TypeError, match=r"must be names that the chat template reads .*got documents"):
+        model.processor.apply_chat_template(messages, documents=[])
+    begun = [*messages, {"role": "assistant", "content": "Hel"}]
+    assert model.processor.apply_chat_template(begun, continue_final_message=True, tokenize=False).endswith("Hel")
     model.tokenizer.padding_side = "right"
     both = [messages, [{"role": "user", "content": "Hello there."}]]
     assert model.processor.apply_chat_template(both)["attention_mask"][0].tolist()[-1] == 0

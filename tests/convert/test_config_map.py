@@ -380,6 +380,8 @@ def test_an_unknown_key_is_named() -> None:
         ({"hidden_size": "32"}, r"hidden_size must be int, got '32'"),
         ({"tie_word_embeddings": 1}, r"tie_word_embeddings must be bool, got 1"),
         ({"vocab_size": True}, r"vocab_size must be int, got True"),
+        ({"vocab_size": 96.5}, r"vocab_size must be int, got 96.5"),
+        ({"vocab_size": float("inf")}, r"vocab_size must be int, got inf"),
         ({"eos_token_id": [1, "2"]}, r"eos_token_id\[1\] must be int, got '2'"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
     ],

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from liger_models.arch import get_arch
+from liger_models.arch.auto import AutoLigerModel
 from liger_models.arch.llama import LlamaConfig
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert import format_of
@@ -25,7 +26,7 @@ from liger_models.convert.files import INDEX
 from liger_models.convert.load import pick_map
 from liger_models.convert.weight_map import Stack, WeightMap, expert_rows, fused_expert_rows
 
-from ..arch.families import VISION_CASES, tiny
+from ..arch.families import FIRST_CASES, VISION_CASES, tiny
 from ..late import transformers
 from .conftest import CONFIGS, TINY, assert_same_bits, read_tensors
 from .test_checkpoint import listing, run
@@ -274,6 +275,17 @@ def test_experts_are_read_layer_by_layer(tmp_path: Path, fused: bool, copies: in
         if peak < size + copies * largest + 16e6:
             return
     pytest.fail(f"{peak} bytes for {size} of weights, the largest {largest}")
+
+
+@pytest.mark.parametrize(("arch", "variant"), FIRST_CASES, ids=str)
+def test_every_family_is_read_without_the_prefix_of_its_body(arch: str, variant: str, tmp_path: Path) -> None:
+    """As transformers saves a body without its head."""
+    model = AutoLigerModel.from_config({"model_type": arch, **tiny(arch)[variant]})
+    model.save_pretrained(tmp_path)
+    rewrite(tmp_path, {name.removeprefix("model."): tensor for name, tensor in read_tensors(tmp_path).items()})
+    assert not any(name.startswith("model.") for name in read_tensors(tmp_path))
+    again = AutoLigerModel.from_pretrained(tmp_path, progress=False)
+    assert_same_bits(parameters(again), parameters(model))
 
 
 @pytest.mark.parametrize(("arch", "variant"), [case for case in VISION_CASES if case[0] != "gemma4"], ids=str)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from liger_models import PackedDataset, PackedLoader
 from liger_models.base.images import read_image
-from liger_models.data import preference_batch
+from liger_models.data import PromptDataset, preference_batch
 
 from ..base.conftest import picture
 from .examples import Stream, write
@@ -308,13 +308,57 @@ def test_what_is_broken_is_named_or_skipped(qwen, make, tmp_path):
     assert torch.isfinite(summed(qwen, batches[1]))
     make(source, qwen, length=64, shuffle=False)  # without a look at the pixels
     paths[1].write_bytes(good)
-    with pytest.raises(ValueError, match=r"line 2: .*1\.jpg must have the \d+ bytes of when its header was read, got"):
+    with pytest.raises(
+        ValueError, match=r"line 2: .*1\.jpg must be the file whose header was read, got another of \d+"
+    ):
         make(source, qwen, length=64)
     paths[1].write_bytes(good)
     data = renew()
     picture(10, 10).save(paths[1])
     with pytest.raises(ValueError, match=r"line 2: .*must have the size \(90, 30\) of its header, got \(10, 10\) in "):
         list(data)
+
+
+def test_a_replaced_image_of_the_same_size_and_bytes_is_another(qwen, make, tmp_path):
+    paths = [tmp_path / f"{number}.bmp" for number in range(2)]
+    for number, path in enumerate(paths):
+        picture(30, 20, seed=number).save(path)
+    chats = [chat(path.name) for path in paths]
+    source = write(tmp_path / "train.jsonl", [{"messages": messages} for messages in chats])
+    asked = write(tmp_path / "asked.jsonl", [{"prompt": messages[:1]} for messages in chats])
+
+    def prompts():
+        return PromptDataset(asked, qwen.processor, length=96)
+
+    states = make(source, qwen).state_dict(), prompts().state_dict()
+    os.utime(paths[0], (1, 1))  # a copy of the data has other times
+    make(source, qwen).load_state_dict(states[0])
+    prompts().load_state_dict(states[1])
+
+    paths[0].write_bytes(paths[1].read_bytes())
+    with pytest.raises(ValueError, match=r"line 1: .*0\.bmp must be the file whose header was read, got another"):
+        make(source, qwen)
+    shutil.rmtree(tmp_path / "cache")
+    for data, state in zip((make(source, qwen), prompts()), states, strict=True):
+        with pytest.raises(ValueError, match="got other documents, tokens and checksum"):
+            data.load_state_dict(state)
+
+
+def test_a_repaired_image_is_no_longer_left_out(qwen, make, tmp_path):
+    paths = save_pictures(tmp_path, 3)
+    source = write(tmp_path / "train.jsonl", [{"messages": chat(path.name)} for path in paths])
+    good = paths[1].read_bytes()
+    for damage in (None, b"no image"):
+        paths[1].unlink() if damage is None else paths[1].write_bytes(damage)
+        with pytest.warns(UserWarning, match="1 examples have broken images or videos and are left out"):
+            broken = make(source, qwen, broken_media="skip")
+        paths[1].write_bytes(good)
+        again = make(source, qwen, broken_media="skip")  # no warning
+        assert len(again.rows.tokens.media) == len(broken.rows.tokens.media) + 1 == 3
+        assert sum(len(batch["image_grid_thw"]) for batch in broken) == 2  # a run reads what it began with
+        folders = len(list((tmp_path / "cache").iterdir()))
+        assert len(make(source, qwen, broken_media="skip").rows.tokens.media) == 3
+        assert len(list((tmp_path / "cache").iterdir())) == folders
 
 
 def test_what_cannot_be_read_is_refused(qwen, make, tmp_path):

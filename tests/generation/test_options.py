@@ -8,10 +8,11 @@ import torch
 
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.generation.loop import generate
-from liger_models.generation.options import UNFILTERED, Options, PromptInputs
+from liger_models.generation.options import HARMLESS, IDLE, READ, UNFILTERED, Options, PromptInputs
 from liger_models.generation.prefix import TOKENS
 from liger_models.layers.kv_cache import DecodeCache
 
+from ..late import transformers
 from .models import NEW, PROMPTS, SIZES, VOCAB, configure, resolved
 
 
@@ -87,6 +88,24 @@ def test_what_is_without_effect_is_named(ours, monkeypatch):
     configure(ours, monkeypatch, num_beams=4, top_h=0.1, min_length=0, min_p=0.1)
     with pytest.warns(UserWarning, match=r"generation_config.json: .*and ignored: num_beams, top_h\."):
         generate(ours, PROMPTS, max_new_tokens=1)
+
+
+def test_no_option_of_transformers_is_silent(ours, monkeypatch):
+    theirs = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
+    assert theirs >= READ | HARMLESS
+    for name in theirs - READ - HARMLESS | {"an_option_of_tomorrow"}:
+        for value in (2, 0.5, [3], {"a": 3}):
+            configure(ours, monkeypatch, **{name: value})
+            with pytest.warns(UserWarning, match=rf"generation_config.json: not implemented and ignored: {name}\."):
+                resolved(ours)
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):  # 0 is a token
+        configure(ours, monkeypatch, **{name: 0})
+        with pytest.warns(UserWarning, match=f"and ignored: {name}"):
+            resolved(ours)
+    configure(ours, monkeypatch, **dict.fromkeys(HARMLESS, 3), _from_model_config=True, **IDLE)
+    resolved(ours)
+    configure(ours, monkeypatch, sequence_bias={}, force_words_ids=[], token_healing=False, watermarking_config=None)
+    resolved(ours)
 
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])

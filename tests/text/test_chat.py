@@ -265,6 +265,116 @@ def test_chats_as_tensors(make_folder: Callable[..., Path]) -> None:
             tokenizer.apply_chat_template(MESSAGES, **options)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_several_chats(make_folder: Callable[..., Path], side: str) -> None:
+    ours, theirs = pair(make_folder(chat_template=LLAMA3_STYLE, pad_token="<|eot_id|>"))
+    ours.padding_side = theirs.padding_side = side
+    chats = [MESSAGES, MESSAGES[1:2], tuple(MESSAGES[:2])]
+    for options in ({}, {"add_generation_prompt": True}):
+        texts = theirs.apply_chat_template(chats, tokenize=False, **options)
+        assert ours.apply_chat_template(chats, tokenize=False, **options) == texts
+        assert all("Grüße" in text for text in texts)
+        rows = theirs.apply_chat_template(chats, return_dict=False, **options)
+        assert ours.apply_chat_template(chats, **options) == rows
+        options = {**options, "return_tensors": "pt", "padding": True}
+        ids = ours.apply_chat_template(chats, **options)
+        assert torch.equal(ids, theirs.apply_chat_template(chats, return_dict=False, **options))
+        inputs = ours.apply_chat_template(chats, return_dict=True, **options)
+        want = theirs.apply_chat_template(chats, return_dict=True, **options)
+        assert all(torch.equal(inputs[name], want[name]) for name in ("input_ids", "attention_mask"))
+        assert not inputs.attention_mask.all()
+    assert ours.apply_chat_template(chats[:1], tokenize=False) == [ours.apply_chat_template(MESSAGES, tokenize=False)]
+    with pytest.raises(ValueError, match="messages must hold at least one message, got none"):
+        ours.apply_chat_template([])
+
+
+OPEN = [
+    {"content": "Once  "},
+    {"content": "  "},
+    {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": " b\n"}, {"type": "image"}]},
+    {"content": "done", "reasoning_content": "Hm "},
+    {"content": "done", "thinking": "Hm"},
+    {"content": "Hm", "reasoning": "Hm", "thinking": "Hm"},
+]
+WRITERS = {
+    "as it is": "{{ part }}",
+    "stripped": "{{ part | trim }}",
+    "in JSON": "{{ part | tojson }}",
+    "dropped": "",
+}
+UNFINISHED = """\
+{%- for m in messages %}<{{ m.role }}>
+    {%- if m.reasoning_content %}{% set part = m.reasoning_content %}({{ WRITER }}){% endif %}
+    {%- if m.content is string %}{% set part = m.content %}[{{ WRITER }}]
+    {%- else %}{% for p in m.content %}
+        {%- set part = p.text %}{% if part %}[{{ WRITER }}]{% endif %}{% endfor %}{% endif %}
+    {{- eos_token }}
+{% endfor %}
+"""
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("field", [True, "content", "reasoning_content", "thinking", "name"])
+def test_the_last_message_is_continued_as_in_transformers(
+    make_folder: Callable[..., Path], writer: str, field: Any
+) -> None:
+    template = UNFINISHED.replace("{{ WRITER }}", WRITERS[writer])
+    ours, theirs = pair(make_folder(chat_template=template))
+    finished = 0
+    for last in OPEN:
+        chat = [MESSAGES[1], {"role": "assistant", **last}]
+        options = {"continue_final_message": field, "tokenize": False}
+        try:
+            want = theirs.apply_chat_template(chat, **options)
+        except ValueError:
+            with pytest.raises(ValueError, match="apply_chat_template: continue_final_message needs"):
+                ours.apply_chat_template(chat, **options)
+            continue
+        finished += 1
+        assert ours.apply_chat_template(chat, **options) == want
+        assert ours.apply_chat_template([chat, chat], **options) == [want, want]
+        assert "<|eot_id|>\n<assistant>" in want
+    assert finished == 0 or (writer != "dropped" and field != "name")
+    assert finished > 2 or writer == "dropped" or field not in (True, "content")
+    with pytest.raises(ValueError, match="continue_final_message must be given without add_generation_prompt"):
+        ours.apply_chat_template(MESSAGES, continue_final_message=True, add_generation_prompt=True)
+
+
+NAMED = [{"name": "default", "template": "plain"}, {"name": "short", "template": "{{ mood }}"}]
+
+
+@pytest.mark.parametrize(
+    ("templates", "options"),
+    [
+        ("own", {"chat_template": "{{ messages | length }} {{ mood }}", "mood": "calm"}),
+        (None, {"chat_template": "{{ messages | length }} {{ mood }}", "mood": "calm"}),
+        ("own", {"chat_template": "short"}),  # a template of five letters
+        (NAMED, {"chat_template": "short", "mood": "calm"}),
+        (NAMED, {"chat_template": "{{ messages[0].role }}"}),
+    ],
+)
+def test_another_template(make_folder: Callable[..., Path], templates: Any, options: dict[str, Any]) -> None:
+    ours, theirs = pair(make_folder(chat_template=templates))
+    text = theirs.apply_chat_template(MESSAGES[:2], tokenize=False, **options)
+    assert ours.apply_chat_template(MESSAGES[:2], tokenize=False, **options) == text
+    assert ours.render_answers(MESSAGES[:2], **options) == (text, [])
+
+
+def test_errors_of_variables_say_what_to_do(make_folder: Callable[..., Path]) -> None:
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=LLAMA3_STYLE))
+    for options, todo in (
+        ({"add_generation_promt": True}, r"got add_generation_promt\. Did you mean add_generation_prompt\?"),
+        ({"enable_thinking": False}, r"got enable_thinking\. Leave it out: it would change nothing\."),
+        ({"truncation": True, "max_length": 4}, r"got max_length, truncation\. Truncate the ids yourself\."),
+        ({"padding": "max_length"}, "'padding' = 'max_length'. Batches are always padded"),
+        ({"return_assistant_tokens_mask": True}, "Call render_answers and answer_mask"),
+    ):
+        with pytest.raises(TypeError, match=todo):
+            tokenizer.apply_chat_template(MESSAGES, **options)
+    plain = tokenizer.apply_chat_template(MESSAGES)
+    assert tokenizer.apply_chat_template(MESSAGES, padding="longest", return_assistant_tokens_mask=False) == plain
+
+
 DOUBLING = "{% set ns = namespace(x='ab', l=[1]) %}{% for i in range(60) %}BODY{% endfor %}{{ ns.x ~ ns.l }}"
 
 ENDLESS = {

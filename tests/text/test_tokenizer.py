@@ -1,7 +1,7 @@
 """Token ids, text, special and added tokens as in transformers."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +33,40 @@ def test_ids_and_text_are_transformers(make_folder: Callable[..., Path], kind: s
                 assert ours.decode(torch.tensor(row, dtype=torch.int64), skip) == text
     assert len(ours) == len(theirs)
     assert ours.vocab_size == theirs.vocab_size
+
+
+def stream_of(ids: Any) -> Iterator[torch.Tensor]:
+    """As a model streams the tokens of one prompt."""
+    return (torch.tensor([token]) for token in ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_is_decoded_as_a_whole(make_folder: Callable[..., Path], kind: str) -> None:
+    tokenizer = Tokenizer.from_pretrained(make_folder(kind, unk_token="<unk>"))
+    for text in TEXTS:
+        for skip in (True, False):
+            ids = tokenizer.encode(text)
+            pieces = list(tokenizer.decode_stream(stream_of(ids), skip))
+            assert "".join(pieces) == tokenizer.decode(ids, skip)
+            assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+            assert list(tokenizer.decode_stream(ids, skip)) == pieces
+    assert list(tokenizer.decode_stream([])) == []
+    with pytest.raises(ValueError, match="each tensor must have one token, got 2"):
+        list(tokenizer.decode_stream([torch.tensor([3, 4])]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_of_any_tokens_is_decoded(make_folder: Callable[..., Path], kind: str) -> None:
+    """Broken characters are replaced: at the end as by `decode`, in the middle perhaps by fewer signs."""
+    tokenizer = Tokenizer.from_pretrained(make_folder(kind, unk_token="<unk>"))
+    sign = "\N{REPLACEMENT CHARACTER}"
+    for seed in range(100):
+        ids = torch.randint(len(tokenizer), (40,), generator=torch.Generator().manual_seed(seed)).tolist()
+        streamed, whole = "".join(tokenizer.decode_stream(ids)), tokenizer.decode(ids)
+        assert streamed == whole or (sign in streamed and sign in whole)
+    smile = tokenizer.encode("🙂", add_special_tokens=False)
+    if len(smile) > 3:
+        assert "".join(tokenizer.decode_stream(smile[:-1])).count(sign) > 0
 
 
 def test_the_clean_up_is_for_word_pieces_only(make_folder: Callable[..., Path]) -> None:
