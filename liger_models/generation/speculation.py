@@ -22,7 +22,7 @@ from liger_models.layers.decoder import Decoder
 from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of
-from liger_models.layers.rope import DynamicScaling
+from liger_models.layers.rope import DynamicScaling, switch_columns
 
 
 class Draft(Protocol):
@@ -54,9 +54,9 @@ class Columns:
         self.positions = model.prompt_positions(prompts, mask, new, inputs)
         furthest = self.positions.flatten(0, -2).amax(0)
         rotary: list[Any] = [*layers_of(model.rotary)]
-        self.switches = _columns_below(furthest, [each.switch_length for each in rotary])
+        self.switches = switch_columns(rotary, self.positions)
         dynamic = [each.max_position_embeddings for each in rotary if isinstance(each.scaling, DynamicScaling)]
-        self.alike_up_to = min(_columns_below(furthest, dynamic), default=len(furthest))
+        self.alike_up_to = min((int((furthest < length).sum()) for length in dynamic), default=len(furthest))
         if self.positions.shape[-2] > 1:
             self.positions = self.positions.repeat_interleave(self.repeats, -2)
         self.mask = mask
@@ -218,8 +218,3 @@ def _check(target: Columns, ids: Tensor, end: int, count: int, heads: bool) -> t
     hidden = target.run(ids, end + count, return_logits=False)[:, -count - 1 :]
     with target.derived.used():
         return target.model.lm_head(hidden), hidden
-
-
-def _columns_below(furthest: Tensor, lengths: list[int | None]) -> list[int]:
-    """For each length that there is, the number of columns whose furthest position [S] is below it."""
-    return [int((furthest < length).sum()) for length in lengths if length is not None]
