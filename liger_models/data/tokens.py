@@ -22,7 +22,7 @@ from liger_models.base.processor import MediaSize
 from liger_models.data.encoding import Document, Encoder, Skipped
 from liger_models.data.media import Medium
 from liger_models.data.sources import read_records, to_plain
-from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank
+from liger_models.distributed.ranks import is_distributed, long_work, raise_on_all_ranks, rank
 
 FORMAT = 7
 """Version of `TokenFile` and of the encoding of examples in it. Part of a folder's name."""
@@ -198,7 +198,8 @@ class _Counted:
 def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
     """The tokens of a source: from the cache, or written into it now by the first rank of each host.
 
-    Every rank must call it; an error on one of them is raised on all. Tokens from the cache are verified. Tokenization
+    Every rank must call it; an error on one of them is raised on all. Ranks that have nothing to do wait without limit
+    for those that work. Tokens from the cache are verified. Tokenization
     first deletes partial files left by killed processes.
 
     Args:
@@ -212,7 +213,7 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
     """
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "liger_models"
     cache = Path(cache_dir or default).absolute()
-    with raise_on_all_ranks():
+    with raise_on_all_ranks(), long_work("tokenize"):
         folder = cache / _fingerprint(source, encoder)
         # The first rank of each host verifies or writes; the others wait for it.
         writes = not is_distributed() or int(os.environ.get("LOCAL_RANK", rank())) == 0
