@@ -29,6 +29,8 @@ FORMAT = 7
 TEMPORARY, LOCK = ".tmp", ".lock"
 """Suffixes of a folder that is being written, and of the file that is locked meanwhile."""
 SIZES, IDS, ENDS = "sizes.json", "ids.bin", "ends.bin"
+VERIFIED = "verified.json"
+"""Times and sizes of the files when they were last verified."""
 PLACES, HEADERS, CONTENTS = "media.bin", "media.jsonl", "media.contents"
 """Of each image [4] int64: its first token, the one after its last, the end of its header and of its content; the
 headers, one a line; and the contents of images that are not files."""
@@ -78,9 +80,16 @@ class TokenFile:
     def verify(self) -> None:
         """Read the files, except the contents of images, and compare their checksums.
 
+        Files that have the times and sizes with which they were last verified are not read again: hosts that share the
+        cache, and later runs, need not read all of it.
+
         Raises:
             ValueError: a file was changed after it was written.
         """
+        stamp = json.dumps({name: self._stamp(name) for name in self._files})
+        verified = self.folder / VERIFIED
+        if verified.is_file() and verified.read_text() == stamp:
+            return
         for name, (_, expected) in self._files.items():
             checksum = 0
             with (self.folder / name).open("rb") as file:
@@ -88,6 +97,14 @@ class TokenFile:
                     checksum = zlib.crc32(block, checksum)
             if checksum != expected:
                 raise self._damaged(f"{name} with other bytes")
+        with contextlib.suppress(OSError):  # a cache that is only read is verified each time
+            temporary = verified.with_suffix(f".{uuid.uuid4().hex[:8]}")
+            temporary.write_text(stamp)
+            temporary.replace(verified)
+
+    def _stamp(self, name: str) -> list[int]:
+        status = (self.folder / name).stat()
+        return [status.st_size, status.st_mtime_ns, status.st_ino]
 
     def verify_images(self) -> None:
         """Look whether the files of the images are there, with the sizes of when their headers were read.
