@@ -239,14 +239,23 @@ def with_scales(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
     return tensors
 
 
+class _OpenFiles(dict[Path, Any]):
+    """Path -> safetensors file, opened when it is first asked for."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        super().__init__()
+        self._stack = stack
+
+    def __missing__(self, path: Path) -> Any:
+        self[path] = file = self._stack.enter_context(open_safetensors(path))
+        return file
+
+
 @contextlib.contextmanager
-def open_all(stored: Iterable[Stored]) -> Iterator[dict[Path, Any]]:
-    """Open the files that hold these tensors and their scales: path -> file."""
-    tensors = [*stored]
-    paths = {tensor.file for tensor in tensors}
-    paths |= {tensor.scales.file for tensor in tensors if tensor.scales is not None}
+def open_files() -> Iterator[Mapping[Path, Any]]:
+    """Context with a mapping from paths to safetensors files. A file is opened when something in it is first read."""
     with contextlib.ExitStack() as stack:
-        yield {path: stack.enter_context(open_safetensors(path)) for path in paths}
+        yield _OpenFiles(stack)
 
 
 def read_rows(files: Mapping[Path, Any], name: str, tensor: Stored, first: int, last: int) -> torch.Tensor:

@@ -3,12 +3,14 @@
 import contextlib
 import difflib
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from huggingface_hub.utils.tqdm import tqdm
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ from liger_models.convert.files import (
     Stored,
     as_dtype,
     asset_patterns,
-    open_all,
+    open_files,
     open_safetensors,
     read_codes,
     read_headers,
@@ -33,7 +35,7 @@ from liger_models.convert.files import (
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import Part, fill_part, moves_rows, read_part
 from liger_models.convert.weight_map import Expression, WeightMap
-from liger_models.distributed.ranks import raise_on_all_ranks, rank
+from liger_models.distributed.ranks import raise_on_all_ranks, rank, world_size
 from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import Decoder
@@ -43,6 +45,8 @@ from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES, LigerMoE
 
 Model = TypeVar("Model", bound=Decoder)
+SAMPLES = 8
+"""Matrices whose first rows tell the checkpoint of one rank from that of another."""
 
 
 def load_pretrained(
@@ -61,8 +65,9 @@ def load_pretrained(
     """Load a model from a folder.
 
     The model is built on the meta device. Its parameters are then read one by one, directly to ``device`` in ``dtype``.
-    With ``shard`` all ranks of the process group must call this function. Each rank reads only the rows that its shards
-    of the parameters are made of, and an error on one rank is raised on all ranks.
+    With ``shard`` all ranks of the process group must call this function. Rank 0 reads the headers of the files for all
+    ranks. Each rank opens only the files, and reads only the rows, that its shards of the parameters are made of. An
+    error on one rank is raised on all ranks.
 
     Args:
         model_class: class from ``liger_models.arch``, or one of your own.
@@ -86,19 +91,21 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: the folder or a file in it is missing.
-        ValueError: the content of a file does not match the model, or there are no weights for ``keep_float8``.
+        ValueError: the content of a file does not match the model, the folder of a rank holds another checkpoint, or
+            there are no weights for ``keep_float8``.
         OSError: another process has saved to the folder in the meantime.
     """
     target = None if dtype is None or dtype == "auto" else as_dtype("load_pretrained: dtype", dtype)
 
+    # What the folder holds.
     folder = Path(folder)
-    with contextlib.nullcontext() if shard is None else raise_on_all_ranks():
-        # What the folder holds.
+    agreed = contextlib.nullcontext if shard is None else raise_on_all_ranks
+    with agreed():
         hf_config = read_json_config(folder) if hf_config is None else dict(hf_config)
         time_written = (folder / CONFIG).stat().st_mtime_ns
         check_model_type(model_class, hf_config)
-        stored = read_headers(folder)
-
+    stored = read_headers(folder) if shard is None else _headers_of_all(folder)
+    with agreed():
         # A model without memory, and the layout of the tensors that its parameters are made of.
         config = read_config(model_class.config_class, hf_config, strict=strict, tensors=len(stored))
         with blaming(folder / CONFIG), torch.device("meta"):
@@ -118,7 +125,7 @@ def load_pretrained(
         _load_whole(model, weights, stored, target, device, progress)
     if rank() == 0:  # which saves
         for name in (name for name in stored if name.startswith(weights.kept)):
-            with open_all([stored[name]]) as files:
+            with open_files() as files:
                 model.kept_tensors[name] = read_whole(files, name, stored[name]).clone()
     model.hf_config = hf_config
     model.assets = read_assets(folder, hf_config)
@@ -126,6 +133,50 @@ def load_pretrained(
     if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != time_written:
         raise OSError(f"{folder}: must not be written to while it is loaded, got a new {CONFIG}. Load it again.")
     return model
+
+
+def _headers_of_all(folder: Path) -> dict[str, Stored]:
+    """`read_headers`, by rank 0 for all ranks, which have the same checkpoint; every rank must call it.
+
+    Raises:
+        ValueError: the folder of a rank holds another checkpoint, as a few rows of its tensors tell.
+    """
+    if world_size() == 1:
+        return read_headers(folder)
+    packet: list[Any] = [None]
+    with raise_on_all_ranks():
+        packet = [read_headers(folder) if rank() == 0 else None]
+    root = [folder]
+    dist.broadcast_object_list(packet, 0)
+    dist.broadcast_object_list(root, 0)
+
+    # The folder may have another path here.
+    def moved(path: Path) -> Path:
+        return folder / path.relative_to(root[0])
+
+    stored = {
+        name: tensor._replace(
+            file=moved(tensor.file), scales=tensor.scales and tensor.scales._replace(file=moved(tensor.scales.file))
+        )
+        for name, tensor in packet[0].items()
+    }
+
+    # The first rows of some matrices of one file.
+    first = next(iter(stored.values()), None)
+    matrices = [name for name, tensor in stored.items() if len(tensor.shape) == 2 and tensor.file == first.file]
+    digest = hashlib.sha256()
+    with raise_on_all_ranks(), open_files() as files:
+        for name in matrices[:: max(len(matrices) // SAMPLES, 1)]:
+            digest.update(repr(files[stored[name].file].get_slice(name)[:1].float().tolist()).encode())
+    digests: list[Any] = [None] * world_size()
+    dist.all_gather_object(digests, digest.digest())
+    others = [number for number, other in enumerate(digests) if other != digests[0]]
+    if others:
+        raise ValueError(
+            f"{folder}: must hold the same checkpoint on all ranks, got another one on rank {others[0]} than on rank "
+            "0. Copy it, or put it on shared storage."
+        )
+    return stored
 
 
 def read_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, bytes]:
@@ -208,7 +259,7 @@ def _load_parts(
             if not hasattr(parameter, "to_local") and frozen is None:
                 parameter.copy_(_read(expression, stored, dtype, device))
                 continue
-            with open_all(stored[each] for each in expression.names()) as files:
+            with open_files() as files:
 
                 def read(name: str, first: int, last: int, files: Mapping[Path, Any] = files) -> Tensor:
                     return _to(read_rows(files, name, stored[name], first, last), device, dtype)
@@ -271,7 +322,7 @@ def _fill_codes(
         frozen: the other tensors of the weight.
         expression, stored: of the parameter.
     """
-    with torch.no_grad(), open_all(stored[name] for name in expression.names()) as files:
+    with torch.no_grad(), open_files() as files:
 
         def codes(name: str, first: int, last: int) -> Tensor:
             return read_codes(files, name, stored[name], first, last)
@@ -405,7 +456,7 @@ def _read(
 ) -> Tensor:
     names = expression.names()
     # Files are opened for each parameter, because the pages of a mapped file count as memory of this process.
-    with open_all(stored[name] for name in names) as files:
+    with open_files() as files:
         tensors = {name: read_whole(files, name, stored[name]) for name in names}
         packed = expression.pack({name: _to(tensor, device, dtype) for name, tensor in tensors.items()})
         packed = packed.to(dtype).contiguous()

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import read_config
-from liger_models.convert.files import FLOATS, open_all, open_safetensors, read_headers, read_whole
+from liger_models.convert.files import FLOATS, open_files, open_safetensors, read_headers, read_whole
 from liger_models.convert.tensors import as_stored, load_hf_tensors
 from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import PREFIX, Checkpoint
@@ -85,7 +85,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         def read() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in stored.items():
                 if name != SCORE and not name.endswith("lm_head.weight"):
-                    with open_all([tensor]) as files:
+                    with open_files() as files:
                         yield name, read_whole(files, name, tensor)
 
         load_hf_tensors(model.model.decoder, read())
