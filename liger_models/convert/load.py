@@ -162,8 +162,8 @@ def _headers_of_all(folder: Path) -> dict[str, Stored]:
     }
 
     # The first rows of some matrices of one file.
-    first = next(iter(stored.values()), None)
-    matrices = [name for name, tensor in stored.items() if len(tensor.shape) == 2 and tensor.file == first.file]
+    files_of = {name: tensor.file for name, tensor in stored.items() if len(tensor.shape) == 2}
+    matrices = [name for name, file in files_of.items() if file == next(iter(files_of.values()))]
     digest = hashlib.sha256()
     with raise_on_all_ranks(), open_files() as files:
         for name in matrices[:: max(len(matrices) // SAMPLES, 1)]:

@@ -207,7 +207,7 @@ def _wait(key: str, message: str) -> None:
 
 def _period(store: Any) -> float:
     """Seconds between signs of life."""
-    return min(store.timeout.total_seconds() / 4, 10.0)
+    return min(float(store.timeout.total_seconds()) / 4, 10.0)
 
 
 def _picklable(error: Exception | None) -> Exception | None:

@@ -89,7 +89,7 @@ class BatchLayout:
         cls,
         shape: tuple[int, int],
         device: torch.device,
-        rotary: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]],
+        rotary: Mapping[str, Callable[..., tuple[Tensor, Tensor]]],
         *,
         windows: Mapping[int | None, bool] | None = None,
         position_ids: Tensor | None = None,

@@ -267,7 +267,7 @@ def split_by_decay(parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list
 
     The biases of experts are matrices [X, O], of which each row is the bias of an expert.
     """
-    decayed, others = [], []
+    decayed, others = list[Tensor](), list[Tensor]()
     for name, parameter in parameters.items():
         (decayed if parameter.dim() > 1 and not name.endswith("bias") else others).append(parameter)
     return decayed, others

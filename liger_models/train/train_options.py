@@ -158,9 +158,8 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
             )
             self.report_to, self.tensorboard = [*{*self.report_to, "tensorboard"}], False
 
-        if self.lr is None:
-            learns_texts = self.objective in ("sft", "pretrain", "distill")
-            self.lr = LEARNING_RATES["lora" if self.lora_r and learns_texts else "full"]
+        learns_texts = self.objective in ("sft", "pretrain", "distill")
+        self.lr = self.lr or LEARNING_RATES["lora" if self.lora_r and learns_texts else "full"]
 
         # Options that exclude each other.
         self._check_names()
