@@ -267,7 +267,7 @@ def train(ctx: typer.Context) -> None:
     """
     from liger_models.train.loop import main
 
-    main(ctx.args, ctx.command_path)
+    main(ctx.args, ctx.command_path, standalone=False)
 
 
 @app.command()

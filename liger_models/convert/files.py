@@ -244,14 +244,23 @@ def with_scales(stored: dict[str, StoredTensor], folder: Path) -> dict[str, Stor
     return tensors
 
 
+class _OpenFiles(dict[Path, Any]):
+    """Path -> safetensors file, opened when it is first asked for."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        super().__init__()
+        self._stack = stack
+
+    def __missing__(self, path: Path) -> Any:
+        self[path] = file = self._stack.enter_context(open_safetensors(path))
+        return file
+
+
 @contextlib.contextmanager
-def open_all(stored: Iterable[StoredTensor]) -> Iterator[dict[Path, Any]]:
-    """Open the files of these tensors and of their scales: path -> open file."""
-    tensors = [*stored]
-    paths = {tensor.file for tensor in tensors}
-    paths |= {tensor.scales.file for tensor in tensors if tensor.scales is not None}
+def open_files() -> Iterator[Mapping[Path, Any]]:
+    """A mapping from paths to safetensors files, each of which is opened when it is first used."""
     with contextlib.ExitStack() as stack:
-        yield {path: stack.enter_context(open_safetensors(path)) for path in paths}
+        yield _OpenFiles(stack)
 
 
 def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:

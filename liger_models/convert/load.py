@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import functools
+import hashlib
 import math
 import os
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from huggingface_hub.utils.tqdm import tqdm
 from torch import Tensor, nn
 
@@ -22,7 +24,7 @@ from liger_models.convert.files import (
     StoredTensor,
     as_dtype,
     asset_patterns,
-    open_all,
+    open_files,
     open_safetensors,
     read_codes,
     read_headers,
@@ -35,7 +37,7 @@ from liger_models.convert.files import (
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import Part, fill_part, moves_rows, read_part
 from liger_models.convert.weight_map import Expression, WeightMap
-from liger_models.distributed.ranks import raise_on_all_ranks, rank
+from liger_models.distributed.ranks import raise_on_all_ranks, rank, world_size
 from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import Decoder
@@ -45,6 +47,8 @@ from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES, LigerMoE
 
 Model = TypeVar("Model", bound=Decoder)
+SAMPLES = 8
+"""Matrices whose first rows tell the checkpoint of one rank from that of another."""
 
 
 def load_pretrained(
@@ -63,8 +67,9 @@ def load_pretrained(
     """Load a model from a folder.
 
     The model is built on the meta device. Its parameters are then read one by one, directly to ``device`` in ``dtype``.
-    With ``shard`` all ranks of the process group must call this function. Each rank reads only the rows of its own
-    shards, and an error on one rank is raised on all ranks.
+    With ``shard`` all ranks of the process group must call this function. Rank 0 reads the headers of the files for all
+    ranks. Each rank opens only the files, and reads only the rows, of its own shards. An error on one rank is raised on
+    all ranks.
 
     Args:
         model_class: a class of ``liger_models.arch``, or your own class.
@@ -88,19 +93,21 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: the folder or a file in it is missing.
-        ValueError: the content of a file does not match the model, or there are no weights for ``keep_float8``.
+        ValueError: the content of a file does not match the model, the folder of a rank holds another checkpoint, or
+            there are no weights for ``keep_float8``.
         OSError: another process has saved to the folder in the meantime.
     """
     target = None if dtype is None or dtype == "auto" else as_dtype("load_pretrained: dtype", dtype)
 
+    # What the folder holds.
     folder = Path(folder)
-    with contextlib.nullcontext() if shard is None else raise_on_all_ranks():
-        # Read config.json and the headers of the files.
+    agreed = contextlib.nullcontext if shard is None else raise_on_all_ranks
+    with agreed():
         hf_config = read_json_config(folder) if hf_config is None else dict(hf_config)
         time_written = (folder / CONFIG).stat().st_mtime_ns
         check_model_type(model_class, hf_config)
-        stored = read_headers(folder)
-
+    stored = read_headers(folder) if shard is None else _headers_of_all(folder)
+    with agreed():
         # Build the model without memory, and choose the layout that matches the tensors.
         config = read_config(model_class.config_class, hf_config, strict=strict, tensors=len(stored))
         with blaming(folder / CONFIG), torch.device("meta"):
@@ -125,7 +132,7 @@ def load_pretrained(
     # The rest of the checkpoint. Rank 0 alone saves, so it alone needs the tensors that belong to no parameter.
     if rank() == 0:
         for name in (name for name in stored if name.startswith(weights.kept)):
-            with open_all([stored[name]]) as files:
+            with open_files() as files:
                 model.kept_tensors[name] = read_whole(files, stored[name]).clone()
     model.hf_config = hf_config
     model.assets = read_assets(folder, hf_config)
@@ -134,6 +141,50 @@ def load_pretrained(
     if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != time_written:
         raise OSError(f"{folder}: must not be written to while it is loaded, got a new {CONFIG}. Load it again.")
     return model
+
+
+def _headers_of_all(folder: Path) -> dict[str, StoredTensor]:
+    """`read_headers`, by rank 0 for all ranks, which have the same checkpoint; every rank must call it.
+
+    Raises:
+        ValueError: the folder of a rank holds another checkpoint, as a few rows of its tensors tell.
+    """
+    if world_size() == 1:
+        return read_headers(folder)
+    packet: list[Any] = [None]
+    with raise_on_all_ranks():
+        packet = [read_headers(folder) if rank() == 0 else None]
+    root = [folder]
+    dist.broadcast_object_list(packet, 0)
+    dist.broadcast_object_list(root, 0)
+
+    # The folder may have another path here.
+    def moved(path: Path) -> Path:
+        return folder / path.relative_to(root[0])
+
+    stored = {
+        name: tensor._replace(
+            file=moved(tensor.file), scales=tensor.scales and tensor.scales._replace(file=moved(tensor.scales.file))
+        )
+        for name, tensor in packet[0].items()
+    }
+
+    # The first rows of some matrices of one file.
+    files_of = {name: tensor.file for name, tensor in stored.items() if len(tensor.shape) == 2}
+    matrices = [name for name, file in files_of.items() if file == next(iter(files_of.values()))]
+    digest = hashlib.sha256()
+    with raise_on_all_ranks(), open_files() as files:
+        for name in matrices[:: max(len(matrices) // SAMPLES, 1)]:
+            digest.update(repr(files[stored[name].file].get_slice(name)[:1].float().tolist()).encode())
+    digests: list[Any] = [None] * world_size()
+    dist.all_gather_object(digests, digest.digest())
+    others = [number for number, other in enumerate(digests) if other != digests[0]]
+    if others:
+        raise ValueError(
+            f"{folder}: must hold the same checkpoint on all ranks, got another one on rank {others[0]} than on rank "
+            "0. Copy it, or put it on shared storage."
+        )
+    return stored
 
 
 def read_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, bytes]:
@@ -223,7 +274,7 @@ def _load_parts(
                 continue
 
             # A DTensor, or codes that are quantized from the rows of this rank.
-            with open_all(stored[tensor_name] for tensor_name in expression.names()) as files:
+            with open_files() as files:
 
                 def read(name: str, first: int, last: int, files: Mapping[Path, Any] = files) -> Tensor:
                     return _to(read_rows(files, stored[name], first, last), device, dtype)
@@ -294,7 +345,7 @@ def _fill_codes(
         expression: the expression of the parameter.
         stored: the tensors of the checkpoint.
     """
-    with torch.no_grad(), open_all(stored[name] for name in expression.names()) as files:
+    with torch.no_grad(), open_files() as files:
 
         def codes(name: str, first: int, last: int) -> Tensor:
             return read_codes(files, stored[name], first, last)
@@ -473,7 +524,8 @@ def _read(
     """Read a whole parameter."""
     # Open the files anew for each parameter: the pages of a mapped file count as memory of this process.
     names = expression.names()
-    with open_all(stored[name] for name in names) as files:
+    # Files are opened for each parameter, because the pages of a mapped file count as memory of this process.
+    with open_files() as files:
         tensors = {name: read_whole(files, stored[name]) for name in names}
         packed = expression.pack({name: _to(tensor, device, dtype) for name, tensor in tensors.items()})
         packed = packed.to(dtype).contiguous()

@@ -3,11 +3,13 @@
 import itertools
 import os
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,7 +33,7 @@ from liger_models.convert.fp8 import block_size
 from liger_models.convert.mxfp4 import with_scales
 from liger_models.convert.tensors import as_stored
 from liger_models.convert.weight_map import WeightMap
-from liger_models.distributed.ranks import raise_on_all_ranks, rank, run_on_rank_zero
+from liger_models.distributed.ranks import raise_on_all_ranks, rank, run_on_rank_zero, world_size
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import named_layers
 
@@ -53,8 +55,8 @@ def save_pretrained(
     Other files in the folder are kept. A second process that saves to the same folder waits.
 
     In a process group only rank 0 writes, and the other calling ranks wait for it. If the model is sharded, all ranks
-    must call this function. Parameters are then gathered one by one, as in `hf_tensors`, and rank 0 holds the tensors
-    of one file at a time.
+    must call this function. Parameters are gathered one by one, as in `hf_tensors`. The ranks on the host of rank 0
+    (under torchrun) write files in turn, and each holds the tensors of about one file at a time.
 
     Args:
         model: the model. Its ``hf_config`` and ``assets`` are saved, too.
@@ -121,25 +123,20 @@ def save_pretrained(
         hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
 
     gathered = stored.gather()
+    named = itertools.chain(stored.unpack(gathered, dtype), model.kept_tensors.items())
 
-    def write(target: Path) -> None:
+    def write_others(target: Path) -> None:
         write_json(target / CONFIG, hf_config)
         for name, content in assets.items():
             (target / name).write_bytes(content)
         if plan.is_sharded:
             write_json(target / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
 
-        # Write each file as soon as its last tensor arrives, so that memory holds few files.
-        pending: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in itertools.chain(stored.unpack(gathered, dtype), kept_tensors.items()):
-            file = plan.tensor_to_filename[name]
-            pending.setdefault(file, {})[name] = tensor.cpu()
-            if len(pending[file]) == len(plan.filename_to_tensors[file]):
-                save_file(pending.pop(file), target / file, metadata={"format": "pt"})
-                # safetensors creates files that only their owner can read.
-                shutil.copymode(target / CONFIG, target / file)
+    def write_all(target: Path) -> None:
+        write_others(target)
+        _write_tensors(target, plan.tensor_to_filename, set(plan.filename_to_tensors), named)
 
-    def save() -> None:
+    def save(write: Callable[[Path], None] = write_all) -> None:
         write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX))
 
     # Whole tensors: the caller or rank 0 writes.
@@ -150,15 +147,86 @@ def save_pretrained(
         run_on_rank_zero(f"save_pretrained {folder}", save)
         return
 
-    # Shards: rank 0 writes while all ranks gather.
+    # Shards: all ranks gather, and some write, each to a part of the files. Rank 0 tells them where.
+    order: list[Any] = [None]
+
+    def write_part(target: Path) -> None:
+        write_others(target)
+        order[0] = target, plan.tensor_to_filename, _owners(plan.filename_to_tensors, model.kept_tensors)
+        dist.broadcast_object_list(order, 0)
+        _write_part(order[0], named, gathered)
+
     with raise_on_all_ranks():
         try:
             if rank() == 0:
-                save()
+                save(write_part)
+            else:
+                dist.broadcast_object_list(order, 0)
+                if order[0] is not None:
+                    _write_part(order[0], named, gathered)
+        except Exception:
+            if rank() == 0 and order[0] is None:  # before it has told the others
+                dist.broadcast_object_list(order, 0)
+            raise
+
+
+def _owners(files: Mapping[str, Collection[str]], kept: Collection[str]) -> dict[str, int]:
+    """File -> the rank that writes it: those on the host of rank 0 in turn. Kept tensors are on rank 0 alone.
+
+    torchrun numbers the ranks of a host one after the other, and says how many there are. Ranks of other hosts may not
+    see the folder.
+    """
+    writers = min(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), world_size())
+    return {
+        file: 0 if any(name in kept for name in names) else number % writers
+        for number, (file, names) in enumerate(files.items())
+    }
+
+
+def _write_part(
+    order: tuple[Path, Mapping[str, str], Mapping[str, int]],
+    named: Iterator[tuple[str, Tensor]],
+    gathered: Iterator[tuple[str, Tensor]],
+) -> None:
+    """Write the files of this rank; an error on one rank is raised on all ranks. Every rank must call it.
+
+    Args:
+        order: of rank 0: the folder, name of a tensor -> its file, and file -> the rank that writes it.
+        named: all tensors of the checkpoint, which are gathered while they are read.
+        gathered: the parameters that ``named`` reads. All ranks must gather all of them, whether they write or not.
+    """
+    target, file_of, owners = order
+    owned = {file for file, owner in owners.items() if owner == rank()}
+    with raise_on_all_ranks():
+        try:
+            if owned:
+                _write_tensors(target, file_of, owned, named)
         finally:
-            # All ranks must take part in gathering to the end, also rank 0 if its writing has failed.
             for _ in gathered:
                 pass
+
+
+def _write_tensors(
+    target: Path, file_of: Mapping[str, str], owned: Collection[str], named: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write safetensors files, each as soon as its last tensor is there.
+
+    Args:
+        target: the folder, which has config.json already.
+        file_of: name of a tensor -> its file.
+        owned: the files to write.
+        named: all tensors.
+    """
+    counts, pending = Counter(file_of.values()), dict[str, dict[str, Tensor]]()
+    for name, tensor in named:
+        file = file_of[name]
+        if file not in owned:
+            continue
+        pending.setdefault(file, {})[name] = tensor.cpu()
+        if len(pending[file]) == counts[file]:
+            save_file(pending.pop(file), target / file, metadata={"format": "pt"})
+            # safetensors creates files that only their owner can read.
+            shutil.copymode(target / CONFIG, target / file)
 
 
 def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap, dict[str, Any]]:

@@ -109,6 +109,11 @@ def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iter
     parameters = stored.parameters.items()
     gradients = {name: parameter.grad.detach() for name, parameter in parameters if parameter.grad is not None}
     if len(gradients) == 0:
+        if any(layer.adapted for _, layer in named_layers(model)):
+            raise ValueError(
+                "hf_gradients: weights of the checkpoint must have gradients, got a model whose adapters alone are "
+                "trained, which have no name there. Read parameter.grad of model.named_parameters()."
+            )
         raise ValueError(
             "hf_gradients: parameters of the model must have gradients, got none. Call it between backward and "
             "zero_grad."

@@ -30,7 +30,7 @@ class PackedLoader(DataLoader[Batch]):
             )
         self.data = data
         # A generator of its own: starting an epoch must not draw from the default one, which decides dropout.
-        options = {"generator": torch.Generator(), "worker_init_fn": _leave_interrupts, **options}
+        options = {"generator": torch.Generator(), "worker_init_fn": _leave_signals, **options}
         super().__init__(_WithPosition(data), batch_size=None, **options)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
@@ -57,9 +57,13 @@ class PackedLoader(DataLoader[Batch]):
         self.data.load_state_dict(state)
 
 
-def _leave_interrupts(_: int) -> None:
-    """Let the main process decide what happens on Ctrl-C, which the terminal sends to its workers, too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _leave_signals(_: int) -> None:
+    """Let the main process decide what happens on Ctrl-C and SIGTERM, which its workers get, too.
+
+    The terminal, timeout, SLURM and systemd send them to all processes. Workers end with the main process anyway.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _WithPosition(IterableDataset[Any]):

@@ -22,13 +22,15 @@ from liger_models.base.processor import MediaSize
 from liger_models.data.encoding import Document, Encoder, Skipped
 from liger_models.data.media import BrokenMediaError, FileState, Medium
 from liger_models.data.sources import read_records, to_plain
-from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank
+from liger_models.distributed.ranks import is_distributed, long_work, raise_on_all_ranks, rank
 
 FORMAT = 8
 """Version of `TokenFile` and of the encoding of examples in it. Part of a folder's name."""
 TEMPORARY, LOCK = ".tmp", ".lock"
 """Suffixes of a folder that is being written, and of the file that is locked meanwhile."""
 SIZES, IDS, ENDS = "sizes.json", "ids.bin", "ends.bin"
+VERIFIED = "verified.json"
+"""Times and sizes of the files when they were last verified."""
 PLACES, HEADERS, CONTENTS = "media.bin", "media.jsonl", "media.contents"
 """Of each image [4] int64: its first token, the one after its last, the end of its header and of its content; the
 headers, one a line; and the contents of images that are not files."""
@@ -79,9 +81,16 @@ class TokenFile:
     def verify(self) -> None:
         """Read the files, except the contents of images, and compare their checksums.
 
+        Files that have the times and sizes with which they were last verified are not read again: hosts that share the
+        cache, and later runs, need not read all of it.
+
         Raises:
             ValueError: a file was changed after it was written.
         """
+        stamp = json.dumps({name: self._stamp(name) for name in self._files})
+        verified = self.folder / VERIFIED
+        if verified.is_file() and verified.read_text() == stamp:
+            return
         for name, (_, expected) in self._files.items():
             checksum = 0
             with (self.folder / name).open("rb") as file:
@@ -89,6 +98,14 @@ class TokenFile:
                     checksum = zlib.crc32(block, checksum)
             if checksum != expected:
                 raise self._damaged(f"{name} with other bytes")
+        with contextlib.suppress(OSError):  # a cache that is only read is verified each time
+            temporary = verified.with_suffix(f".{uuid.uuid4().hex[:8]}")
+            temporary.write_text(stamp)
+            temporary.replace(verified)
+
+    def _stamp(self, name: str) -> list[int]:
+        status = (self.folder / name).stat()
+        return [status.st_size, status.st_mtime_ns, status.st_ino]
 
     def verify_images(self) -> None:
         """Look whether the files of the images are those whose headers were read.
@@ -213,9 +230,10 @@ class _Counted:
 def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
     """The tokens of a source: from the cache, or written into it now by the first rank of each host.
 
-    Every rank must call it; an error on one of them is raised on all. Tokens from the cache are verified. Where broken
-    images are skipped and files of images have changed, the source is tokenized again, into a folder beside the old
-    one, which a running process may be reading. Tokenization first deletes partial files left by killed processes.
+    Every rank must call it; an error on one of them is raised on all. Ranks that have nothing to do wait without limit
+    for the ranks that work. Tokens from the cache are verified. Where broken images are skipped and files of images
+    have changed, the source is tokenized again, into a folder beside the old one, which a running process may be
+    reading. Tokenization first deletes partial files left by killed processes.
 
     Args:
         source: as `find_files` returns it; not a stream.
@@ -228,7 +246,7 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
     """
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "liger_models"
     cache = Path(cache_dir or default).absolute()
-    with raise_on_all_ranks():
+    with raise_on_all_ranks(), long_work("tokenize"):
         first = cache / _fingerprint(source, encoder)
         folder = _newest(first)
         # The first rank of each host verifies or writes; the others wait for it.

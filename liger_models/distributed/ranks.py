@@ -2,6 +2,8 @@
 
 import contextlib
 import pickle
+import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,7 +15,9 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 _calls: Counter[str] = Counter()
-"""How often `run_on_rank_zero` and `wait_for_ranks` were called under each name."""
+"""How often `long_work`, `run_on_rank_zero` and `wait_for_ranks` were called under each name."""
+BITS = 62
+"""Ranks in a number of the store, which has 64 bits and a sign."""
 PATIENCE = timedelta(seconds=30)
 """Time after which `wait_for_ranks` says which ranks it waits for."""
 
@@ -56,40 +60,65 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
         raise error
 
 
+@contextlib.contextmanager
+def long_work(name: str) -> Iterator[None]:
+    """Context in which ranks may work longer than the process group's timeout while other ranks have nothing to do.
+
+    On exit every rank waits for all others, as long as those that still work are alive. Errors raised inside are raised
+    after that.
+
+    Args:
+        name: identifies the work; the same on all ranks.
+
+    Raises:
+        TimeoutError: for the process group's timeout no rank that has not finished has shown a sign of life.
+    """
+    if world_size() == 1:
+        yield
+        return
+    store, key = _store(), _key(name)
+    error: Exception | None = None
+    with _sign_of_life(key):
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+    if store.add(f"{key} finished", 1) == world_size():
+        store.set(f"{key} done", b"")
+    _wait(key, f"{name}: all ranks must finish, but one has ended or hangs. Look for its error.")
+    if error is not None:
+        raise error
+
+
 def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
     """Call ``work`` only on rank 0, and return its result or raise its error on every calling rank.
 
-    Other ranks wait for rank 0. Rank 0 does not wait for them, so it may be the only caller, unlike in
-    `raise_on_all_ranks`.
+    Other ranks wait for rank 0, as long as it works. Rank 0 does not wait for them, so it may be the only caller,
+    unlike in `raise_on_all_ranks`.
 
     Args:
         name: identifier of the work, the same on all ranks.
         work: function whose result and errors can be pickled.
 
     Raises:
-        TimeoutError: rank 0 did not call within the process group's timeout.
+        TimeoutError: rank 0 did not call, or has died, within the process group's timeout.
     """
     if world_size() == 1:
         return work()
     # The store and not a collective: rank 0 need not wait, and works while others are in other collectives.
-    store: Any = dist.distributed_c10d._get_default_store()
-    _calls[name] += 1
-    key = f"liger_models {name} {_calls[name]}"
+    store, key = _store(), _key(name)
     result: Any = None
     error: Exception | None = None
     if rank() == 0:
-        try:
-            result = work()
-        except Exception as raised:
-            error = raised
-        store.set(key, pickle.dumps((result, _picklable(error))))
+        with _sign_of_life(key):
+            try:
+                result = work()
+            except Exception as raised:
+                error = raised
+        store.set(f"{key} done", pickle.dumps((result, _picklable(error))))
     else:
-        try:
-            result, error = pickle.loads(store.get(key))
-        except dist.DistStoreError as timeout:
-            raise TimeoutError(
-                f"{name}: rank 0 must make the same call, got nothing from it. Call it there, too."
-            ) from timeout
+        _wait(key, f"{name}: rank 0 must make the same call, got nothing from it. Call it there, too.")
+        result, error = pickle.loads(store.get(f"{key} done"))
     if error is not None:
         raise error
     done: Result = result
@@ -99,7 +128,8 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
 def wait_for_ranks(name: str) -> None:
     """Wait until all ranks make the same call, before collectives that would hang if a rank were missing.
 
-    After `PATIENCE` a warning names the ranks that are missing.
+    After `PATIENCE` a warning names the ranks that have not called. The store of the process group holds a few numbers
+    for each call, which the last rank deletes.
 
     Args:
         name: identifier of the call, the same on all ranks.
@@ -109,21 +139,76 @@ def wait_for_ranks(name: str) -> None:
     """
     if world_size() == 1:
         return
-    # Each rank leaves a key in the store. Unlike a barrier, this shows which ranks are missing.
-    store: Any = dist.distributed_c10d._get_default_store()
-    _calls[name] += 1
-    keys = [f"liger_models {name} {_calls[name]} rank {index}" for index in range(world_size())]
-    store.set(keys[rank()], b"")
+    # Ranks that have called are bits of a few numbers.
+    store, key = _store(), _key(name)
+    words = [f"{key} ranks {word}" for word in range(-(-world_size() // BITS))]
+    store.add(words[rank() // BITS], 1 << rank() % BITS)
+    if store.add(f"{key} called", 1) == world_size():
+        store.set(f"{key} done", b"")
     try:
-        store.wait(keys, PATIENCE)
+        store.wait([f"{key} done"], PATIENCE)
     except dist.DistStoreError:
-        absent = [index for index, key in enumerate(keys) if not store.check([key])]
+        called = [store.add(word, 0) for word in words]
+        absent = [index for index in range(world_size()) if not called[index // BITS] >> index % BITS & 1]
         message = f"{name}: every rank must make this call, got none from rank {', '.join(map(str, absent))}"
         warnings.warn(f"{message} in {PATIENCE.total_seconds():g} s. Still waiting.", stacklevel=3)
         try:
-            store.wait(keys)
+            store.wait([f"{key} done"])
         except dist.DistStoreError as timeout:
             raise TimeoutError(f"{message}. Call it on all ranks, not under `if rank == 0`.") from timeout
+    if store.add(f"{key} left", 1) == world_size():
+        for name_of_key in (*words, f"{key} called", f"{key} done", f"{key} left"):
+            store.delete_key(name_of_key)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _key(name: str) -> str:
+    """The beginning of the keys of a call, which is another one each time."""
+    _calls[name] += 1
+    return f"liger_models {name} {_calls[name]}"
+
+
+@contextlib.contextmanager
+def _sign_of_life(key: str) -> Iterator[None]:
+    """Context in which a thread counts up a number in the store, which `_wait` watches."""
+    store, ended = _store(), threading.Event()
+
+    def count() -> None:
+        store.add(f"{key} signs", 1)
+        while not ended.wait(_period(store)):
+            store.add(f"{key} signs", 1)
+
+    thread = threading.Thread(target=count, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _wait(key: str, message: str) -> None:
+    """Wait for the key "done"; TimeoutError if meanwhile there is no sign of life for the process group's timeout."""
+    store, signs, since = _store(), -1, time.monotonic()
+    while True:
+        try:
+            store.wait([f"{key} done"], timedelta(seconds=_period(store)))
+        except dist.DistStoreError as timeout:
+            before, signs = signs, store.add(f"{key} signs", 0)
+            if signs != before:
+                since = time.monotonic()
+            elif time.monotonic() - since > store.timeout.total_seconds():
+                raise TimeoutError(message) from timeout
+        else:
+            return
+
+
+def _period(store: Any) -> float:
+    """Seconds between signs of life."""
+    return min(float(store.timeout.total_seconds()) / 4, 10.0)
 
 
 def _picklable(error: Exception | None) -> Exception | None:

@@ -17,7 +17,7 @@ from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of
 from liger_models.layers.recompute import is_compiled
-from liger_models.layers.rope import DynamicScaling
+from liger_models.layers.rope import DynamicScaling, switch_columns
 
 PAGED_DEVICES = ACCELERATORS
 """Devices on which `generate` uses a `PagedCache`. On the CPU attention to pages copies all keys and values."""
@@ -47,12 +47,11 @@ def next_logits(
     ids, repeats, new = rows.ids, settings.num_return_sequences, settings.max_new_tokens
     T = ids.shape[1] - new
 
-    # Columns at which all rotary frequencies change (longrope). Cached keys are rotated by the old frequencies, so the
-    # cache is recomputed at these columns.
+    # Columns at which all rotary frequencies of a row change (longrope). Cached keys are rotated by the old
+    # frequencies, so the cache is recomputed at these columns.
     furthest = positions.flatten(0, -2).amax(0)
     rotary: list[Any] = [*layers_of(model.rotary)]
-    lengths = [module.switch_length for module in rotary]
-    switches = [int((furthest < length).sum()) for length in lengths if length is not None]
+    switches = switch_columns(rotary, positions)
     dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
 
     def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:

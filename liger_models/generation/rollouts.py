@@ -258,15 +258,15 @@ def _cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> D
     if shares_tokens or (sharded and groups == ParallelGroups()):
         return f"model may be distributed by apply_fsdp and by apply_tp without sequence_parallel, got {name} otherwise"
 
-    # The positions of a row must not depend on other rows.
+    # Cached keys must not depend on the length that a row will have.
     for rotary in layers_of(model.rotary):
         limit: Any = rotary.switch_length
         if isinstance(getattr(rotary, "scaling", None), DynamicScaling):
             limit = rotary.max_position_embeddings
         if limit is not None and tokens > limit + 1:  # the last token is never run
             return (
-                f"prompt and new tokens must not exceed {limit + 1} tokens, beyond which the frequencies of {name} "
-                f"depend on the longest row, got {tokens}"
+                f"prompt and new tokens must not exceed {limit + 1} tokens, beyond which {name} rotates cached keys by "
+                f"other frequencies, got {tokens}"
             )
 
     # The layers must cache only what a pool of pages can hold: run a token and look.

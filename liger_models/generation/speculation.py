@@ -22,7 +22,7 @@ from liger_models.layers.decoder import Decoder
 from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of
-from liger_models.layers.rope import DynamicScaling
+from liger_models.layers.rope import DynamicScaling, switch_columns
 
 
 class Draft(Protocol):
@@ -56,9 +56,9 @@ class Columns:
         # Rotary frequencies may change at a column (longrope), or grow with the length (dynamic).
         furthest = self.positions.flatten(0, -2).amax(0)
         rotary: list[Any] = [*layers_of(model.rotary)]
-        self.switches = _columns_below(furthest, [module.switch_length for module in rotary])
+        self.switches = switch_columns(rotary, self.positions)
         dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
-        self.alike_up_to = min(_columns_below(furthest, dynamic), default=len(furthest))
+        self.alike_up_to = min((int((furthest < length).sum()) for length in dynamic), default=len(furthest))
 
         # One row for each continuation, and columns for the new tokens.
         if self.positions.shape[-2] > 1:
@@ -240,8 +240,3 @@ def _check(target: Columns, ids: Tensor, end: int, count: int, heads: bool) -> t
     hidden = target.run(ids, end + count, return_logits=False)[:, -count - 1 :]
     with target.derived.used():
         return target.model.lm_head(hidden), hidden
-
-
-def _columns_below(furthest: Tensor, lengths: list[int | None]) -> list[int]:
-    """For each length that is not None, the number of columns whose furthest position [S] is below it."""
-    return [int((furthest < length).sum()) for length in lengths if length is not None]

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import read_config
-from liger_models.convert.files import FLOATS, StoredTensor, as_dtype, open_all, read_headers, read_whole, some
+from liger_models.convert.files import FLOATS, StoredTensor, as_dtype, open_files, read_headers, read_whole, some
 from liger_models.convert.format import format_of
 from liger_models.convert.hub import download
 from liger_models.convert.load import load_pretrained, pick_map, read_assets
@@ -409,7 +409,7 @@ def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], mismatch
             if name in drawn:
                 yield name, drawn[name]
                 continue
-            with open_all([tensor]) as files:
+            with open_files() as files:
                 if name.startswith(weights.kept):
                     decoder.kept_tensors[name] = read_whole(files, tensor).clone()
                 elif not weights.passes_over(name) or not mismatched:

@@ -579,11 +579,14 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         decoder = self.model.decoder
         for name in ("tokenizer", "assistant_tokenizer"):  # generate leaves them there, with stop_strings
             kwargs.pop(name, None)
-        # Beyond the original length longrope rotates all keys differently: the cached ones are of no use.
+        # Beyond the original length longrope rotates all keys of a row differently: the cached ones are of no use.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        switches = [layer.switch_length for layer in layers_of(decoder.rotary)]
-        if any(length is not None and past <= length < input_ids.shape[1] for length in switches) and past:
-            past_key_values, next_sequence_length = None, None
+        has_mask = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+        counted: Any = attention_mask if has_mask else torch.ones_like(input_ids)
+        for length in {layer.switch_length for layer in layers_of(decoder.rotary)} - {None} if past else ():
+            before, now = (counted[:, :end].sum(1) for end in (past, counted.shape[1]))
+            if bool(((before <= length) & (now > length)).any()):
+                past_key_values, next_sequence_length = None, None
         prepared: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,

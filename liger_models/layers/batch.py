@@ -90,7 +90,7 @@ class BatchLayout:
         cls,
         shape: tuple[int, int],
         device: torch.device,
-        rotary: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]],
+        rotary: Mapping[str, Callable[..., tuple[Tensor, Tensor]]],
         *,
         windows: Mapping[int | None, bool] | None = None,
         position_ids: Tensor | None = None,
@@ -107,7 +107,8 @@ class BatchLayout:
         Args:
             shape: (B, T).
             device: device of positions and masks.
-            rotary: maps a name to a function from positions to (cos, sin).
+            rotary: maps a name to a function from positions to (cos, sin). If its attribute ``needs_lengths`` is True,
+                the function also gets the length of each token's document, as `RotaryEmbedding` does.
             windows: maps each window of the attention layers (None: no window) to whether one of its layers needs a
                 mask even for plainly causal attention. Default: no window, and no such layer. {} builds no masks.
             position_ids: [T], [1, T], [B, T] or [3, 1 or B, T]. By default positions are counted from 0, from the
@@ -207,7 +208,13 @@ class BatchLayout:
         }
 
         # cos and sin of every rotary embedding, once for all layers.
-        tables = {name: table(positions) for name, table in rotary.items()}
+        count = 1 if cu_seqlens is None else len(cu_seqlens)  # more than the highest number of a document
+        tables = {
+            name: table(positions, _lengths(positions, documents, count))
+            if getattr(table, "needs_lengths", False)
+            else table(positions)
+            for name, table in rotary.items()
+        }
         pages = None if cache is None else cache.pages
         spans = None
         if is_batch_invariant():
@@ -260,6 +267,22 @@ class BatchLayout:
         last = torch.ones_like(labels[:, :1], dtype=torch.bool)
         ends = torch.cat([self.documents[:, 1:] != self.documents[:, :-1], last], 1)
         return target.masked_fill(ends | (self.documents < 0), ignore_index)
+
+
+def _lengths(positions: Tensor, documents: Tensor | None, count: int) -> Tensor | None:
+    """The length of each token's document up to its last new token, [B, T] int64; None if each row is a document.
+
+    Args:
+        positions: [1 or B, T] or [3, 1 or B, T].
+        documents: [B, S] as in `BatchLayout`.
+        count: more than the highest number of a document.
+    """
+    if documents is None or positions.numel() == 0:
+        return None
+    highest = positions if positions.dim() == 2 else positions.amax(0)
+    numbers = documents[:, documents.shape[1] - positions.shape[-1] :] + 1  # 0 for padding, whose length is its own
+    ends = highest.new_zeros(len(numbers), count + 1).scatter_reduce(1, numbers, highest.expand_as(numbers) + 1, "amax")
+    return ends.gather(1, numbers)
 
 
 def _spans(

@@ -5,7 +5,7 @@ Source: RoFormer (https://arxiv.org/abs/2104.09864), YaRN (https://arxiv.org/abs
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicScaling:
-    """Dynamic NTK: beyond ``max_position_embeddings`` the base grows with the length of the sequence."""
+    """Dynamic NTK: beyond ``max_position_embeddings`` the base grows with the length of the document."""
 
     factor: float
 
@@ -54,7 +54,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
-    """One divisor per frequency, from a short set, or from a long set if a position exceeds the original length."""
+    """One divisor per frequency, from a short set, or from a long set in documents longer than the original length."""
 
     short_factor: list[float]
     long_factor: list[float]
@@ -157,11 +157,27 @@ def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScali
     return base / scaling.factor * (1 - kept) + base * kept
 
 
+def switch_columns(rotary: Iterable[Layer], positions: Tensor) -> list[int]:
+    """The columns at which all frequencies of a row change (`LongRopeScaling`). Its cached keys have the old ones.
+
+    Args:
+        rotary: the rotary embeddings of a model.
+        positions: [1 or B, S] or [3, 1 or B, S] int64, rising along S.
+    """
+    highest = positions.flatten(0, -3).amax(0) if positions.dim() > 2 else positions
+    lengths = {layer.switch_length for layer in rotary if layer.switch_length is not None}
+    return sorted({column for length in lengths for column in (highest < length).sum(-1).tolist()})
+
+
 class RotaryEmbedding(Layer):
     """Computes cos and sin of every token's position in fp32.
 
     The frequencies are computed in fp32 from the config. They are neither parameters nor buffers, so no cast, meta
     initialization or checkpoint changes them, but they move with the module to its device.
+
+    Those of `DynamicScaling` and `LongRopeScaling` depend on the length of a document, so that each document of a batch
+    is rotated as it would be alone. With ``by_document = False`` they depend on the longest row of the batch, as in
+    transformers.
 
     Args:
         width: number of dimensions that are rotated, even; the head dimension, or less for partial rotary.
@@ -172,6 +188,9 @@ class RotaryEmbedding(Layer):
     Raises:
         ValueError: the width is odd, or the number of divisors does not match it.
     """
+
+    by_document = True
+    """Whether frequencies that depend on a length take that of each document, not that of the whole batch."""
 
     def __init__(
         self,
@@ -221,26 +240,48 @@ class RotaryEmbedding(Layer):
             self.inv_freq = self.inv_freq.to(device)
             self.long_inv_freq = None if self.long_inv_freq is None else self.long_inv_freq.to(device)
 
-    def frequencies(self, position_ids: Tensor) -> Tensor:
-        """The frequencies for ``position_ids``, [width / 2] fp32 on the same device."""
-        # The choice by length is made on the device, so that the host does not wait and a graph has no branch.
-        inv_freq = self.inv_freq.to(position_ids.device)
-        if position_ids.numel() == 0:
-            return inv_freq
-        if self.switch_length is not None and self.long_inv_freq is not None:
-            switched = position_ids.max() >= self.switch_length
-            return torch.where(switched, self.long_inv_freq.to(position_ids.device), inv_freq)
-        if not isinstance(self.scaling, DynamicScaling):
-            return inv_freq
-        factor, limit = self.scaling.factor, self.max_position_embeddings
-        length = (position_ids.max() + 1).clamp_min(limit)
-        growth = (factor * length / limit - (factor - 1)) ** (self.width / (self.width - 2))
-        return torch.where(length > limit, _base_frequencies(self.width, self.theta * growth), inv_freq)
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the frequencies depend on the lengths of documents."""
+        return isinstance(self.scaling, DynamicScaling | LongRopeScaling)
 
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """``position_ids`` [B, T] int64 -> cos, sin, each [B, T, width / 2] fp32."""
+    def frequencies(self, position_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """The frequencies for these positions, fp32 on their device.
+
+        Args:
+            position_ids: [..., T] int64.
+            lengths: [B, T] int64, the length of each token's document up to its last token here. Default: each row is a
+                document.
+
+        Returns:
+            [width / 2], or [B, 1 or T, width / 2] if they depend on the lengths.
+        """
+        inv_freq = self.inv_freq.to(position_ids.device)
+        if not self.needs_lengths or position_ids.numel() == 0:
+            return inv_freq
+        if not self.by_document:
+            lengths = position_ids.max() + 1
+        elif lengths is None:
+            lengths = position_ids.flatten(0, -3).amax(0) if position_ids.dim() > 2 else position_ids  # [B, T]
+            lengths = lengths.amax(-1, keepdim=True) + 1
+        lengths = lengths[..., None]
+        if self.switch_length is not None and self.long_inv_freq is not None:
+            return torch.where(lengths > self.switch_length, self.long_inv_freq.to(position_ids.device), inv_freq)
+        assert isinstance(self.scaling, DynamicScaling)
+        factor, limit = self.scaling.factor, self.max_position_embeddings
+        growth = factor * lengths.clamp_min(limit) / limit - (factor - 1)
+        growth = growth ** (self.width / (self.width - 2))
+        return torch.where(lengths > limit, _base_frequencies(self.width, self.theta * growth), inv_freq)
+
+    def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [B, T, width / 2] fp32.
+
+        Args:
+            position_ids: [B, T] int64.
+            lengths: as for `frequencies`.
+        """
         with torch.autocast(position_ids.device.type, enabled=False):
-            angles = position_ids[..., None].float() * self.frequencies(position_ids)
+            angles = position_ids[..., None].float() * self.frequencies(position_ids, lengths)
             return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
 
@@ -301,13 +342,18 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
         self.axes = self.axes.to(self.inv_freq.device)
         return self
 
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """``position_ids`` [3, B, T] int64, or [B, T] for text -> cos, sin, each [B, T, width / 2] fp32."""
+    def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [B, T, width / 2] fp32.
+
+        Args:
+            position_ids: [3, B, T] int64, or [B, T] for text.
+            lengths: as for `frequencies`.
+        """
         if position_ids.dim() == 2:
-            return super().forward(position_ids)
+            return super().forward(position_ids, lengths)
         with torch.autocast(position_ids.device.type, enabled=False):
             positions = position_ids.movedim(0, -1)[..., self.axes.to(position_ids.device)]  # [B, T, width / 2]
-            angles = positions.float() * self.frequencies(position_ids)
+            angles = positions.float() * self.frequencies(position_ids, lengths)
             return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
 
@@ -322,7 +368,7 @@ class AxialRotaryEmbedding(RotaryEmbedding):
     def __init__(self, width: int, theta: float = 10000.0) -> None:
         super().__init__(width // 2, theta)
 
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``position_ids`` [2, B, N] int64, rows and columns -> cos, sin, each [B, N, width / 2] fp32."""
         cos, sin = super().forward(position_ids)  # [2, B, N, width / 4]
         return cos.movedim(0, -2).flatten(-2), sin.movedim(0, -2).flatten(-2)

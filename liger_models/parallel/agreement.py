@@ -2,19 +2,23 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_models.distributed.ranks import is_distributed, rank
+from liger_models.distributed.ranks import is_distributed, rank, world_size
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
+from liger_models.layers.linear import is_sharded
+from liger_models.parallel.checksum import sum_bits, version_of
+
+SAMPLED = 4096
+"""Elements of a weight that are compared between the ranks."""
 
 
 def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
@@ -26,7 +30,8 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
 
     Args:
         model: its class, its configuration, and the shapes, dtypes and ``requires_grad`` of its parameters must be the
-            same on all ranks.
+            same on all ranks. So must have been the weights that `apply_fsdp`, `apply_tp`, `apply_cp` or `apply_ep`
+            found, unless others were loaded since; a sample of each is compared.
         batch: keyword arguments of the model's forward, which must be the same on the ranks of a group of `apply_tp` or
             `apply_cp`. Integers are compared by value, floating-point tensors by shape and dtype.
 
@@ -48,7 +53,7 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
         _refuse(
             [_gather((rank(), facts["model"]), over)],
             "on all ranks",
-            "Create the same model on every rank, from the same checkpoint.",
+            "Create the same model on every rank, from the same checkpoint or with the same seed.",
         )
     of_groups = {group: digest for _, group, _, digest in digests}
     if any(digest != of_groups[group] for _, group, _, digest in digests):
@@ -78,13 +83,17 @@ class FirstForward:
 
     Args:
         averaged: the caller says that gradients are averaged over the ranks.
+        replicas: ranks with copies of the calling rank's weights over which something must average gradients.
+        samples: of the weights before they were sharded, see `weight_samples`.
     """
 
     only_checks = True
     """It changes nothing, see `is_hooked`."""
 
-    def __init__(self, averaged: bool) -> None:
-        self.averaged, self.agreed = averaged, False
+    def __init__(
+        self, averaged: bool, replicas: Collection[int], samples: Mapping[str, tuple[int, tuple[int, int]]]
+    ) -> None:
+        self.averaged, self.replicas, self.samples, self.agreed = averaged, replicas, samples, False
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise ValueError if the ranks differ, or nothing averages the gradients."""
@@ -95,40 +104,92 @@ class FirstForward:
             self.agreed = True
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
         if not self.averaged and torch.is_grad_enabled() and is_trained:
-            _check_averaged(model)
+            _check_averaged(model, self.replicas)
             self.averaged = True
 
 
-def check_first_forward(model: Decoder, *, averaged: bool = False) -> None:
-    """Register `FirstForward`, before the hooks of FSDP, which exchange parameters; once for each model."""
+def check_first_forward(
+    model: Decoder, samples: Mapping[str, int], *, averaged: bool = False, replicas: Collection[int] = ()
+) -> None:
+    """Register `FirstForward`, before the hooks of FSDP, which exchange parameters; once for each model.
+
+    Args:
+        model: sharded now.
+        samples: of its weights before, as `weight_samples` returned them.
+        averaged, replicas: as in `FirstForward`.
+    """
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, FirstForward):
             averaged |= hook.averaged
             del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
-    model.register_forward_pre_hook(FirstForward(averaged), prepend=True, with_kwargs=True)
+    versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
+    dated = {name: (sample, versions[name]) for name, sample in samples.items() if name in versions}
+    model.register_forward_pre_hook(FirstForward(averaged, replicas, dated), prepend=True, with_kwargs=True)
 
 
-def _check_averaged(model: Decoder) -> None:
-    """Refuse training where ranks have the same weights, different tokens, and nothing that averages gradients."""
-    if model.groups.data:
+def weight_samples(model: Decoder) -> dict[str, int]:
+    """Name of each weight -> the sum of the bits of its first `SAMPLED` elements, before the model was sharded.
+
+    They tell another checkpoint or seed. Weights on the meta device, and those that were loaded after a first
+    `apply_tp`, `apply_cp` or `apply_ep`, are left out.
+    """
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, FirstForward):
+            return current_samples(model, hook)
+    parameters = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if not (parameter.is_meta or is_sharded(parameter))
+    }
+    if world_size() == 1 or not parameters:
+        return {}
+    sums = [sum_bits(weight.reshape(-1)[:SAMPLED]) for weight in parameters.values()]
+    return dict(zip(parameters, torch.stack([each.to(sums[0].device) for each in sums]).tolist(), strict=True))
+
+
+def current_samples(model: Decoder, hook: FirstForward) -> dict[str, int]:
+    """The samples of the weights that have not changed since they were taken."""
+    versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
+    return {name: sample for name, (sample, version) in hook.samples.items() if versions.get(name) == version}
+
+
+def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
+    """Refuse training where ranks have the same weights, different tokens, and nothing that averages gradients.
+
+    Args:
+        model: in its first forward that trains.
+        replicas: as in `FirstForward`.
+    """
+    groups = model.groups
+    if groups.data and replicas:
+        raise ValueError(
+            "forward: the gradients of a model after apply_fsdp must be averaged over all ranks with copies of its "
+            f"weights, {sorted(replicas)} among them, got a model on other dimensions of the mesh. Pass the whole mesh "
+            "to apply_fsdp; if the others hold other parameters, or other code averages, pass averaged=True."
+        )
+    if groups.data:
         return
     if any(layer.groups.expert for layer in layers_of(model)):
         raise ValueError(
             "forward: a model after apply_ep must be sharded by apply_fsdp to be trained, got one that is not. Call "
             "apply_fsdp(model, mesh) after apply_ep; DistributedDataParallel and fully_shard cannot replace it."
         )
-    if model.groups.context is None:
+    needed = {rank(), *replicas}
+    if len(needed) == 1:
         return
-    needed = set(model.groups.context.members)
+    function = "apply_tp" if groups.context is None else "apply_cp"
     ddp = DistributedDataParallel._get_active_ddp_module()
     over = [] if ddp is None else [dist.get_process_group_ranks(ddp.process_group)]
-    sharded = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
-    over += [parameter.device_mesh.mesh.flatten().tolist() for parameter in sharded]
+    # Not the meshes of parameters: FSDP's own hook may have gathered those of the model itself already.
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded: list[Any] = [state._fsdp_param_group for state in states if state._fsdp_param_group]
+    over += [group.mesh_info.mesh.mesh.flatten().tolist() for group in sharded]
     if (ddp is None and not _all_in_fsdp(model)) or not all(needed.issubset(ranks) for ranks in over):
         raise ValueError(
-            f"forward: the gradients of a model after apply_cp must be averaged over all ranks, {sorted(needed)} among "
-            "them, got a model where they are not. Call apply_fsdp(model, mesh) or DistributedDataParallel(model) over "
-            "all ranks; if other code averages them, pass averaged=True to apply_cp."
+            f"forward: the gradients of a model after {function} must be averaged over all ranks, {sorted(needed)} "
+            f"among them, got a model where they are not. Call apply_fsdp(model, mesh)"
+            f"{' or DistributedDataParallel(model)' * (function == 'apply_cp')} over all ranks; if other code averages "
+            f"them, pass averaged=True to {function}."
         )
 
 
@@ -142,9 +203,14 @@ def _facts_of_model(model: Decoder) -> dict[str, str]:
     config = model.config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     facts = {"the class": type(model).__name__, **{name: repr(value) for name, value in fields.items()}}
+    samples: dict[str, int] = {}
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, FirstForward):
+            samples = current_samples(model, hook)
     for name, parameter in model.named_parameters():
         state = "trained" if parameter.requires_grad else "frozen"
-        facts[name] = f"{list(parameter.shape)} {parameter.dtype}, {state}"
+        sample = f" of checksum {samples[name]}" if name in samples else ""
+        facts[name] = f"{list(parameter.shape)} {parameter.dtype}{sample}, {state}"
     return facts
 
 

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from liger_models.distributed.collectives import group_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
-from liger_models.parallel.agreement import check_first_forward
-from liger_models.parallel.mesh import own_dimension
+from liger_models.parallel.agreement import check_first_forward, weight_samples
+from liger_models.parallel.mesh import own_dimension, replicas
 from liger_models.parallel.tensor import check_unsharded
 
 Model = TypeVar("Model", bound=Decoder)
@@ -40,11 +40,12 @@ def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model
     Source: https://arxiv.org/abs/2309.14509.
     """
     check_unsharded("apply_cp", model)
+    samples = weight_samples(model)
     group = group_of(own_dimension("apply_cp", mesh, "cp").get_group())
     if group.size == 1:
         return model
     for layer in layers_of(model.layers):
         layer.shard_tokens(group)
     model.groups = replace(model.groups, context=group, balance=group)
-    check_first_forward(model, averaged=averaged)
+    check_first_forward(model, samples, averaged=averaged, replicas=replicas(mesh, None))
     return model

@@ -32,9 +32,9 @@ from liger_models.layers.layer import layers_of, routed_layers
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.recompute import is_compiled
-from liger_models.parallel.agreement import check_first_forward
+from liger_models.parallel.agreement import check_first_forward, weight_samples
 from liger_models.parallel.float8_gather import Float8Gather
-from liger_models.parallel.mesh import data_mesh, group_over
+from liger_models.parallel.mesh import data_mesh, group_over, replicas
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
 
 Model = TypeVar("Model", bound=Decoder)
@@ -51,6 +51,7 @@ def apply_fsdp(
     reshard_after_forward: bool | int = True,
     prefetch: int = 1,
     float8_gather: bool = True,
+    averaged: bool = False,
 ) -> Sharded:
     """Shard a model's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
@@ -83,6 +84,9 @@ def apply_fsdp(
         float8_gather: gather weights that one scale rounds to float8 (`convert_to_float8`, recipe "tensorwise") after
             rounding them. Results are the same. It needs blocks that are either resharded over the whole mesh or not at
             all, and no ``cpu_offload``; otherwise ``param_dtype`` is gathered.
+        averaged: of a mesh with more dimensions than were passed, the others hold other parameters (stages of a
+            pipeline), or code of your own averages the gradients over them. Otherwise the first forward in training is
+            refused, because copies of the weights would drift apart.
 
     Returns:
         ``model``.
@@ -114,6 +118,7 @@ def apply_fsdp(
         _shard_medusa(
             model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype, cpu_offload=cpu_offload,
             reshard_after_forward=reshard_after_forward, prefetch=prefetch, float8_gather=float8_gather,
+            averaged=averaged,
         )  # fmt: skip
         return model
     if model.groups.tensor is not None and mesh is None:
@@ -124,8 +129,10 @@ def apply_fsdp(
     if not prefetch >= 0:
         raise ValueError(f"apply_fsdp: prefetch must not be negative, got {prefetch}.")
     mesh = _all_ranks() if mesh is None else mesh
+    samples, copies = weight_samples(model), replicas(mesh, model.groups.tensor)
     experts = next((layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None), None)
     mesh, experts_mesh = data_mesh(mesh, model.groups, experts)
+    uncovered = copies.difference(mesh.mesh.flatten().tolist())
     model.groups = replace(
         model.groups,
         data=tuple(group_of(group) for group in mesh.get_all_groups()),
@@ -175,7 +182,7 @@ def apply_fsdp(
         gather = Float8Gather(model, mesh, param_dtype)
         # Before FSDP2's own hook, after which its stream does not wait for the maxima.
         model.register_forward_pre_hook(gather, prepend=True)
-    check_first_forward(model)
+    check_first_forward(model, samples, averaged=averaged, replicas=uncovered)
 
     order: list[Any] = [model.embed_tokens, *model.blocks, *([] if tied else [model.lm_head])]
     for index, module in enumerate(order if prefetch else []):
@@ -255,14 +262,14 @@ def _keep_dtype(init_dtype_attrs: Callable[[MixedPrecisionPolicy], None], _: Mix
 
 def _shard_medusa(
     medusa: LigerMedusa, mesh: DeviceMesh | None, *, reshard_after_forward: bool | int, prefetch: int,
-    float8_gather: bool, **given: Any,
+    float8_gather: bool, averaged: bool, **given: Any,
 ) -> None:  # fmt: skip
     """`apply_fsdp` on the model, unless it is sharded already, and on the heads."""
     mesh = _all_ranks() if mesh is None else mesh
     if not isinstance(medusa.model, FSDPModule):
         apply_fsdp(
             medusa.model, mesh, reshard_after_forward=reshard_after_forward, prefetch=prefetch,
-            float8_gather=float8_gather, **given,
+            float8_gather=float8_gather, averaged=averaged, **given,
         )  # fmt: skip
     passes, options = BackwardPasses(), _options(mesh, **given)
     for head in medusa.heads:

@@ -82,6 +82,23 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
     return mesh, experts_mesh
 
 
+def replicas(mesh: DeviceMesh, tensor: Group | None) -> frozenset[int]:
+    """The ranks that hold copies of the calling rank's weights: one of each tensor-parallel group of the whole mesh.
+
+    Args:
+        mesh: a whole mesh, or dimensions of it, of which all dimensions count.
+        tensor: the group of `apply_tp`, whose ranks hold other shards.
+    """
+    root = mesh._get_root_mesh()
+    ranks, coordinate = root.mesh, root.get_coordinate()
+    for dim in range(root.ndim):
+        if tensor is not None and coordinate is not None:
+            along = root.mesh.movedim(dim, -1)[tuple(place for i, place in enumerate(coordinate) if i != dim)]
+            if along.tolist() == tensor.members:
+                ranks = root.mesh.select(dim, coordinate[dim])
+    return frozenset(ranks.flatten().tolist())
+
+
 def group_over(mesh: DeviceMesh) -> Group:
     """A group of all ranks of a mesh."""
     if mesh.ndim == 1:

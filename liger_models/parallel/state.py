@@ -1,13 +1,16 @@
 """Checkpoints of a training run, to resume it: bit for bit, or on another number of ranks.
 
-- ``step-00000200/``: model and optimizer as torch.distributed.checkpoint writes them, and the state of each rank.
+- ``step-00000200/``: model and optimizer as torch.distributed.checkpoint writes them, the state of each rank, and for
+  each rank the checksums of the files that it has written.
 - ``latest``: the name of the newest complete checkpoint.
 """
 
 import dataclasses
+import json
 import random
 import shutil
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -19,16 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from liger_models.adapters.lora_layers import adapter_config
-from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank, world_size
+from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank, wait_for_ranks, world_size
+from liger_models.parallel.checksum import frozen_checksum
 from liger_models.parallel.fsdp import reshard
 
 LATEST = "latest"
@@ -36,6 +39,8 @@ SHARED = "shared.pt"
 """File of the state that all ranks share: step, number of ranks, scheduler, loss scale, what the model is."""
 MAY_DIFFER = ("dropout", "initializer_range")
 """Endings of settings of a model or its adapters that do not change what the weights mean."""
+FROZEN, FORMER = "checksum of the weights under the adapters", "checksum of the frozen weights"
+"""Name of this in the description of a model, and of what version 0.1.0 had in its place: a checksum of vectors."""
 
 _in_flight: set[Path] = set()
 """Folders with a save in the background."""
@@ -61,6 +66,7 @@ def save_state(
     *,
     background: bool = False,
     keep: int | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> "Future[None]":
     """Save the state of a training run as ``folder/step-...``. Every rank must call it.
 
@@ -79,6 +85,7 @@ def save_state(
         scaler: the loss scale of a run in float16 (``torch.amp.GradScaler``), saved once for all ranks.
         background: copy the state to host memory and return; training may continue while it is written.
         keep: delete all but this number of the newest checkpoints.
+        settings: name -> value of whatever else must be the same when the run resumes, such as the objective.
 
     Returns:
         A future. Without ``background`` it is done. With it, call ``result()`` before the next save and at the end of
@@ -86,6 +93,7 @@ def save_state(
 
     Raises:
         ValueError: ``keep`` is below 1, or the previous save is not finished.
+        TimeoutError: a rank has not called it within the process group's timeout; a warning names it after 30 s.
         OSError: the folder cannot be written.
     """
     if keep is not None and keep < 1:
@@ -95,6 +103,7 @@ def save_state(
         raise ValueError(
             f"save_state: the previous save in {folder} must be finished, got one in progress. Call its result() first."
         )
+    wait_for_ranks(f"save_state {folder} {step}")
     checkpoint, temporary = _checkpoint(folder, step), folder / f".step-{step:08d}.tmp"
     group = _cpu_group()
     reshard(model)
@@ -108,6 +117,7 @@ def save_state(
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "model": described,
+            "settings": {name: str(value) for name, value in (settings or {}).items()},
         }
         of_rank = {"random": _random_state(), "data": None if data is None else data.state_dict()}
         with _write_errors(folder):
@@ -115,8 +125,10 @@ def save_state(
                 _remove_stale(folder)
                 temporary.mkdir()
                 torch.save(shared, temporary / SHARED)
+                _add_checksums(temporary, SHARED)
     with raise_on_all_ranks(group), _write_errors(folder):
         torch.save(of_rank, temporary / f"rank-{rank()}.pt")
+        _add_checksums(temporary, f"rank-{rank()}.pt")
 
     # What torch.distributed.checkpoint writes.
     tensors = _tensors(model)
@@ -132,11 +144,66 @@ def save_state(
         if background:
             _save_in_background(tensors, temporary, checkpoint, keep, group, finished)
             return finished
-        save(tensors, checkpoint_id=temporary, process_group=group)
+        save(tensors, storage_writer=_Writer(temporary), process_group=group)
     with raise_on_all_ranks(group), _write_errors(folder):
         _publish(temporary, checkpoint, keep)
     finished.set_result(None)
     return finished
+
+
+class _Writer(_FileSystemWriter):
+    """Writes the files of torch.distributed.checkpoint, and their checksums beside them."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        written = super().write_data(plan, planner)
+        _add_checksums(Path(self.path), *{result.storage_data.relative_path for result in written.wait()})
+        return written
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        super().finish(metadata, results)
+        _add_checksums(Path(self.path), ".metadata")
+
+
+def _checksums(checkpoint: Path, writer: int) -> Path:
+    """The file with the checksums of what a rank has written, by the names of files."""
+    return checkpoint / f"checksums-{writer}.json"
+
+
+def _add_checksums(checkpoint: Path, *names: str) -> None:
+    """Add the checksums of files that this rank has written to its file of checksums."""
+    path = _checksums(checkpoint, rank())
+    sums = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(sums | {name: _checksum(checkpoint / name) for name in names}))
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _verify_files(checkpoint: Path, ranks: int) -> None:
+    """Raise OSError unless the files have the bytes that were written. The ranks share the work.
+
+    Args:
+        checkpoint: of this or of a former version, which had no checksums.
+        ranks: number of ranks that wrote it.
+    """
+    for writer in range(rank(), ranks, world_size()):
+        path = _checksums(checkpoint, writer)
+        try:
+            sums = json.loads(path.read_text()) if path.exists() else {}
+        except (OSError, ValueError) as error:
+            raise _incomplete(checkpoint, writer, error, path.name) from error
+        for name, expected in sums.items():
+            try:
+                actual = _checksum(checkpoint / name)
+            except OSError as error:
+                raise _incomplete(checkpoint, writer, error, name) from error
+            if actual != expected:
+                raise _incomplete(checkpoint, writer, ValueError("other bytes than were written"), name)
 
 
 def _remove_stale(folder: Path) -> None:
@@ -166,7 +233,7 @@ def _save_in_background(
 
     _in_flight.add(folder)
     try:
-        saving = async_save(tensors, checkpoint_id=temporary, process_group=group)
+        saving = async_save(tensors, storage_writer=_Writer(temporary), process_group=group)
     except BaseException:
         _in_flight.discard(folder)
         raise
@@ -205,6 +272,7 @@ def load_state(
     scaler: Stateful | None = None,
     *,
     step: int | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> int | None:
     """Load what `save_state` saved, in place. Every rank must call it, with the model sharded for the current ranks.
 
@@ -217,20 +285,22 @@ def load_state(
         model, optimizer, scheduler, data: created as for a new run; None skips a part.
         scaler: as these; it stays as it is if the checkpoint has no loss scale, because the run was not in float16.
         step: step of the checkpoint. Default: the one named in ``latest``, or, if either was deleted, the newest.
+        settings: as in `save_state`. Those that the checkpoint has, too, must have the same values.
 
     Returns:
         The step of the checkpoint; None, with nothing changed, if there is no checkpoint yet.
 
     Raises:
         FileNotFoundError: there is no checkpoint of ``step``.
-        ValueError: the model's configuration, adapters, tied weights, or names or shapes of tensors are not those of
-            the checkpoint; a part was not saved; or the number of ranks changed and the saved states of ``data``
-            differ.
-        OSError: the checkpoint is damaged, or is of another optimizer. The message names the file and the checkpoint
-            before it.
+        ValueError: the model's configuration, adapters, the weights under them, tied weights, or names or shapes of
+            tensors, the state of the optimizer or ``settings`` are not those of the checkpoint; a part was not saved;
+            or the number of ranks changed and the saved states of ``data`` differ.
+        TimeoutError: as in `save_state`.
+        OSError: the checkpoint is damaged. The message names the file and the checkpoint before it.
     """
     # Rank 0 chooses the checkpoint.
     folder = Path(folder).absolute()
+    wait_for_ranks(f"load_state {folder} {step}")
     group = _cpu_group()
     with raise_on_all_ranks(group):
         chosen = [_find(folder, step) if rank() == 0 else None]
@@ -245,10 +315,17 @@ def load_state(
     described = _describe(model)
     with raise_on_all_ranks(group):
         shared = _load(checkpoint / SHARED)
-        _check_model(checkpoint, described, shared.get("model"))
+        if rank() == 0:  # whose description was saved
+            _check_model(checkpoint, described, shared.get("model"))
+            _check_settings(checkpoint, settings or {}, shared.get("settings", {}))
+        _verify_files(checkpoint, shared["ranks"])
         metadata = _read_metadata(checkpoint)
         _check_tensors(checkpoint, _tensors(model)["model"], metadata)
-        of_rank = _state_of_rank(checkpoint, shared["ranks"], data is not None)
+        file = checkpoint / f"rank-{rank()}.pt"
+        of_rank = _load(file) if rank() < shared["ranks"] else {}
+    if data is not None and shared["ranks"] != world_size():
+        of_rank = {**of_rank, "data": _data_of_all(checkpoint, shared["ranks"], group)}
+    with raise_on_all_ranks(group):
         for name, part, saved in (("scheduler", scheduler, shared["scheduler"]), ("data", data, of_rank.get("data"))):
             if part is not None and saved is None:
                 raise ValueError(
@@ -262,6 +339,8 @@ def load_state(
     tensors = _tensors(model)
     if optimizer is not None:
         tensors["optimizer"] = _optimizer_state(model, optimizer, with_state)
+        with raise_on_all_ranks(group):
+            _check_optimizer(checkpoint, tensors["optimizer"]["state"], metadata)
     parameters = [group["params"] for group in tensors.get("optimizer", {}).get("param_groups", [])]
     with _checkpoint_errors(checkpoint):
         load(tensors, checkpoint_id=checkpoint, process_group=group)
@@ -304,8 +383,8 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) ->
 def _describe(model: nn.Module) -> dict[str, str]:
     """A description of the model besides its saved tensors. Every rank must call this function.
 
-    These are the settings of the model and of its adapters, its tied tensors, and what tells the frozen weights under
-    adapters from others: the sum of the bits of its vectors, such as those of the norms.
+    These are the settings of the model and of its adapters, its tied tensors, and a checksum of the weights under the
+    adapters, which are not saved.
     """
     # The settings.
     configs = (getattr(module, "config", None) for module in model.modules())
@@ -320,12 +399,9 @@ def _describe(model: nn.Module) -> dict[str, str]:
     ties = [" = ".join(aliases) for aliases in names.values() if len(aliases) > 1]
     description["tied weights"] = ", ".join(ties) or "none"
 
-    # Frozen vectors.
+    # Weights under adapters.
     if adapters is not None:
-        vectors = [value.detach() for value in model.parameters() if value.dim() == 1 and not value.requires_grad]
-        whole = (vector.full_tensor() if isinstance(vector, DTensor) else vector for vector in vectors)
-        bits = sum(int(vector.float().view(torch.int32).sum(dtype=torch.int64)) for vector in whole)
-        description["checksum of the frozen weights"] = str(bits)
+        description[FROZEN] = frozen_checksum(model)
     return description
 
 
@@ -345,10 +421,44 @@ def _flatten(name: str, value: Any) -> dict[str, str]:
 def _check_model(checkpoint: Path, now: Mapping[str, str], saved: Mapping[str, str] | None) -> None:
     """Raise ValueError if the model is not the saved one; None if a former version saved it, without a description."""
     saved = now if saved is None else saved
-    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    skipped = {FROZEN, FORMER} if FORMER in saved else set()
+    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name) and name not in skipped]
     if names:
         changes = "; ".join(f"{name} {now.get(name)} instead of {saved.get(name)}" for name in names)
         raise ValueError(f"load_state: the model must be that of {checkpoint}, got {changes}. {_ANOTHER}")
+
+
+def _check_optimizer(checkpoint: Path, state: Mapping[str, Mapping[str, Any]], metadata: Metadata) -> None:
+    """Raise ValueError unless the checkpoint has the state of this optimizer, in the same format.
+
+    Args:
+        checkpoint: its folder.
+        state: name of each parameter with a state -> the state that is to be loaded.
+        metadata: of the checkpoint.
+    """
+    saved: dict[str, set[str]] = {}
+    for path in (metadata.planner_data or {}).values():
+        if path[:2] == ("optimizer", "state"):
+            saved.setdefault(path[2], set()).add(path[3])
+    for name, values in state.items():
+        if saved.get(name, set()) != set(values):
+            got, expected = (", ".join(sorted(keys)) or "none" for keys in (values, saved.get(name, ())))
+            raise ValueError(
+                f"load_state: the optimizer's state must be that of {checkpoint}, got {got} instead of {expected} for "
+                f"{name}. Use another folder for another optimizer, or for moments in another format; moments in 8 "
+                "bits need a multiple of 128 columns on each rank that shares the layer."
+            )
+
+
+def _check_settings(checkpoint: Path, now: Mapping[str, Any], saved: Mapping[str, str]) -> None:
+    """Raise ValueError if a setting that was saved has another value now."""
+    changes = [
+        f"{name} {value} instead of {saved[name]}"
+        for name, value in now.items()
+        if saved.get(name, str(value)) != str(value)
+    ]
+    if changes:
+        raise ValueError(f"load_state: the run must be that of {checkpoint}, got {'; '.join(changes)}. {_ANOTHER}")
 
 
 def _check_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
@@ -377,7 +487,7 @@ _ANOTHER = "Resume with the model and the options that the run began with, or st
 
 
 def _read_metadata(checkpoint: Path) -> Metadata:
-    """The metadata of a checkpoint: its tensors and their files; raises OSError if a file has been truncated."""
+    """The metadata of a checkpoint: its tensors and their files; rank 0 raises OSError if a file has been truncated."""
     try:
         metadata = FileSystemReader(checkpoint).read_metadata()
     except Exception as error:
@@ -385,7 +495,7 @@ def _read_metadata(checkpoint: Path) -> Metadata:
     ends: dict[str, int] = {}
     for part in (metadata.storage_data or {}).values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    for name, end in ends.items():
+    for name, end in ends.items() if rank() == 0 else ():
         size = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else 0
         if size < end:
             raise _incomplete(checkpoint, rank(), EOFError(f"{size} of {end} bytes"), name)
@@ -421,24 +531,33 @@ def _find(folder: Path, step: int | None) -> Path | None:
     raise FileNotFoundError(f"{checkpoint}: must be a checkpoint, got {names} in {folder}. Choose one of them.")
 
 
+def newest_checkpoint(folder: str | PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in the folder of a run; None if there is none."""
+    steps = _steps(Path(folder))
+    return steps[-1] if steps else None
+
+
 def _steps(folder: Path) -> list[Path]:
     """The complete checkpoints, by step."""
     return sorted(folder.glob("step-" + "[0-9]" * 8))
 
 
-def _state_of_rank(checkpoint: Path, ranks: int, with_data: bool) -> dict[str, Any]:
-    """The state of the calling rank; if the number of ranks has changed, the parts of it that exist."""
-    file = checkpoint / f"rank-{rank()}.pt"
-    if ranks == world_size():
-        return _load(file)
-    states = [_load(checkpoint / f"rank-{rank}.pt") for rank in range(ranks)] if with_data else []
-    if any(not _equal(state["data"], states[0]["data"]) for state in states):
+def _data_of_all(checkpoint: Path, ranks: int, group: Any) -> Any:
+    """The state of ``data`` that all ranks have saved, on another number of ranks, which share the reading."""
+    with raise_on_all_ranks(group):
+        states = [_load(checkpoint / f"rank-{number}.pt")["data"] for number in range(rank(), ranks, world_size())]
+        differs = any(not _equal(state, states[0]) for state in states)
+    of_ranks: list[Any] = [(states[:1], differs)]
+    if group is not None:
+        of_ranks = [None] * world_size()
+        dist.all_gather_object(of_ranks, (states[:1], differs), group)
+    firsts = [state for states_of_rank, _ in of_ranks for state in states_of_rank]
+    if any(differs for _, differs in of_ranks) or any(not _equal(state, firsts[0]) for state in firsts):
         raise ValueError(
             f"load_state: data must have one state for all ranks to resume with {world_size()} instead of {ranks}, got "
             f"different ones. Save the position in the whole data set, or resume with {ranks} ranks."
         )
-    state = _load(file) if file.is_file() else {}
-    return {**state, "data": states[0]["data"] if states else None}
+    return firsts[0]
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -9,9 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from liger_models.distributed.ranks import is_distributed, world_size
+from liger_models.distributed.ranks import is_distributed, rank, world_size
 from liger_models.layers.batch import BatchLayout, mark_padding, number_documents
 from liger_models.layers.decoder import take_cu_seqlens
+
+_compared: set[torch.device] = set()
+"""Accelerators on which `targets_per_rank` has compared the numbers of batches."""
 
 
 def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], device: Any = None) -> Tensor:
@@ -24,14 +27,16 @@ def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], d
 
     Args:
         batches: keyword arguments of the model's forward, for one batch or for each accumulation step. Every rank must
-            pass the same number of batches; a batch may have no targets.
+            pass the same number of batches; a batch may have no targets. On the CPU this is checked in each call, and
+            on accelerators, where the host would have to wait, in the first one.
         device: device of the all-reduce. Default: the labels'. NCCL needs an accelerator.
 
     Returns:
         [] fp32, at least 1 / ranks.
 
     Raises:
-        ValueError: there are no batches, or one has no labels.
+        ValueError: there are no batches, one has no labels, or ranks pass different numbers of batches, with which they
+            would wait for each other for ever.
     """
     batches = [batches] if isinstance(batches, Mapping) else list(batches)
     if len(batches) == 0:
@@ -41,8 +46,19 @@ def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], d
     total = torch.stack([_targets(batch) for batch in batches]).sum().to(device)
     if not is_distributed():
         return total.clamp(min=1).float()
-    dist.all_reduce(total)
-    return total.clamp(min=1).double().div(world_size()).float()
+    # With the targets, the numbers of batches and their squares are summed: of R equal ones, sum² = R · squares.
+    count = len(batches)
+    sums = torch.stack([total, torch.full_like(total, count), torch.full_like(total, count**2)])
+    dist.all_reduce(sums)
+    if total.device.type == "cpu" or total.device not in _compared:
+        _compared.add(total.device)
+        _, counts, squares = sums.tolist()
+        if counts**2 != world_size() * squares:
+            raise ValueError(
+                f"targets_per_rank: every rank must pass the same number of batches, got {count} on rank {rank()} and "
+                f"{counts / world_size():.3g} on average. Give a rank without data batches of padding."
+            )
+    return sums[0].clamp(min=1).double().div(world_size()).float()
 
 
 def _targets(batch: Mapping[str, Any]) -> Tensor:

@@ -17,13 +17,13 @@ from liger_models.layers.decoder import Decoder
 from liger_models.layers.frozen import frozen_weights
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import ReplicatedLinear
-from liger_models.parallel.agreement import check_first_forward
-from liger_models.parallel.mesh import own_dimension
+from liger_models.parallel.agreement import check_first_forward, weight_samples
+from liger_models.parallel.mesh import own_dimension, replicas
 
 Model = TypeVar("Model", bound=Decoder)
 
 
-def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> Model:
+def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False, averaged: bool = False) -> Model:
     """Shard a model's layers over the ranks of a mesh, in place. All these ranks work on the same tokens.
 
     Each rank has 1 / R of the attention heads, of the MLP's (and each expert's) width and of the vocabulary. Norms and
@@ -35,7 +35,8 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     does not divide its attention heads or MLP width. So are everything outside the tower's layers, and Gemma 4's tower.
 
     All ranks must be given the same batch; they return the same loss. Call it before `apply_fsdp`, and create the
-    optimizer afterwards.
+    optimizer afterwards. If other dimensions of the mesh have more ranks, these hold copies: without `apply_fsdp` over
+    them, the first forward in training is refused.
 
     Args:
         model: on the meta device (`from_pretrained` with ``shard`` then reads only each rank's shards), or with the
@@ -45,6 +46,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
         sequence_parallel: between the layers, each rank has 1 / R of the tokens. That saves memory and computes norms
             once instead of R times, for one more all-gather in each layer's backward. T must then be a multiple of R,
             so the model cannot generate.
+        averaged: code of your own averages the gradients over the other dimensions of the mesh.
 
     Returns:
         ``model``.
@@ -58,6 +60,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198.
     """
     check_unsharded("apply_tp", model)
+    samples = weight_samples(model)
     mesh = own_dimension("apply_tp", mesh, "tp")
     group = group_of(mesh.get_group(), sequence_parallel=sequence_parallel)
     if group.size == 1:
@@ -92,7 +95,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     model.groups = dataclasses.replace(model.groups, tensor=group)
     _distribute(model, mesh, dims, rest=True)
     model.tie_weights()
-    check_first_forward(model)
+    check_first_forward(model, samples, averaged=averaged, replicas=replicas(mesh, group))
     return model
 
 
@@ -118,6 +121,7 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
     Source: https://arxiv.org/abs/2006.16668.
     """
     check_unsharded("apply_ep", model)
+    samples = weight_samples(model)
     mesh = own_dimension("apply_ep", mesh, "ep")
     group = group_of(mesh.get_group())
     layers = {name: layer for name, layer in named_layers(model) if layer.router is not None}
@@ -135,7 +139,7 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
     _distribute(model, mesh, dims, rest=False)
     # It would send experts from rank 0 to all others, and fail there. The first forward says what to call instead.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, dims)
-    check_first_forward(model)
+    check_first_forward(model, samples)
     return model
 
 

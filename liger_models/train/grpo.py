@@ -5,7 +5,7 @@ import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from liger_models.parallel.step import targets_per_rank
 from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Reference, pair, reader_of
 
 Reward = Callable[..., Any]
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""Arguments of a reward function besides the columns of the data."""
 
 
 class GRPOObjective(Objective):
@@ -83,9 +85,26 @@ class GRPOObjective(Objective):
         if self.function.beta:
             self.reference.prepare(load)
 
+    def frozen_models(self) -> dict[str, str]:
+        """See `Objective.frozen_models`."""
+        return self.reference.frozen_models() if self.function.beta else {}
+
     def dataset(self, source: Any, model: CausalLM, *, overflow: str | None, **options: Any) -> PackedDataset:
-        """See `Objective.dataset`."""
-        return PromptDataset(source, reader_of(model), **{**options, "length": options["length"] - self.new})
+        """See `Objective.dataset`.
+
+        Raises:
+            ValueError: the data have a column that is the name of another argument of the reward.
+        """
+        data = PromptDataset(source, reader_of(model), **{**options, "length": options["length"] - self.new})
+        rows: Any = data.rows
+        records = itertools.chain.from_iterable(part.records for part in getattr(rows, "parts", [rows]))
+        clashes = {name for record in records for name in record}.intersection(REWARD_ARGUMENTS)
+        if clashes:
+            raise ValueError(
+                f"TrainOptions: data of objective grpo must have no column {' or '.join(REWARD_ARGUMENTS)}, which the "
+                f"reward gets about the answers, got {', '.join(sorted(clashes))}. Rename it."
+            )
+        return data
 
     @torch.no_grad()
     def batch(self, model: CausalLM, rows: Any) -> Batch:
@@ -164,15 +183,17 @@ class GRPOObjective(Objective):
         rewards = self.reward(
             prompts=[example["prompt"] for example in examples],
             completions=texts,
-            completion_ids=answers,
+            completion_ids=[[*answer] for answer in answers],  # copies, because the function may change them
             **{name: [example.get(name) for example in examples] for name in names},
         )
         rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
-        rewards = [*rewards] if isinstance(rewards, Iterable) else rewards
+        # Iterating a dict yields its keys, and a set has an order of its own.
+        is_ordered = isinstance(rewards, Iterable) and not isinstance(rewards, Mapping | Set | str | bytes)
+        rewards = [*rewards] if is_ordered else rewards
         if not isinstance(rewards, list) or len(rewards) != len(answers) or not all(map(_is_number, rewards)):
             raise ValueError(
                 f"{self.reward_name}: must return {len(answers)} finite numbers, one for each completion, got "
-                f"{str(rewards)[:60]}. Correct the function."
+                f"{str(rewards)[:60]}. Correct the function; if it has several rewards, let it return their sums."
             )
         return [float(reward) for reward in rewards]
 

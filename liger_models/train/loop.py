@@ -11,7 +11,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
@@ -39,20 +40,34 @@ from liger_models.memory.estimate import TrainingMemory
 from liger_models.memory.plan import MemoryPlan, parse_memory, plan_memory
 from liger_models.parallel.context import apply_cp
 from liger_models.parallel.fsdp import apply_fsdp, compile_blocks, reshard
-from liger_models.parallel.state import load_state, save_state
+from liger_models.parallel.state import load_state, newest_checkpoint, save_state
 from liger_models.parallel.step import clip_grad_norm_, mean_over_ranks
 from liger_models.parallel.tensor import apply_tp
+from liger_models.train.finite import FiniteChecks
+from liger_models.train.folder import lock_folder
 from liger_models.train.metrics import Log, flops
 from liger_models.train.modelscope import PREFIX, fetch
 from liger_models.train.muon import LigerMuon
 from liger_models.train.objective_options import make_objective
 from liger_models.train.objectives import Metrics, Objective, add_metrics, mean_metrics
-from liger_models.train.optimizer import LigerAdamW, step_in_backward
+from liger_models.train.optimizer import LigerAdamW, split_by_decay, step_in_backward
 from liger_models.train.options import read_options
-from liger_models.train.report import banner, check_turn_end, estimate, next_steps, sample, say
+from liger_models.train.report import (
+    banner,
+    check_turn_end,
+    estimate,
+    next_steps,
+    sample,
+    say,
+    warn_of_few_steps,
+)
+from liger_models.train.resume import changed_options, fixed_settings
 from liger_models.train.seed import seed_all
 from liger_models.train.stopping import Stop, keep_signal_handlers
 from liger_models.train.train_options import STORED, TrainOptions
+
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Parts of the messages of collectives in which another process has ended."""
 
 
 @keep_signal_handlers()
@@ -64,16 +79,28 @@ def train(options: TrainOptions) -> None:
 
     Raises:
         KeyboardInterrupt: SIGINT has stopped it; SystemExit: SIGTERM has.
-        ValueError: a data file does not exist, data have no targets, ``options.output`` is a file, or holds the run of
-            another model or of other data, the number of ranks does not fit, no step fits into ``options.memory``, or
-            the gradients' norm is not finite.
+        ValueError: a data file does not exist, data have no targets, ``options.output`` is a file, another process
+            trains in it, or it holds a run with another model, other data or another objective, the number of ranks
+            does not fit, no step fits into ``options.memory``, or a loss, the norm of the gradients or a weight is not
+            finite.
         OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
     """
-    # Paths, device, process group and seed: whatever can fail before a large model is loaded.
     output = prepare_paths(options)
     device = select_device()
-    budget = None if options.memory is None else parse_memory("train: memory", options.memory, device)
     started_group = start_group(device)
+    with lock_folder(output):
+        stop = run(options, output, device)
+    if started_group:
+        dist.destroy_process_group()
+        if device.type == "cpu":  # Python aborts if it exits while a thread of gloo still frees a tensor
+            time.sleep(0.2)
+    stop.leave()
+
+
+def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
+    """`train` in a prepared folder and process group; returns the signals that it has received."""
+    # Budget, mesh and seed: whatever can fail before a large model is loaded.
+    budget = None if options.memory is None else parse_memory("train: memory", options.memory, device)
     mesh = make_mesh(options, device)
     data_rank, data_ranks = mesh["dp"].get_local_rank(), mesh["dp"].size()
     seed_all(options.seed + data_rank, deterministic=options.deterministic)
@@ -104,7 +131,8 @@ def train(options: TrainOptions) -> None:
     progress = Progress(options, data, objective)
     updates = Updates(model, options, plan, progress, dtype)
     parts = (model, updates.optimizer, updates.scheduler, loader, updates.scaler)
-    start = load_state(output, *parts) or 0
+    settings = fixed_settings(options, objective)
+    start = load_state(output, *parts, settings=settings) or 0
     progress.resume(start)
     updates.resume(start)
     steps = progress.steps
@@ -118,12 +146,14 @@ def train(options: TrainOptions) -> None:
     announce(options, model, data, plan, progress, start)
     log = Log(output, start, steps, device, data_ranks, report_to=options.report_to, options=asdict(options))
 
-    checkpoints, stop = Checkpoints(output, options.keep, parts), Stop()
+    checkpoints, stop = Checkpoints(output, options.keep, parts, settings), Stop()
+    finite = FiniteChecks(updates.trained, updates.scaler, options.data, checkpoints.newest)
     loaded, batches = endless(loader), list[Batch]()
     for step in range(start + 1, steps + 1):
         # Batches. Some objectives take several steps on the same ones.
         if not batches or (step - 1) % objective.repeats == 0:
-            batches = [objective.batch(model, next(loaded)) for _ in range(options.accumulate)]
+            objective.accumulate = progress.next_batches()
+            batches = [objective.batch(model, next(loaded)) for _ in range(objective.accumulate)]
             operations = flops(model, batches)
             batches = [to_device(batch, device, model) for batch in batches]
         log.count(batches, operations)
@@ -137,6 +167,7 @@ def train(options: TrainOptions) -> None:
             loss += batch_loss.detach()
             add_metrics(metrics, batch_metrics)
         lr, norm = updates.step()
+        finite.watch(step, loss, norm)
 
         # Log, evaluation, sample. The log's rates leave out the time of everything but training.
         is_last, is_stopping = step == steps, stop.check() and step % objective.repeats == 0
@@ -148,6 +179,9 @@ def train(options: TrainOptions) -> None:
             if updates.scaler.is_enabled():
                 values["loss_scale"] = updates.scaler.get_scale()
             log.write(step, epochs=progress.epochs_read(), **values, **log.rates())
+            finite.check()
+            if norm is None:  # gradients that nobody has seen may not be finite although the loss is
+                finite.check_weights(step)
         if step % options.eval_every == 0 or is_last:
             if eval_data is not None:
                 log.write(step, **evaluate(model, eval_data, device, objective))
@@ -159,7 +193,8 @@ def train(options: TrainOptions) -> None:
         # Checkpoint, in the background.
         if step % options.save_every == 0 or is_last or is_stopping:
             checkpoints.finish()
-            updates.check_finite(step, loss, norm)
+            finite.check()
+            finite.check_weights(step)
             checkpoints.save(step)
             log.restart()
         log.bar.update()
@@ -173,12 +208,9 @@ def train(options: TrainOptions) -> None:
     if stop.signal:
         say(f"Stopped after step {step} of {steps}, which is saved in {output}. The same command goes on from there.")
     else:
+        finite.check_weights(max(start, steps))
         export(options, model, output)
-    if started_group:
-        dist.destroy_process_group()
-        if device.type == "cpu":  # Python aborts if it exits while a thread of gloo still frees a tensor
-            time.sleep(0.2)
-    stop.leave()
+    return stop
 
 
 def prepare_paths(options: TrainOptions) -> Path:
@@ -186,6 +218,7 @@ def prepare_paths(options: TrainOptions) -> Path:
 
     Raises:
         ValueError: a path of the data does not exist, or the output is a file.
+        OSError: the folder cannot be created.
     """
     for path in (*options.data, *options.eval_data):
         exists = Path(path).exists() or path.startswith(PREFIX)
@@ -197,6 +230,11 @@ def prepare_paths(options: TrainOptions) -> Path:
     except FileExistsError:
         message = f"train: output must be a folder, or not exist, got the file {output}. Name another."
         raise ValueError(message) from None
+    except OSError as error:
+        raise OSError(
+            f"train: output must be a folder that can be written, got {output}: {error}. Check its permissions, or "
+            "name another folder."
+        ) from error
     return output
 
 
@@ -269,19 +307,31 @@ class Progress:
 
     def __init__(self, options: TrainOptions, data: PackedDataset, objective: Objective) -> None:
         self._options, self._data, self._repeats = options, data, objective.repeats
-        self._epoch_steps = options.epochs * len(data) / options.accumulate * objective.repeats
-        self.steps = options.steps or math.ceil(self._epoch_steps)
+        self._batches = math.ceil(round(options.epochs * len(data), 6))  # in all epochs
+        self._epoch_steps = self._batches / options.accumulate * objective.repeats
+        self.steps = options.steps or math.ceil(self._batches / options.accumulate) * objective.repeats
 
     def resume(self, start: int) -> None:
         """Take up the run after step ``start``: epochs end with the data, even if earlier steps had another size."""
-        data, options = self._data, self._options
-        read_steps = data.passed / (data.ranks * options.batch_size * options.accumulate) * self._repeats
-        if options.steps is None and read_steps != start:
-            self.steps = start + max(math.ceil(self._epoch_steps - read_steps), 0)
+        read_steps = self._batches_read() / self._options.accumulate * self._repeats
+        if self._options.steps is None and read_steps != start:
+            self.steps = start + max(math.ceil(round(self._epoch_steps - read_steps, 6)), 0)
+
+    def _batches_read(self) -> float:
+        return self._data.passed / (self._data.ranks * self._options.batch_size)
+
+    def next_batches(self) -> int:
+        """Number of batches of the next step; in the last one of the epochs only those that are left of them."""
+        if self._options.steps is not None:
+            return self._options.accumulate
+        left = math.ceil(round(self._batches - self._batches_read(), 6))
+        return max(min(left, self._options.accumulate), 1)
 
     @property
     def epochs(self) -> float:
         """Passes through the data in all steps."""
+        if self._options.steps is None:
+            return self._batches / len(self._data)
         return self.steps * self._options.accumulate / len(self._data) / self._repeats
 
     def epochs_read(self) -> float:
@@ -290,15 +340,21 @@ class Progress:
 
 
 class Updates:
-    """The optimizer with its learning rates, loss scale and gradient clipping."""
+    """The optimizer with its learning rates, loss scale and gradient clipping.
+
+    Attributes:
+        trained: the trained parameters.
+        scaler: the loss scale; it is enabled in float16 only.
+    """
 
     def __init__(
         self, model: CausalLM, options: TrainOptions, plan: MemoryPlan | None, progress: Progress, dtype: torch.dtype
     ) -> None:
         self._options, self._progress = options, progress
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._in_backward = plan is not None and plan.in_backward
         self.optimizer = make_optimizer(model, options, plan)
+        check_groups(model, self.optimizer)
         self._groups = [{name: group[name] for name in ("lr", "weight_decay")} for group in self.optimizer.param_groups]
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: self._share(step))
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)
@@ -329,26 +385,13 @@ class Updates:
         The norm is None if the optimizer has stepped in the backward, which never sees all gradients.
         """
         self.scaler.unscale_(self.optimizer)
-        norm = None if self._in_backward else clip_grad_norm_(self._trained, self._options.max_norm)
+        norm = None if self._in_backward else clip_grad_norm_(self.trained, self._options.max_norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()
         self.optimizer.zero_grad()
         return lr, norm
-
-    def check_finite(self, step: int, loss: Tensor, norm: Tensor | None) -> None:
-        """Raise ValueError if the norm, or without one the loss, is not finite: the weights are not worth saving.
-
-        An overflow in float16 halves the loss scale and skips the step; but a scale below 1 is not the cause of it.
-        """
-        name, value = ("loss", loss) if norm is None else ("norm of the gradients", norm)
-        overflowed = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
-        if not math.isfinite(value) and not overflowed:
-            raise ValueError(
-                f"train: the {name} must be finite to save step {step}, got {value.item()}. Resume from the last "
-                "checkpoint with a lower lr, or inspect the data of that step."
-            )
 
 
 class Checkpoints:
@@ -358,10 +401,11 @@ class Checkpoints:
         output: folder of the run.
         keep: number of checkpoints to keep.
         parts: the arguments of `save_state` from the model on.
+        settings: that argument of `save_state`.
     """
 
-    def __init__(self, output: Path, keep: int, parts: Sequence[Any]) -> None:
-        self._output, self._keep, self._parts = output, keep, parts
+    def __init__(self, output: Path, keep: int, parts: Sequence[Any], settings: Mapping[str, Any]) -> None:
+        self._output, self._keep, self._parts, self._settings = output, keep, parts, settings
         self._saving: Future[None] | None = None
 
     def finish(self) -> None:
@@ -369,9 +413,15 @@ class Checkpoints:
         if self._saving is not None:
             self._saving.result()
 
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, after the one that is being written."""
+        self.finish()
+        return newest_checkpoint(self._output)
+
     def save(self, step: int) -> None:
         """Copy the state after ``step``, and begin to write it."""
-        self._saving = save_state(self._output, step, *self._parts, background=True, keep=self._keep)
+        options: dict[str, Any] = {"keep": self._keep, "settings": self._settings}
+        self._saving = save_state(self._output, step, *self._parts, background=True, **options)
 
 
 def announce(
@@ -384,11 +434,15 @@ def announce(
         peak = estimate_step(options, model).peak(options.checkpointing or "selective", options.accumulate)
     ranks, steps, epochs = dist.get_world_size(), progress.steps, progress.epochs
     say(*banner(model, options, ranks=ranks, memory=peak, start=start, steps=steps, epochs=epochs))
+    if changes := changed_options(options, start):
+        say(f"changed     {'; '.join(changes)}")
     if plan is not None and is_first_rank:
         say(*str(plan).splitlines())
         (output / "memory.json").write_text(json.dumps({**asdict(plan), "peak": plan.peak}, indent=2) + "\n")
     if is_first_rank:
         say(f"data        {data.describe()}")
+    if warning := warn_of_few_steps(options, steps, ranks):
+        say(warning)
     if warning := check_turn_end(model):
         say(warning)
 
@@ -538,19 +592,28 @@ def make_optimizer(model: CausalLM, options: TrainOptions, plan: MemoryPlan | No
 
 
 def parameter_groups(model: CausalLM, options: TrainOptions) -> list[dict[str, Any]]:
-    """The trained parameters in the optimizer's groups: matrices, vectors without weight decay, and B of LoRA+."""
+    """The trained parameters in the optimizer's groups: matrices, those without weight decay, and B of LoRA+."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ratio = options.lora_plus_ratio
     raised = {name: parameter for name, parameter in trained.items() if ratio and name.endswith("lora_B")}
-    others = [parameter for name, parameter in trained.items() if name not in raised]
+    others = {name: parameter for name, parameter in trained.items() if name not in raised}
+    decayed, undecayed = split_by_decay(others)
     settings: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
-    groups = [
-        {**settings, "params": [parameter for parameter in others if parameter.dim() > 1]},
-        {**settings, "params": [parameter for parameter in others if parameter.dim() == 1], "weight_decay": 0.0},
-    ]
+    groups = [{**settings, "params": decayed}, {**settings, "params": undecayed, "weight_decay": 0.0}]
     if ratio is not None:
         groups.append({**settings, "params": [*raised.values()], "lr": options.lr * ratio})
     return groups
+
+
+def check_groups(model: CausalLM, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError unless each trained parameter is in one group of the optimizer, once."""
+    counts = Counter(parameter for group in optimizer.param_groups for parameter in group["params"])
+    wrong = [name for name, parameter in model.named_parameters() if counts[parameter] != parameter.requires_grad]
+    if wrong:
+        raise ValueError(
+            "train: each trained parameter must be in one group of the optimizer, and no other parameter, got "
+            f"{', '.join(wrong[:3])}{', ...' * (len(wrong) > 3)}. Correct make_optimizer."
+        )
 
 
 @torch.no_grad()
@@ -595,13 +658,25 @@ def cosine(step: int, warmup: int, steps: int, floor: float) -> float:
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def main(arguments: Sequence[str] | None = None, command: str | None = None) -> None:
-    """Read the options and train. Exits with 130 or 143 if SIGINT or SIGTERM has stopped it."""
+def main(arguments: Sequence[str] | None = None, command: str | None = None, *, standalone: bool = True) -> None:
+    """Read the options and train. Exits with 130 or 143 if SIGINT or SIGTERM has stopped it.
+
+    Args:
+        arguments: default: the arguments of the process.
+        command: name of the command in messages. Default: that of the process.
+        standalone: exit with 1 and one line for an error that its message explains. False raises it.
+    """
     options = read_options(TrainOptions, arguments, command)
     try:
         train(options)
     except KeyboardInterrupt:
         sys.exit(130)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        lost = any(words in str(error) for words in LOST_RANK)
+        if not standalone or (isinstance(error, RuntimeError) and not lost):  # of PyTorch: the traceback says where
+            raise
+        message = f"another process of the run has ended. Look for its error. ({error})" if lost else str(error)
+        sys.exit(f"error on rank {os.environ.get('RANK', 0)}: {message}")
 
 
 if __name__ == "__main__":

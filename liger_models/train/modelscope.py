@@ -4,7 +4,7 @@ import importlib
 import os
 from typing import Any
 
-from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank
+from liger_models.distributed.ranks import is_distributed, long_work, raise_on_all_ranks, rank
 
 PREFIX = "modelscope:"
 
@@ -25,7 +25,7 @@ def fetch(name: str, *, dataset: bool = False) -> str:
         return name
     folder, first = "", not is_distributed() or int(os.environ.get("LOCAL_RANK", rank())) == 0
     for turn in (True, False):
-        with raise_on_all_ranks():
+        with raise_on_all_ranks(), long_work("download"):
             if first == turn:
                 folder = _download(name.removeprefix(PREFIX), dataset)
     return folder

@@ -14,7 +14,7 @@ from liger_models.kernels.optimizer.newton_schulz import newton_schulz
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.linear import is_sharded, local
 from liger_models.parallel.matrices import SharedMatrices
-from liger_models.train.optimizer import LigerAdamW
+from liger_models.train.optimizer import LigerAdamW, split_by_decay
 
 SCALES = {
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
@@ -43,9 +43,9 @@ class LigerMuon(LigerAdamW):
 
     Args:
         model: sharded already, if it is to be. Its trainable parameters are optimized, in three groups: the matrices,
-            with ``momentum``; embeddings, head and others; and vectors, without weight decay.
+            with ``momentum``; embeddings, head and others; and vectors and biases, without weight decay.
         lr: learning rate of the matrices. With "match_rms_adamw", one that suits AdamW.
-        weight_decay: λ of everything except vectors.
+        weight_decay: λ of everything except vectors and biases.
         momentum: μ.
         nesterov: look one step of the momentum ahead.
         adjust_lr_fn: "match_rms_adamw" or "original": s, under torch's names.
@@ -110,12 +110,14 @@ class LigerMuon(LigerAdamW):
         self._rows = {
             weight: matrix_rows(entries.get(name, Name(name)), weight.shape) for name, weight in matrices.items()
         }
-        others = [weight for weight in trained.values() if weight not in self._rows]
+        decayed, undecayed = split_by_decay(
+            {name: weight for name, weight in trained.items() if weight not in self._rows}
+        )
         rest = {"lr": lr if adamw_lr is None else adamw_lr}
         groups: list[dict[str, Any]] = [
             {"params": [*self._rows], "momentum": momentum},
-            {"params": [weight for weight in others if weight.dim() > 1], **rest},
-            {"params": [weight for weight in others if weight.dim() <= 1], **rest, "weight_decay": 0.0},
+            {"params": decayed, **rest},
+            {"params": undecayed, **rest, "weight_decay": 0.0},
         ]
         super().__init__(
             groups, lr, betas, eps, weight_decay, stochastic_rounding=stochastic_rounding, state_dtype=state_dtype,

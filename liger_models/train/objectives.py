@@ -26,6 +26,7 @@ from liger_models.losses.kto import LigerFusedLinearKTOLoss
 from liger_models.losses.orpo import LigerFusedLinearORPOLoss
 from liger_models.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_models.losses.tvd import LigerFusedLinearTVDLoss
+from liger_models.parallel.checksum import weight_checksum
 from liger_models.parallel.fsdp import reshard
 from liger_models.parallel.step import mean_over_ranks, targets_per_rank
 from liger_models.text.tokenizer import Tokenizer
@@ -69,6 +70,12 @@ class Reference:
         if not self.by_adapters:
             self.model = load(self.name)
 
+    def frozen_models(self) -> dict[str, str]:
+        """See `Objective.frozen_models`."""
+        if self.model is not None:
+            return {"reference model": weight_checksum(self.model.named_parameters())}
+        return {"reference model": "the model without adapters"} if self.by_adapters else {}
+
     @torch.no_grad()
     def __call__(self, model: CausalLM, run: Callable[[CausalLM], Tensor]) -> Tensor:
         """The result of ``run`` for the reference of ``model``."""
@@ -107,6 +114,10 @@ class Objective:
 
     def prepare(self, model: CausalLM, load: Load) -> None:
         """Load what is needed besides the model."""
+
+    def frozen_models(self) -> dict[str, str]:
+        """What the loss needs besides the model -> a checksum of its weights. Every rank must call it."""
+        return {}
 
     def dataset(self, source: Any, model: CausalLM, *, overflow: str | None, **options: Any) -> PackedDataset:
         """The data of the run. Every rank must call it."""
@@ -167,6 +178,10 @@ class Compared(Objective):
         self.function = type(self).make(**self.settings, **head)
         if self.needs_reference:
             self.reference.prepare(load)
+
+    def frozen_models(self) -> dict[str, str]:
+        """See `Objective.frozen_models`."""
+        return self.reference.frozen_models() if self.needs_reference else {}
 
     def dataset(self, source: Any, model: CausalLM, *, overflow: str | None, **options: Any) -> PackedDataset:
         """See `Objective.dataset`."""
@@ -322,6 +337,10 @@ class DistillObjective(Objective):
             f"{prefix}{name}": getattr(head, name) for prefix, head in heads for name in ("softcap", "logit_scale")
         }
         self.function = self.make(**self.settings, **scales)
+
+    def frozen_models(self) -> dict[str, str]:
+        """See `Objective.frozen_models`."""
+        return {"teacher": weight_checksum(self.teacher.named_parameters())}
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
         """See `Objective.loss`."""

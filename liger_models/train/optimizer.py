@@ -1,7 +1,7 @@
 """AdamW in one kernel launch for all parameters, optionally inside the backward or with moments in host memory."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -260,6 +260,17 @@ def _wrapped(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         for key, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
+
+
+def split_by_decay(parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters by name -> those that weight decay suits, and the others: vectors, numbers, and biases of any shape.
+
+    The biases of experts are matrices [X, O], of which each row is the bias of an expert.
+    """
+    decayed, others = list[Tensor](), list[Tensor]()
+    for name, parameter in parameters.items():
+        (decayed if parameter.dim() > 1 and not name.endswith("bias") else others).append(parameter)
+    return decayed, others
 
 
 def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:

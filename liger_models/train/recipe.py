@@ -14,6 +14,7 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.memory.estimate import TrainingMemory
 from liger_models.memory.plan import usable_share
 from liger_models.train.report import estimate
+from liger_models.train.train_options import LEARNING_RATES
 
 METHODS = {"full": "all weights", "lora": "LoRA", "4bit": "LoRA on 4-bit weights"}
 """Methods, the one that trains the most first -> what they train."""
@@ -23,7 +24,6 @@ STEP_TOKENS, MOST_TOKENS, ENOUGH_TOKENS = 65536, 16384, 4096
 """Tokens of an optimizer step, the most of a batch, and the number from which larger batches are hardly faster."""
 RANK = 16
 """Rank of the adapters."""
-LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
 
 
 class Recipe(NamedTuple):

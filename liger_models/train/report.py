@@ -26,10 +26,13 @@ from liger_models.layers.linear import is_sharded, local
 from liger_models.memory.estimate import TrainingMemory, training_memory, with_parameters
 from liger_models.parallel.fsdp import reshard
 from liger_models.train.moments import moment_dtype
+from liger_models.train.objective_options import make_objective
 from liger_models.train.train_options import TrainOptions
 
 WIDTH = 100
 """Columns of the screen."""
+FEW_STEPS = 30
+"""Steps of a run below which smaller steps are advised."""
 HEADER_EVERY = 25
 """Lines after which the names of the columns are repeated."""
 SAMPLE_TOKENS = 64
@@ -237,6 +240,18 @@ def estimate(
         gathered += max(made, default=0)
     of_rank = with_parameters(step, model, {each: bytes_of(each) for each in model.parameters()}, moments)
     return of_rank._replace(temporary=gathered)
+
+
+def warn_of_few_steps(options: TrainOptions, steps: int, ranks: int) -> str | None:
+    """A warning if the epochs have few steps because each takes many batches; None otherwise."""
+    sequences = options.batch_size * options.accumulate * (ranks // options.sharing)
+    if options.steps is not None or steps >= FEW_STEPS or options.batch_size * options.accumulate == 1:
+        return None
+    unit = "examples" if make_objective(options).compares else f"sequences of {options.length:,} tokens"
+    return (
+        f"warning: the epochs have only {steps} steps of {sequences} {unit}, in which little is learned. Lower "
+        f"accumulate ({options.accumulate}) or batch_size ({options.batch_size}), or raise epochs ({options.epochs:g})."
+    )
 
 
 def check_turn_end(model: CausalLM) -> str | None:

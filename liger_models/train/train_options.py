@@ -21,6 +21,8 @@ from liger_models.train.options import check_options, option
 
 DTYPES = dict.fromkeys(("dtype", "export_dtype"), (torch.float32, torch.bfloat16, torch.float16))
 """The allowed dtypes of options."""
+LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
+"""What is trained -> the highest learning rate. Adapters start at zero and need the larger one."""
 STORED = "lora_4bit", "lora_float8", "lora_keep_float8"
 """The options that store the weights under adapters in fewer bits."""
 
@@ -64,10 +66,14 @@ class DataOptions:
 class OptimizerOptions:
     """Optimizer and precision."""
 
-    lr: float = option("highest learning rate", 2e-5, more_than=0)
+    lr: float = option(
+        "highest learning rate; default: 2e-5, or 2e-4 for adapters with objectives sft, pretrain and distill",
+        None,
+        more_than=0,
+    )
     warmup: float = option("fraction of the steps in which the learning rate rises", 0.03, is_share=True)
     min_lr: float = option("fraction of lr at which the cosine ends", 0.1, is_share=True)
-    weight_decay: float = option("weight decay of matrices; vectors have none", 0.1, at_least=0)
+    weight_decay: float = option("weight decay of matrices; vectors and biases have none", 0.1, at_least=0)
     optimizer: str = option(
         "adamw, or muon: Muon for the weights of linear layers, AdamW for the rest", "adamw", choices=("adamw", "muon")
     )
@@ -161,6 +167,9 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
                 "TrainOptions: tensorboard is deprecated. Write report_to: [tensorboard].", FutureWarning, stacklevel=2
             )
             self.report_to, self.tensorboard = [*{*self.report_to, "tensorboard"}], False
+
+        learns_texts = self.objective in ("sft", "pretrain", "distill")
+        self.lr = self.lr or LEARNING_RATES["lora" if self.lora_r and learns_texts else "full"]
 
         # Options that exclude each other.
         self._check_names()

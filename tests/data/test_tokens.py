@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from liger_models.data import tokens
 from liger_models.data.tokens import TokenFile
 
 from ..processes import environment, run
@@ -175,3 +176,23 @@ def test_a_full_disk_is_named(make, tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"the token cache .*cache must have room for the tokens, got: .*No space left"):
         make(write(tmp_path / "a.jsonl", texts(3)))
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_unchanged_tokens_are_verified_once(make, tmp_path, monkeypatch):
+    """Not by later runs, nor by other hosts that share the cache; changed ones are read again."""
+    reads, crc32 = [], tokens.zlib.crc32
+    monkeypatch.setattr(tokens.zlib, "crc32", lambda *given: reads.append(1) or crc32(*given))
+    path = write(tmp_path / "a.jsonl", texts(3))
+    make(path)
+    counts = []
+    for _ in range(3):
+        reads.clear()
+        make(path)
+        counts.append(len(reads))
+    assert counts[0] > 0 == counts[1] == counts[2]
+    (folder,) = (tmp_path / "cache").iterdir()
+    content = bytearray((folder / "ids.bin").read_bytes())
+    content[0] ^= 1
+    (folder / "ids.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=r"ids\.bin with other bytes"):
+        make(path)

@@ -408,11 +408,11 @@ def test_unknown_arguments_are_named(model):
 
 
 @pytest.mark.parametrize("case", [("llama", "dynamic"), ("phi3", "longrope-partial")], ids="-".join)
-def test_positions_that_depend_on_the_longest_row_are_refused(case):
+def test_frequencies_that_change_while_a_row_grows_are_refused(case):
     model = family(*case)
     found = rollout(model, [[3, 4], [5]], max_new_tokens=3, eos_token_id=[])
     assert_alone(model, [[3, 4], [5]], [3, 3], found)
-    with pytest.raises(ValueError, match=r"must not exceed \d+ tokens, beyond which the frequencies"):
+    with pytest.raises(ValueError, match=r"must not exceed \d+ tokens, beyond which \w+ rotates cached keys"):
         rollout(model, [[3, 4], [5]], max_new_tokens=300)
 
 

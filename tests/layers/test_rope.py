@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 
+from liger_models import LigerLlama, LlamaConfig
 from liger_models.arch import get_arch
 from liger_models.convert.config_map import read_config
 from liger_models.layers.rope import (
@@ -101,7 +102,7 @@ def test_frequencies_of_released_checkpoints(path, name, oracle):
     assert rotary.attention_factor == oracle["attention_scaling"]
     if "inv_freq_long" in oracle:
         long = rotary.frequencies(torch.tensor([[0, config.rope_scaling.original_max_position_embeddings]]))
-        torch.testing.assert_close(long, torch.tensor(oracle["inv_freq_long"]), rtol=2e-7, atol=0)
+        torch.testing.assert_close(long[0, 0], torch.tensor(oracle["inv_freq_long"]), rtol=2e-7, atol=0)
 
 
 def test_frequencies_survive_casts_and_meta():
@@ -140,3 +141,72 @@ def test_longrope_needs_a_divisor_per_frequency():
     scaling = LongRopeScaling(short_factor=SHORT, long_factor=LONG[:-1], original_max_position_embeddings=64)
     with pytest.raises(ValueError, match=r"one entry for each of the 32 frequencies, got 31"):
         RotaryEmbedding(64, scaling=scaling)
+
+
+LENGTHS = {
+    "longrope": LongRopeScaling(
+        short_factor=[1.0, 1.5, 2.0, 3.0], long_factor=[2.0, 4.0, 8.0, 16.0], original_max_position_embeddings=16
+    ),
+    "dynamic": DynamicScaling(factor=4.0),
+}
+
+
+def with_lengths(scaling) -> LigerLlama:
+    """A model of two layers whose frequencies depend on the length of a document from 17 tokens on."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=16 if isinstance(scaling, DynamicScaling) else 64, rope_scaling=scaling,
+        initializer_range=0.3,
+    )  # fmt: skip
+    return LigerLlama.from_config(config)
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_frequencies_are_those_of_each_document(kind):
+    """Packed, in rows of a padded batch, and one token after the other: as each document alone."""
+    model = with_lengths(LENGTHS[kind])
+    sizes = [8, 17, 5, 30]
+    documents = [torch.randint(2, 50, (1, size)) for size in sizes]
+    alone = [model(document).logits[0] for document in documents]
+
+    bounds = torch.tensor([0, *sizes]).cumsum(0)
+    packed = model(torch.cat(documents, 1), cu_seqlens=bounds).logits[0]
+    torch.testing.assert_close(packed, torch.cat(alone), atol=2e-5, rtol=2e-5)
+    again = model(torch.cat([documents[0], documents[2]], 1), cu_seqlens=torch.tensor([0, 8, 13])).logits[0]
+    torch.testing.assert_close(packed[:8], again[:8], atol=2e-5, rtol=2e-5)
+
+    for pad in ((0, 1), (1, 0)):  # on the right, and on the left
+        rows, mask = torch.zeros(4, 30, dtype=torch.int64), torch.zeros(4, 30, dtype=torch.int64)
+        for row, document in enumerate(documents):
+            start = pad[0] * (30 - document.shape[1])
+            rows[row, start : start + document.shape[1]] = document
+            mask[row, start : start + document.shape[1]] = 1
+        out = model(rows, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        torch.testing.assert_close(out[mask.bool()], torch.cat(alone), atol=2e-5, rtol=2e-5)
+
+    for rotary in model.rotary.values():
+        rotary.by_document = False
+    whole = model(torch.cat(documents, 1), cu_seqlens=bounds).logits[0]
+    assert (whole[:8] - alone[0]).abs().max() > 1e-3  # as in transformers
+    torch.testing.assert_close(whole[-30:], alone[-1], atol=2e-5, rtol=2e-5)
+
+
+def test_the_cache_is_computed_anew_where_each_row_gets_long():
+    """Rows of a batch cross the original length one after the other."""
+    model = with_lengths(LENGTHS["longrope"]).eval()
+    prompts = [torch.randint(2, 50, (size,)).tolist() for size in (3, 9, 14, 20)]
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": []}
+    together = model.generate(prompts, **options)[:, -16:]
+    for row, prompt in zip(together, prompts, strict=True):
+        assert model.generate(prompt, **options)[0, -16:].equal(row)
+        assert model.generate(prompt, **options, use_cache=False)[0, -16:].equal(row)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_frequencies_of_documents_in_one_graph(kind):
+    model = with_lengths(LENGTHS[kind])
+    ids, bounds = torch.randint(2, 50, (1, 40)), torch.tensor([0, 8, 25, 40])
+    compiled = torch.compile(lambda: model(ids, cu_seqlens=bounds).logits, fullgraph=True)
+    torch.testing.assert_close(compiled(), model(ids, cu_seqlens=bounds).logits, atol=1e-5, rtol=1e-5)

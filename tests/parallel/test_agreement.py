@@ -231,3 +231,66 @@ def test_balance_of_a_step(two):
             assert_same(got["gradients"], right["gradients"])
     sums = [result["loss"].item() for result in results]
     assert max(sums) < 1.1 * min(sums)  # it does not grow with the number of batches
+
+
+def copies_that_nothing_averages(expected: dict[str, torch.Tensor]) -> None:
+    """Ranks with copies of the same shards, on a mesh of which a dimension was left out."""
+    rank = dist.get_rank()
+    mesh = mesh_with("tp")
+    inputs = share(batch(0), mesh["dp"].get_local_rank(), mesh["dp"].size())
+    for given in (mesh, mesh["tp"]):
+        model = apply_tp(tiny(), given)
+        with pytest.raises(
+            ValueError, match=r"after apply_tp must be averaged over all ranks, \[.*\] among them.* apply_"
+        ):
+            model(**inputs).loss.backward()
+        apply_tp(tiny(), given, averaged=True)(**inputs).loss.backward()
+        hand_written(apply_tp(tiny(), given), mesh["dp"])(**inputs).loss.backward()
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    for name in ("copies", "parts"):
+        model = apply_fsdp(tiny(), hybrid[name], param_dtype=None)
+        with pytest.raises(
+            ValueError, match="after apply_fsdp must be averaged over all ranks with copies of its weights"
+        ):
+            step(model, rank, 4)
+        with torch.no_grad():
+            assert model(**batch(0)).loss.isfinite()
+        step(apply_fsdp(tiny(), hybrid[name], param_dtype=None, averaged=True), rank, 4)
+    # Two models on two ranks each, as the caller wants.
+    alone = DeviceMesh.from_group(hybrid["parts"].get_group(), "cpu")
+    step(apply_fsdp(tiny(), alone, param_dtype=None), rank % 2, 2)
+    assert_same(step(apply_fsdp(tiny(), hybrid, param_dtype=None), rank, 4), expected)
+
+
+@pytest.mark.slow
+def test_copies_that_nothing_averages(four):
+    four(copies_that_nothing_averages, step(tiny()))
+
+
+def other_weights() -> None:
+    """The last rank has another seed, or another checkpoint."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    for apply in (
+        apply_fsdp,
+        lambda model: apply_fsdp(apply_tp(model, mesh_with("tp")), mesh_with("tp")),
+        lambda model: apply_fsdp(apply_cp(model, mesh_with("cp"))),
+    ):
+        model = tiny()
+        if rank == last:
+            with torch.no_grad():
+                model.layers[1].mlp.down_proj.weight.mul_(1.5)
+        model = apply(model)
+        saved = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        message = (
+            f"down_proj.weight must be the same on all ranks, .* of checksum .* on rank 0 .* on rank {last}. Create"
+        )
+        with pytest.raises(ValueError, match=message):
+            model(**batch(0))
+        with torch.no_grad():  # weights that are loaded afterwards are not those that were compared
+            for name, parameter in model.named_parameters():
+                parameter.copy_(saved[name])
+        model(**batch(0))
+
+
+def test_another_seed_or_checkpoint(two):
+    two(other_weights)

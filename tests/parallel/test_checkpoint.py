@@ -341,3 +341,77 @@ def test_experts_in_mxfp4(two, tmp_path):
         blocks = "model.layers.0.mlp.experts.down_proj_blocks"
         assert result["bytes"][blocks] == stored[blocks].nbytes // 2
     assert_same_bits(read_tensors(tmp_path / "saved"), stored)
+
+
+def save_by_turns(folder: Path) -> list[str]:
+    """The files that this rank writes."""
+    model, written, save_one = apply_fsdp(tiny()), [], save.save_file
+
+    def write(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> None:
+        written.append(Path(path).name)
+        save_one(tensors, path, **options)
+
+    with mock.patch.object(save, "save_file", write), mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        model.save_pretrained(folder, max_shard_size=10_000)
+    return written
+
+
+def fail_by_turns(folder: Path) -> None:
+    """The rank that does not lead cannot write one of its files."""
+
+    def write(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> None:
+        raise OSError(28, f"No space left on device on rank {dist.get_rank()}")
+
+    model = apply_fsdp(tiny())
+    failing = mock.patch.object(save, "save_file", write) if dist.get_rank() == 1 else nullcontext()
+    told = pytest.raises(OSError, match="No space left on device on rank 1")
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"), told, failing:
+        model.save_pretrained(folder, max_shard_size=10_000)
+
+
+def test_ranks_of_a_host_write_files_in_turn(two, tmp_path):
+    first, second = two(save_by_turns, tmp_path / "ranks")
+    assert first
+    assert second
+    assert not {*first} & {*second}
+    tiny().save_pretrained(tmp_path / "one", max_shard_size=10_000)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "ranks").iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()
+    }
+    two(fail_by_turns, tmp_path / "failed")
+    assert not (tmp_path / "failed").exists()
+
+
+def load_another_checkpoint(folders: list[Path]) -> None:
+    with pytest.raises(
+        ValueError, match="must hold the same checkpoint on all ranks, got another one on rank 1 than on"
+    ):
+        load("llama", folders[dist.get_rank()], shard=apply_fsdp)
+
+
+def open_what_is_needed(folder: Path) -> list[int]:
+    """How many files a rank opens: only rank 0 opens all of them at first."""
+    opened: list[str] = []
+    open_one = files.safe_open
+
+    def count(path: str, *arguments: Any, **options: Any) -> Any:
+        opened.append(path)
+        return open_one(path, *arguments, **options)
+
+    with mock.patch.object(files, "safe_open", count):
+        load("llama", folder, shard=apply_fsdp)
+    return [len(opened), len({*opened})]
+
+
+def test_ranks_have_the_same_checkpoint_and_open_what_they_need(two, tmp_path):
+    for seed, name in enumerate(("one", "other")):
+        torch.manual_seed(seed)
+        tiny().save_pretrained(tmp_path / name, max_shard_size=10_000)
+    model = LigerLlama.from_pretrained(tmp_path / "other", progress=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    model.save_pretrained(tmp_path / "other", max_shard_size=10_000)
+    two(load_another_checkpoint, [tmp_path / "one", tmp_path / "other"])
+    (first, of_first), (second, _) = two(open_what_is_needed, tmp_path / "one")
+    assert first - second == of_first == len([*(tmp_path / "one").glob("*.safetensors")]) > 2

@@ -399,3 +399,25 @@ def test_each_rank_quantizes_its_experts_to_the_same_weights(two, dtype, number,
     for found in two(experts_loaded, str(tmp_path), dtype, True):
         for mine, its in zip(found, want, strict=True):
             assert_same_bits(mine, its)
+
+
+def under_ddp(dtype: str, with_adapters: bool) -> None:
+    """DistributedDataParallel broadcasts neither codes nor scales, and trains the adapters."""
+    model = apply_lora(tiny(**SIZES), LoRAConfig(**CONFIG)) if with_adapters else tiny(**SIZES)
+    model = quantize_base(model, dtype=dtype)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    assert all(parameter.equal(before[name]) for name, parameter in model.named_parameters())
+    inputs = share(batch(0), dist.get_rank(), 2)
+    wrapped(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss.backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            mine = parameter.grad.clone()
+            dist.broadcast(mine, 0)
+            assert mine.equal(parameter.grad)
+
+
+@DTYPES
+@pytest.mark.parametrize("with_adapters", [True, False])
+def test_distributed_data_parallel(two, dtype, with_adapters):
+    two(under_ddp, dtype, with_adapters)

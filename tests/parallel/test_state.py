@@ -4,6 +4,7 @@ import random
 import shutil
 import threading
 import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from liger_models import LigerLlama, LigerMistral, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch.mistral import MistralConfig
-from liger_models.parallel import apply_fsdp, load_state, save_state
+from liger_models.parallel import apply_fsdp, load_state, save_state, state
 
 from ..processes import FORKSERVER, start_forkserver
 from .models import batch, make_optimizer, share, tiny, whole
@@ -300,7 +300,7 @@ def test_errors_of_a_save_in_the_background(tmp_path):
         go.wait()
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(dcp.FileSystemWriter, "write_data", fail):
+    with mock.patch.object(state._Writer, "write_data", fail):
         done = save_state(tmp_path, 1, *run.parts, background=True)
         with pytest.raises(ValueError, match=r"Call its result\(\) first"):
             save_state(tmp_path, 2, *run.parts)
@@ -384,7 +384,7 @@ def test_other_adapters_or_other_weights_under_them(tmp_path):
         (tiny(), r"adapters None instead of LoRAConfig"),
         (adapted(r=4, lora_alpha=16), r"adapters\.lora_alpha 16 instead of 8\. Resume"),
         (adapted(r=2, lora_alpha=8), r"adapters\.r 2 instead of 4\. Resume"),
-        (adapted(1, r=4, lora_alpha=8), r"got checksum of the frozen weights"),
+        (adapted(1, r=4, lora_alpha=8), r"got checksum of the weights under the adapters"),
     ):
         with pytest.raises(ValueError, match=message):
             load_state(tmp_path, model)
@@ -425,6 +425,59 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it(tmp_path, file, how
         load_state(tmp_path, *run.parts, step=1)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("file", FILES)
+def test_overwritten_bytes(tmp_path, file, share):
+    """Wherever they are: PyTorch reads most of them without an error."""
+    run = Run({})
+    run.train(1)
+    save_state(tmp_path, 1, *run.parts)
+    path = tmp_path / "step-00000001" / file
+    content = bytearray(path.read_bytes())
+    start = int(share * len(content))
+    content[start : start + 40] = bytes(byte ^ 0x55 for byte in content[start : start + 40])
+    path.write_bytes(content)
+    with pytest.raises(OSError, match=f"step-00000001: must be .*{file}"):
+        load_state(tmp_path, *run.parts)
+
+
+def test_settings_of_the_caller(tmp_path):
+    save_state(tmp_path, 1, tiny(), settings={"objective": "dpo", "beta": 0.1})
+    assert load_state(tmp_path, tiny(), settings={"objective": "dpo", "beta": 0.1, "new": 3}) == 1
+    with pytest.raises(ValueError, match=r"must be that of .*, got objective kto instead of dpo; beta 1 instead of"):
+        load_state(tmp_path, tiny(), settings={"objective": "kto", "beta": 1})
+
+
+def skip_a_save(folder: Path) -> str | None:
+    """What a rank is told when the other one does not save."""
+    if dist.get_rank() == 1:
+        return None
+    with (
+        mock.patch("liger_models.distributed.ranks.PATIENCE", timedelta(seconds=0.1)),
+        mock.patch("liger_models.distributed.ranks._store", Impatient),
+        pytest.warns(UserWarning, match="save_state .* every rank must make this call, got none from rank 1 in 0.1 s"),
+        pytest.raises(TimeoutError, match=r"got none from rank 1\. Call it on all ranks, not under") as error,
+    ):
+        save_state(folder, 1, tiny())
+    return str(error.value)
+
+
+class Impatient:
+    """The store of the process group with a short timeout."""
+
+    timeout = timedelta(seconds=0.5)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist.distributed_c10d._get_default_store(), name)
+
+    def wait(self, keys: list[str], timeout: timedelta = timeout) -> None:
+        dist.distributed_c10d._get_default_store().wait(keys, timeout)
+
+
+def test_a_rank_that_does_not_save_is_named(two, tmp_path):
+    assert two(skip_a_save, tmp_path)[0]
+
+
 def stop_while_saving(folder: Path, point: str, background: bool, pipe: Connection) -> None:
     torch.set_num_threads(1)  # as in the tests: sums depend on it
 
@@ -438,8 +491,8 @@ def stop_while_saving(folder: Path, point: str, background: bool, pipe: Connecti
     save_state(folder, 1, *run.parts)
     run.train(1)
     owner, name = {
-        "data": (dcp.FileSystemWriter, "write_data"),
-        "metadata": (dcp.FileSystemWriter, "finish"),
+        "data": (state._Writer, "write_data"),
+        "metadata": (state._Writer, "finish"),
         "rename": (Path, "rename"),
         "latest": (Path, "replace"),
     }[point]

@@ -151,3 +151,15 @@ def clip_nan() -> float:
 
 def test_a_norm_that_is_not_finite(two):
     assert two(clip_nan) == [0.0, 0.0]
+
+
+def other_numbers_of_batches() -> None:
+    batches = [{"input_ids": torch.ones(1, 4, dtype=torch.int64), "labels": torch.ones(1, 4, dtype=torch.int64)}] * 3
+    for count in (2, 3):
+        assert targets_per_rank(batches[:count]) == 3 * count
+    with pytest.raises(ValueError, match=rf"got {2 + dist.get_rank()} on rank {dist.get_rank()} and 2\.5 on average"):
+        targets_per_rank(batches[: 2 + dist.get_rank()])
+
+
+def test_ranks_with_other_numbers_of_batches(two):
+    two(other_numbers_of_batches)

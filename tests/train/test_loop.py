@@ -28,7 +28,15 @@ from liger_models.adapters import load_adapter
 from liger_models.data import collate
 from liger_models.memory import training_memory
 from liger_models.parallel import clip_grad_norm_, compile_blocks, save_state
-from liger_models.train.loop import TrainOptions, cosine, evaluate, main, train
+from liger_models.train.loop import (
+    TrainOptions,
+    check_groups,
+    cosine,
+    evaluate,
+    main,
+    parameter_groups,
+    train,
+)
 from liger_models.train.metrics import Log
 from liger_models.train.objective_options import make_objective
 from liger_models.train.optimizer import LigerAdamW
@@ -132,7 +140,7 @@ def test_two_ranks_train_die_and_go_on(folder, whole, monkeypatch):
     assert evaluations[1] < evaluations[0] < losses[0]
     assert max(line.get("lr", 0) for line in lines) == 1e-2
     names = sorted(path.name for path in (folder / "whole").iterdir())
-    assert names == ["latest", "log.jsonl", "model", "step-00000008", "step-00000010"]
+    assert names == [".lock", "latest", "log.jsonl", "model", "options.json", "step-00000008", "step-00000010"]
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole" / "model")
     ids = torch.tensor([transformers.AutoTokenizer.from_pretrained(folder / "whole" / "model").encode("3 times")])
@@ -225,6 +233,50 @@ def test_steps_of_the_epochs(folder, tmp_path):
     epochs = [line["epoch"] for line in log(tmp_path / "run")]
     assert epochs.count(1) == pytest.approx(epochs.count(0) / 2, abs=1)
     assert max(epochs) == 1
+
+
+def test_weight_decay_leaves_out_vectors_numbers_and_biases():
+    """Each parameter is in one group, also one without dimensions, and the biases of experts, which are matrices."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 16, "num_local_experts": 4}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 50}
+    model = AutoLigerModel.from_config({"model_type": "gpt_oss", **sizes, "pad_token_id": None})
+    model.norm.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
+    options = TrainOptions(model="m", data="d", output="o")
+    decayed, others = (group["params"] for group in parameter_groups(model, options))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert sorted(map(names.get, [*decayed, *others])) == sorted(names.values())
+    undecayed = {names[parameter].rpartition(".")[2] for parameter in others}
+    assert undecayed == {"weight", "bias", "sinks", "scale", "gate_up_bias", "down_bias"}
+    assert not {"norm.weight", "layers.0.mlp.gate.bias"} & {names[parameter] for parameter in decayed}
+    check_groups(model, LigerAdamW([{"params": decayed}, {"params": others}]))
+    for wrong in ([decayed], [decayed, others[1:]]):
+        with pytest.raises(ValueError, match="each trained parameter must be in one group of the optimizer"):
+            check_groups(model, LigerAdamW([{"params": group} for group in wrong]))
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize(("epochs", "accumulate"), [(1.0, 3), (3.0, 5), (1.0, 100), (0.5, 3)])
+def test_the_last_step_ends_with_the_epochs(folder, tmp_path, capfd, epochs, accumulate):
+    """It has the batches that are left, each token with the weight of any other."""
+    given = {"data": str(folder / "eval.jsonl"), "epochs": epochs, "accumulate": accumulate, "max_samples": 11}
+    train(options(folder, tmp_path, **given))
+    shown = capfd.readouterr().out
+    data = PackedDataset(given["data"], LigerLlama.from_pretrained(folder / "checkpoint", progress=False).tokenizer,
+                         length=64, max_samples=11, progress=False)  # fmt: skip
+    batches = math.ceil(epochs * len(data))
+    assert batches % accumulate  # so that something is left
+    steps = math.ceil(batches / accumulate)
+    assert f"steps       {steps} ({batches / len(data):.2f} epochs)" in shown
+    state = torch.load(tmp_path / "run" / f"step-{steps:08}" / "rank-0.pt", weights_only=True)
+    assert state["data"]["passed"] == batches
+    assert f"warning: the epochs have only {steps} steps of {accumulate} sequences of 64 tokens" in shown
+
+
+def test_the_learning_rate_of_adapters_is_larger():
+    rates = {}
+    for given in ({}, {"lora_r": 4}, {"lora_r": 4, "objective": "dpo"}, {"lora_r": 4, "lr": 1e-3}):
+        rates[tuple(given)] = TrainOptions(model="m", data="d", output="o", **given).lr
+    assert [*rates.values()] == [2e-5, 2e-4, 2e-5, 1e-3]
 
 
 def train_adapters(folder: Path, output: str, **options: Any) -> None:
@@ -634,7 +686,7 @@ def test_epochs_end_with_the_data_whatever_the_size_of_a_step(folder, tmp_path, 
     given |= {"output": str(tmp_path / "run"), "save_every": 4, "keep": 1}
     with monkeypatch.context() as patch:
         patch.setattr("liger_models.train.loop.endless", lambda loader: islice(loader, 10 * 2))
-        whole = lambda *parts, background, keep: save_state(*parts, keep=keep)  # before the run dies
+        whole = lambda *parts, background, **options: save_state(*parts, **options)  # before the run dies
         patch.setattr("liger_models.train.loop.save_state", whole)
         with pytest.raises(StopIteration):
             train(TrainOptions(**given, batch_size=3, accumulate=2))
@@ -651,7 +703,7 @@ def test_weights_that_are_no_numbers_are_not_saved(folder, tmp_path):
     given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
     given |= {"output": str(tmp_path / "run"), "save_every": 2, "keep": 1}
     train(TrainOptions(**given, steps=2))
-    with pytest.raises(ValueError, match="norm of the gradients must be finite to save step 4, got nan"):
+    with pytest.raises(ValueError, match="the norm of the gradients must be finite, got infinity or nan in step 4 on"):
         train(TrainOptions(**given, steps=6, lr=1e38))
     assert (tmp_path / "run" / "latest").read_text() == "step-00000002\n"
 

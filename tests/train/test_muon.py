@@ -75,8 +75,9 @@ def test_steps_are_torchs_on_the_matrices_of_the_checkpoint(arch, variant, optio
     expected = torch.optim.Muon(theirs.values(), **settings)
     rest = {name: p for name, p in model.named_parameters() if name not in model.hidden_matrices() and p.requires_grad}
     others = {name: nn.Parameter(p.detach().clone()) for name, p in rest.items()}
-    vectors = [p for p in others.values() if p.dim() < 2]
-    tables = [p for p in others.values() if p.dim() > 1]
+    is_vector = {name: p.dim() < 2 or name.endswith("bias") for name, p in others.items()}
+    vectors = [p for name, p in others.items() if is_vector[name]]
+    tables = [p for name, p in others.items() if not is_vector[name]]
     groups = [{"params": tables}, {"params": vectors, "weight_decay": 0.0}]
     beside = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.2)
     optimizer = LigerMuon(model, **settings, adamw_lr=1e-3)

@@ -446,12 +446,46 @@ def test_rewards_that_are_large_or_equal(folder):
         found = batch(scale, scale * (1 + 1e-9), 0.1, 0.1)["advantages"]
         want = 2**-0.5 / (1 + 1e-4 / (scale * 1e-9 * 2**-0.5))
         torch.testing.assert_close(found, torch.tensor([-want, want, 0, 0]), rtol=1e-4, atol=1e-12)
-    for wrong in ((1.0, 2.0, math.nan, 0.0), (1.0, 2.0, 3.0, 1e39), (1.0, 2.0, None, 0.0), (None,), (0.5,)):
+    parts = {"correct": 1.0, "short": 0.0, "polite": 1.0, "brief": 0.5}
+    for wrong in (
+        (1.0, 2.0, math.nan, 0.0), (1.0, 2.0, 3.0, 1e39), (1.0, 2.0, None, 0.0), (None,), (0.5,), (parts,), ("1234",),
+        ({1.0, 2.0, 3.0, 4.0},), ([[1.0]] * 4,),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=r"reward\.py:short: must return 4 finite numbers"):
             batch(*wrong)
     loss, _ = objective.loss(model, batch(1.0, 1.0, 0.0, 0.0), None)
     loss.backward()
     assert all(float(each.grad.abs().max()) == 0 for each in model.parameters())
+
+
+def test_a_reward_that_changes_the_ids_changes_no_data(folder):
+    given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32}
+    given |= {"reward": f"{folder}/reward.py:short", "num_generations": 2, "max_new_tokens": 4}
+    objective = make_objective(TrainOptions(**given))
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    objective.prepare(model, lambda name: None)
+    data = objective.dataset(folder / "prompts.jsonl", model, length=32, overflow=None, batch_size=2, shuffle=False)
+    rows = next(iter(data))
+
+    def batch(reward):
+        torch.manual_seed(0)
+        objective.reward = reward
+        return objective.batch(model, rows)
+
+    def clear(completion_ids, **columns):
+        for ids in completion_ids:
+            ids.clear()
+        return [1.0] * len(completion_ids)
+
+    plain, changed = batch(lambda completion_ids, **columns: [1.0] * len(completion_ids)), batch(clear)
+    assert all(plain[name].equal(changed[name]) for name in plain)
+
+
+@pytest.mark.parametrize("name", ["completion_ids", "completions", "prompts"])
+def test_a_column_that_the_reward_gets_about_the_answers(folder, tmp_path, name):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", name: "2"}) + "\n")
+    with pytest.raises(ValueError, match=f"must have no column prompts or completions or .* got {name}. Rename it"):
+        train_on(folder, "clash", "grpo", [str(tmp_path / "prompts.jsonl")])
 
 
 def test_grpo_draws_from_the_model_itself(folder, monkeypatch):

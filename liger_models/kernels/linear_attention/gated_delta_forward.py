@@ -6,6 +6,10 @@
 from liger_models.kernels.dispatch import tl, triton
 from liger_models.kernels.linear_attention.documents import locate
 
+LEAST_DECAY = tl.constexpr(-87.0)
+"""Logarithm of a decay that leaves 1e-38 of the state, to which lower ones are raised: the decay between two tokens is
+a difference of sums of up to 64 of them, which are the less exact the larger they are."""
+
 
 @triton.jit
 def load_rows(ptr, rows, stride, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
@@ -60,7 +64,8 @@ def similarity_kernel(
 
     # For each value head, the running sums of g [C], the factors of rows [C], and P [C, C].
     for head in range(key_head * GROUP, (key_head + 1) * GROUP):
-        total = tl.cumsum(tl.load(g_ptr + head * g_h + rows * g_t, mask=inside, other=0.0).to(tl.float32), 0)
+        g = tl.load(g_ptr + head * g_h + rows * g_t, mask=inside, other=0.0).to(tl.float32)
+        total = tl.cumsum(tl.where(g < LEAST_DECAY, LEAST_DECAY, g), 0)
         beta = tl.load(beta_ptr + head * beta_h + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
         tl.store(total_ptr + head * tokens + rows, total, mask=inside)
         factors = factor_ptr + 4 * head * tokens + rows

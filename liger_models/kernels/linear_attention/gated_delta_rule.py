@@ -130,11 +130,13 @@ def gated_delta_rule_reference(
         carried = tokens_document == document[max(start - 1, 0)]
         carried = (carried if start or cu_seqlens is None else carried & False).to(dtype)[:, None]
 
-        # Decays since the state, [.., C, 1], and between tokens, [.., C, C].
-        total = decay.cumsum(-1)
+        # Decays between tokens, [.., C, C], and since the state, [.., C, 1]. Each is added up by itself: a difference
+        # of running sums would lose small decays beside a large one, and be NaN beside an infinite one.
+        later = torch.ones_like(causal).tril(-1)
+        sums = decay[..., :, None].expand(*decay.shape, decay.shape[-1]).masked_fill(~later, 0).cumsum(-2)
+        between = sums.masked_fill(~causal, -torch.inf).exp()
         first = (tokens_document[:, None] > tokens_document).sum(-1)  # token in this chunk of the token's document
-        since = (total - (total - decay)[..., first]).exp()[..., None]
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(~causal, -torch.inf).exp()
+        since = (sums.gather(-1, first.expand(decay.shape)[..., None]) + decay[..., first, None]).exp()
 
         def read_state(x: Tensor) -> Tensor:
             """``x`` times its document's state before this chunk, decayed up to the token."""

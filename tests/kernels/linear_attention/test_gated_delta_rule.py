@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from liger_models.kernels.dispatch import reference_backend
 from liger_models.kernels.linear_attention import gated_delta_rule as module
 from liger_models.kernels.linear_attention.gated_delta_rule import (
     CHUNK,
@@ -150,6 +151,23 @@ def gated_delta_rule_in_order(*inputs, **options):
 def test_no_decay_and_complete_decay(backend, decay):
     # Sums of large g have an absolute error, and what passes from token to token is tiny.
     check(*make((1, 80, 1, 1, 16, 16), None, device=backend, decay=decay), limit=1e-3 if decay else None)
+
+
+@pytest.mark.parametrize("decay", [1e2, 1e4, 1e6, float("inf")])
+@pytest.mark.parametrize("bounds", [None, [0, 20, 66]])
+def test_a_large_decay_leaves_small_ones_exact(backend, decay, bounds):
+    """One token forgets everything; the tokens after it forget little, as much as without it."""
+    inputs, upstream, options = make((1, 66, 1, 2, 16, 16), bounds, fused_dtype(backend), backend, decay=0.1)
+    inputs[3][:, 7 if bounds is None else 30] = -decay
+    check(inputs, upstream, options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_reference_with_many_large_decays(dtype):
+    inputs, upstream, options = make((1, 130, 1, 2, 16, 16), [0, 20, 130], decay=0.1)
+    inputs[3][:, [3, 30, 31, 70, 100]] = -torch.tensor([1e2, 1e4, 1e6, 1e30, torch.inf])[:, None]
+    with reference_backend():
+        check([x.to(dtype) for x in inputs], [x.to(dtype) for x in upstream], options)
 
 
 def test_equal_keys(backend):

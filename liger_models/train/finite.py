@@ -1,0 +1,91 @@
+"""Ends a run whose numbers are not finite: at the next line of the log, and before such weights are saved."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from liger_models.distributed.ranks import is_distributed
+from liger_models.layers.linear import local
+
+NEVER = 2**62
+"""The step of what has not happened."""
+
+
+class FiniteChecks:
+    """Remembers on the device the first step whose loss or gradients were not finite, and raises when it is asked.
+
+    Args:
+        parameters: the trained parameters.
+        scaler: the loss scale. A step that it skips because gradients overflow in float16 changes no weight. A scale
+            below 1 is not the cause of an overflow.
+        files: of the data, for errors.
+        newest: returns the newest checkpoint, for errors.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        scaler: torch.amp.GradScaler,
+        files: Sequence[str],
+        newest: Callable[[], Path | None],
+    ) -> None:
+        self._parameters, self._scaler = [*parameters], scaler
+        self._files, self._newest = files, newest
+        self._first: Tensor | None = None
+        self._quantity = "loss"
+
+    def watch(self, step: int, loss: Tensor, norm: Tensor | None) -> None:
+        """Take note of a step, without waiting for the device.
+
+        Args:
+            step: number of the step.
+            loss: [] of this rank.
+            norm: [] of the gradients of all ranks; None if the optimizer has stepped in the backward.
+        """
+        if self._first is None:
+            self._first = torch.full((), NEVER, dtype=torch.int64, device=loss.device)
+        finite = loss.isfinite()
+        if norm is not None:
+            self._quantity, finite = "norm of the gradients", norm.to(loss.device).isfinite()
+        if self._scaler.is_enabled():
+            finite = finite | (self._scaler.scale(torch.ones_like(loss)) >= 1)
+        self._first = torch.where(finite, self._first, self._first.clamp(max=step))
+
+    def check(self) -> None:
+        """Raise ValueError on all ranks if a loss or a norm was not finite on any. Every rank must call it."""
+        if self._first is None:
+            return
+        first = self._first.clone()
+        if is_distributed():
+            dist.all_reduce(first, dist.ReduceOp.MIN)
+        step = int(first)
+        if step != NEVER:
+            raise self._error(self._quantity, step)
+
+    @torch.no_grad()
+    def check_weights(self, step: int) -> None:
+        """Raise ValueError on all ranks unless all trained weights after ``step`` are finite. Every rank must call it.
+
+        It waits for the device, and reads each weight once.
+        """
+        shards = [local(parameter.detach()) for parameter in self._parameters]
+        largest = get_total_norm([shard for shard in shards if shard.numel() > 0], math.inf)
+        finite = largest.isfinite().to(shards[0].device if shards else "cpu", torch.int32)
+        if is_distributed():
+            dist.all_reduce(finite, dist.ReduceOp.MIN)
+        if not finite:
+            raise self._error("trained weights", step)
+
+    def _error(self, quantity: str, step: int) -> ValueError:
+        checkpoint = self._newest()
+        resume = "No checkpoint is saved yet" if checkpoint is None else f"The last finite checkpoint is {checkpoint}"
+        files = ", ".join(self._files[:3]) + ", ..." * (len(self._files) > 3)
+        return ValueError(
+            f"train: the {quantity} must be finite, got infinity or nan in step {step} on data of {files}. {resume}: "
+            "run the command again with a lower lr, or inspect the data of that step."
+        )

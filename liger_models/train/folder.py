@@ -1,0 +1,38 @@
+"""The folder of a run, in which one process group trains at a time."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+from liger_models.distributed.ranks import raise_on_all_ranks, rank
+
+LOCK = ".lock"
+"""The file that rank 0 locks. The operating system unlocks it when the process ends, however it ends."""
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Context in which no other run can enter with the same folder. Every rank must call it.
+
+    Raises:
+        ValueError: another run is in the folder.
+        OSError: the folder cannot be written.
+    """
+    with ExitStack() as stack:
+        with raise_on_all_ranks():
+            if rank() == 0:
+                try:
+                    stack.enter_context(WeakFileLock(folder / LOCK, timeout=0.1))
+                except TimeoutError:
+                    raise ValueError(
+                        f"train: output must be a folder in which no other process trains, got {folder}, where one "
+                        "does. Name another folder, or wait."
+                    ) from None
+                except OSError as error:
+                    raise OSError(
+                        f"train: output must be a folder that can be written, got {folder}: {error}. Check its "
+                        "permissions and the free space, or name another folder."
+                    ) from error
+        yield

@@ -1,0 +1,54 @@
+"""What must stay the same when a run resumes, and what has changed since it was begun."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from liger_models.distributed.ranks import rank
+from liger_models.train.objective_options import ObjectiveOptions
+from liger_models.train.objectives import Objective
+from liger_models.train.train_options import STORED, TrainOptions
+
+OPTIONS = "options.json"
+"""The options with which a run was last started."""
+COMPARED_BY_WEIGHTS = ("ref_model", "teacher")
+"""Options that name models, whose weights are compared instead of their names."""
+UNREPORTED = ("model", "data", "eval_data", "output", "log_every", "eval_every", "save_every", "keep", "report_to")
+"""Options whose changes are not worth a line: paths, whose content is compared, and logging."""
+
+
+def fixed_settings(options: TrainOptions, objective: Objective) -> dict[str, Any]:
+    """The settings that a resumed run must share with the run that was begun, for `save_state` and `load_state`.
+
+    Model, adapters and data are not among them: `load_state` compares these itself.
+    """
+    names = [field.name for field in fields(ObjectiveOptions) if field.name not in COMPARED_BY_WEIGHTS]
+    settings = {name: getattr(options, name) for name in [*names, "dtype", *STORED]}
+    if options.reward is not None:  # the file may have moved
+        settings["reward"] = options.reward.replace("\\", "/").rpartition("/")[2]
+    return {**settings, **objective.frozen_models()}
+
+
+def changed_options(options: TrainOptions, start: int) -> list[str]:
+    """The options that differ from those of the last start, as "lr 1e-05 instead of 2e-05", and write the new ones.
+
+    Args:
+        options: of this start.
+        start: number of finished steps; 0 for a new run, in which nothing has changed.
+    """
+    path, now = Path(options.output) / OPTIONS, json.loads(json.dumps(asdict(options)))
+    try:
+        before: Mapping[str, Any] = json.loads(path.read_text()) if start > 0 else {}
+    except (OSError, ValueError):  # a former version wrote none, or the machine lost power
+        before = {}
+    if rank() == 0:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(now, indent=2) + "\n")
+        temporary.replace(path)
+    return [
+        f"{name} {value} instead of {before[name]}"
+        for name, value in now.items()
+        if before.get(name, value) != value and name not in UNREPORTED
+    ]

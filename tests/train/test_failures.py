@@ -1,0 +1,183 @@
+"""Signals to all processes, full disks and killed processes: nothing is lost, and the run resumes bit for bit."""
+
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from liger_models.parallel import clip_grad_norm_, state
+from liger_models.train.loop import main
+
+from ..data.conftest import tokenizer  # noqa: F401
+from ..processes import FORKSERVER, environment, free_port, start_forkserver
+from .runs import log, no_group_is_left  # noqa: F401
+from .test_objectives import folder, result, train_on  # noqa: F401
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+def arguments(folder: Path, output: Path, **options: Any) -> list[str]:  # noqa: F811
+    """Of the command, for a run of six steps on the CPU."""
+    given = {"model": folder / "checkpoint", "data": folder / "text.jsonl", "output": output, "length": 128, "steps": 6}
+    given |= {"lr": 3e-3, "save_every": 2, "log_every": 1, "batch_size": 2, "export_dtype": "float32", "workers": 0}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in {**given, **options}.items()]
+
+
+def in_step(number: int, act: Callable[[], None]) -> Any:
+    """Patch the loop so that it calls a function in one step."""
+    calls = 0
+
+    def clip(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            act()
+        return clip_grad_norm_(*given)
+
+    return mock.patch("liger_models.train.loop.clip_grad_norm_", clip)
+
+
+def terminate_the_group() -> None:
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(0.3)  # until the loader's workers have it, too
+
+
+def fill_the_disk() -> None:
+    """No file may have more than 20,000 bytes from now on."""
+    time.sleep(1)  # until the checkpoint of step 2 is complete
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+def die() -> None:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_a_save() -> Any:
+    write, calls = state._Writer.write_data, 0
+
+    def write_once(writer: Any, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(writer, *given)
+
+    return mock.patch.object(state._Writer, "write_data", write_once)
+
+
+PATCHES = {
+    "terminate": lambda: in_step(3, terminate_the_group),
+    "full": lambda: in_step(3, fill_the_disk),
+    "die in a step": lambda: in_step(3, die),
+    "die in a save": die_in_a_save,
+}
+
+
+def command(given: list[str], variables: dict[str, str], errors: Path, patch: str | None) -> None:
+    """The command in a process and a session of its own, with its last lines in a file."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    with mock.patch("torch.accelerator.current_accelerator", return_value=None):
+        if patch is None:
+            main(given)
+        else:
+            with PATCHES[patch]():
+                main(given)
+
+
+def run_ranks(given: list[str], folder: Path, patch: str | None, ranks: int = 1) -> tuple[list[int | None], list[str]]:  # noqa: F811
+    """Exit codes and errors of ranks, of which the last one is patched. Nobody ends those that wait."""
+    start_forkserver()
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    processes, files = [], []
+    for rank in range(ranks):
+        place = {} if ranks == 1 else {"RANK": str(rank), "LOCAL_RANK": str(rank), **rendezvous}
+        variables = environment(XDG_CACHE_HOME=str(folder / "cache"), **place)
+        files.append(folder / f"errors {time.monotonic()} {rank}")
+        of_rank = patch if rank == ranks - 1 else None
+        processes.append(FORKSERVER.Process(target=command, args=(given, variables, files[-1], of_rank)))
+        processes[-1].start()
+    for process in processes:
+        process.join(60)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return codes, [file.read_text() for file in files]
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory) -> dict[int, Path]:  # noqa: F811
+    """Runs of one and of two ranks that nothing stops."""
+    output = tmp_path_factory.mktemp("whole")
+    for ranks in (1, 2):
+        codes, errors = run_ranks(arguments(folder, output / str(ranks)), folder, None, ranks)
+        assert codes == [0] * ranks, errors
+    return {ranks: output / str(ranks) for ranks in (1, 2)}
+
+
+def assert_resumes(folder: Path, output: Path, whole: Path, ranks: int = 1, **options: Any) -> None:  # noqa: F811
+    assert not (output / "model").exists()
+    codes, errors = run_ranks(arguments(folder, output, **options), folder, None, ranks)
+    assert codes == [0] * ranks, errors
+    assert log(output) == log(whole)
+    assert result(output) == result(whole)
+
+
+def last_line(errors: str) -> str:
+    """The last line, and no traceback."""
+    assert "Traceback" not in errors, errors
+    return errors.splitlines()[-1]
+
+
+def test_sigterm_to_all_processes(folder, whole, tmp_path):  # noqa: F811
+    """As timeout, SLURM and systemd send it, also to the workers of the loader."""
+    codes, errors = run_ranks(arguments(folder, tmp_path / "run", workers=2), folder, "terminate")
+    assert codes == [143], errors
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000003\n"
+    assert_resumes(folder, tmp_path / "run", whole[1], workers=2)
+
+
+def test_a_full_disk(folder, whole, tmp_path):  # noqa: F811
+    codes, errors = run_ranks(arguments(folder, tmp_path / "run"), folder, "full")
+    assert codes == [1]
+    assert "step-00000004: must be written and read in full" in last_line(errors[0])
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000002\n"
+    assert_resumes(folder, tmp_path / "run", whole[1])
+
+
+@pytest.mark.parametrize("where", ["die in a step", "die in a save"])
+def test_one_of_two_ranks_is_killed(folder, whole, tmp_path, where):  # noqa: F811
+    """The other one ends by itself."""
+    codes, errors = run_ranks(arguments(folder, tmp_path / "run"), folder, where, 2)
+    assert codes == [1, -signal.SIGKILL], errors
+    assert "error on rank 0: " in last_line(errors[0])
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000002\n"
+    assert_resumes(folder, tmp_path / "run", whole[2], 2)
+
+
+def test_a_folder_that_cannot_be_created(folder, capfd):  # noqa: F811
+    with pytest.raises(SystemExit, match="error on rank 0: train: output must be a folder that can be written, got /"):
+        main(arguments(folder, Path("/proc/run")))
+    with pytest.raises(OSError, match="Check its permissions, or name another folder"):
+        main(arguments(folder, Path("/proc/run")), standalone=False)
+
+
+def test_a_folder_that_cannot_be_locked(folder, tmp_path):  # noqa: F811
+    shutil.copytree(folder / "checkpoint", tmp_path / "run" / ".lock")
+    with pytest.raises(OSError, match=r"output must be a folder that can be written, got .*run: .*Check its perm"):
+        train_on(folder, str(tmp_path / "run"), "sft", "text")
+    assert dist.is_initialized()
