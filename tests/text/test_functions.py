@@ -86,7 +86,11 @@ class Calendar:
         """Clear it."""
 
 
-@pytest.mark.parametrize("function", [weather, shapes, Calendar().add, Calendar.add, Calendar.clear], ids=["plain", "shapes", "bound", "method", "static"])
+@pytest.mark.parametrize(
+    "function",
+    [weather, shapes, Calendar().add, Calendar.add, Calendar.clear],
+    ids=["plain", "shapes", "bound", "method", "static"],
+)
 def test_schemas_are_those_of_transformers(function: Callable[..., Any]) -> None:
     want = transformers.utils.get_json_schema(function)
     assert function_schema(function) == want
