@@ -107,7 +107,8 @@ class LigerOlmo3(CausalLM):
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read transformers 5's ``rope_parameters`` per layer type, the only key with the base of layers with a window."""
-    return flat_rope({key: value for key, value in hf.items() if key != "rope_local_base_freq"})
+    values = {key: value for key, value in hf.items() if key != "rope_local_base_freq"}
+    return flat_rope(values, Olmo3Config.rope_theta)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:

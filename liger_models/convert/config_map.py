@@ -60,6 +60,10 @@ MOST_EXPERTS = 100_000
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 
 
+_ANYWHERE = ("bos_token_id", "eos_token_id", "initializer_range")
+"""Keys that count at the top level and in ``text_config``, wherever they are."""
+
+
 def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
     """Refuse a config.json with implausible numbers of layers or experts.
 
@@ -264,23 +268,30 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
     return fields, unknown
 
 
-def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Convert a config.json with ``rope_parameters`` for each layer type to the older format.
 
     The values for full attention become ``rope_theta`` and ``rope_scaling``, and the base for sliding attention becomes
-    ``rope_local_base_freq``. An original length at the top level is dropped.
+    ``rope_local_base_freq``. An original length at the top level is dropped. A single object for all layers may only
+    have the values that full attention has without it, because transformers ignores such an object.
+
+    Args:
+        hf: the content of config.json.
+        theta: base of full attention if the file has none.
 
     Raises:
-        ValueError: there are other layer types, or sliding attention has values besides a base.
+        ValueError: there are other layer types or values, or sliding attention has values besides a base.
     """
     flat = {
         key: value for key, value in hf.items() if key not in ("rope_parameters", "original_max_position_embeddings")
     }
     nested = hf.get("rope_parameters") or {}
+    default = {"rope_type": "default", "type": "default", "rope_theta": hf.get("rope_theta") or theta}
+    if all(value is None or default.get(key) == value for key, value in nested.items()):
+        nested = {}
     if nested.keys() - set(LAYER_TYPES):
         raise ValueError(
-            f"config.json: rope_parameters must hold one object for each of {', '.join(LAYER_TYPES)}, "
-            f"got {', '.join(nested)}."
+            f"config.json: rope_parameters must hold one object for each of {', '.join(LAYER_TYPES)}, got {nested}."
         )
 
     # The scaling of full attention, and the base of sliding attention.
@@ -309,11 +320,10 @@ def of_text(
         text: the content of its ``text_config``.
         top: fields that are read from the top level, not from ``text``.
     """
-    anywhere = ("bos_token_id", "eos_token_id", "initializer_range")  # read from both
-    fields = {field.name for field in dataclasses.fields(config_class)}.difference(anywhere)
-    outer = {key: value for key, value in hf.items() if key not in ("text_config", *_ROPE_KEYS, *fields)}
-    nested = {key: value for key, value in text.items() if key not in top or key in anywhere}
-    return outer | nested | {key: hf[key] for key in top if key in hf}
+    fields = {field.name for field in dataclasses.fields(config_class)}.difference(_ANYWHERE)
+    others = {key: value for key, value in hf.items() if key not in ("text_config", *_ROPE_KEYS, *fields)}
+    nested = {key: value for key, value in text.items() if key not in top or key in _ANYWHERE}
+    return others | nested | {key: hf[key] for key in top if key in hf}
 
 
 def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -355,6 +365,10 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
 
     # Nested objects keep their unknown keys, too.
     written = checkpoint.to_json(keys)
+    # What counts at both levels stays at the one where the file has it.
+    for key in _ANYWHERE:
+        if key in written and key not in hf and key in (hf.get("text_config") or {}) and "text_config" in written:
+            written["text_config"] = {**written["text_config"], key: written.pop(key)}
     stale = ("dtype", "torch_dtype", "rope_parameters")
     for key in [key for key in written if key.endswith("_config")]:
         kept = {name: value for name, value in (hf.get(key) or {}).items() if name not in stale}

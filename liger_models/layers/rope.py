@@ -309,7 +309,7 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
             and the third, until each has its number; all others belong to time. False: the sections follow each other.
 
     Raises:
-        ValueError: there are not three sections, or they do not add up to half the width.
+        ValueError: there are not three sections, or they do not add up to half the width and are not interleaved.
 
     Source: https://arxiv.org/abs/2409.12191, https://arxiv.org/abs/2511.21631.
     """
@@ -325,7 +325,7 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
         interleaved: bool = False,
     ) -> None:
         super().__init__(width, theta, scaling, max_position_embeddings)
-        if len(sections) != 3 or sum(sections) != width // 2:
+        if len(sections) != 3 or (sum(sections) != width // 2 and not interleaved):
             raise ValueError(
                 f"MultimodalRotaryEmbedding: mrope_section must be three numbers that add up to {width // 2}, half the "
                 f"head dimension, got {sections}. Check config.json."

@@ -300,14 +300,16 @@ def test_the_model_alone_writes_what_was_trained(pair, tmp_path):
 
 
 @pytest.mark.parametrize("pair", [CASES[2]], indirect=True, ids="-".join)
-def test_experts_may_have_tensors_of_their_own(pair, tmp_path):
+def test_experts_may_be_in_one_tensor(pair, tmp_path):
     arch, _, _, ours = pair
     with_block(ours).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    experts = "mtp.layers.0.mlp.experts"
-    gate, up = tensors.pop(f"{experts}.gate_up_proj").chunk(2, 1)
-    for part, stacked in {"gate": gate, "up": up, "down": tensors.pop(f"{experts}.down_proj")}.items():
-        tensors |= {f"{experts}.{x}.{part}_proj.weight": each.clone() for x, each in enumerate(stacked)}
+    experts, count = "mtp.layers.0.mlp.experts", ours.config.num_experts
+    gate, up, down = (
+        torch.stack([tensors.pop(f"{experts}.{x}.{part}_proj.weight") for x in range(count)])
+        for part in ("gate", "up", "down")
+    )
+    tensors |= {f"{experts}.gate_up_proj": torch.cat([gate, up], 1), f"{experts}.down_proj": down}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     mtp = LigerMTP(load(arch, tmp_path))
     assert_same_bits(mtp.tensors(), {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")})

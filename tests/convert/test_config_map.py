@@ -198,19 +198,51 @@ def _changed(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
+@pytest.mark.parametrize("arch", ["gemma3_text", "olmo3"])
+def test_one_object_for_all_layers_that_says_what_holds_anyway(arch: str) -> None:
+    """transformers reads nothing from it."""
+    base = {"model_type": arch, **TINY, "layer_types": ["sliding_attention", "full_attention"]}
+    default = get_arch(arch).config_class.rope_theta
+    for changes in (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": default}},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_theta": default, "factor": None}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, "rope_theta": 5e3},
+    ):
+        config = read_config(get_arch(arch).config_class, base | changes, strict=True)
+        theirs = transformers.AutoConfig.for_model(**copy.deepcopy(base | changes)).rope_parameters
+        assert config.rope_scaling is None
+        assert config.rope_theta == theirs["full_attention"]["rope_theta"]
+        assert config.rope_local_base_freq == theirs["sliding_attention"]["rope_theta"]
+    for rope in ({"rope_type": "default", "rope_theta": 777.0}, {"rope_type": "linear", "factor": 2.0}):
+        with pytest.raises(ValueError, match="rope_parameters must hold one object for each of"):
+            read_config(get_arch(arch).config_class, base | {"rope_parameters": rope})
+
+
+def test_keys_stay_at_the_level_where_the_file_has_them(config_file: Path) -> None:
+    hf = json.loads(config_file.read_text())
+    if "text_config" not in hf:
+        return
+    written = write_config(read_config(get_arch(config_file.parent.name).config_class, hf), hf, torch.float32)
+    for key in ("bos_token_id", "eos_token_id", "initializer_range"):
+        if key in hf["text_config"]:
+            assert written["text_config"][key] == hf["text_config"][key]
+            assert written.get(key) == hf.get(key)
+
+
 def test_rope_of_each_layer_type_in_the_older_spelling() -> None:
     yarn = {"rope_type": "yarn", "factor": 2.0}
     full, sliding = {**yarn, "rope_theta": 7e3}, {"rope_type": "default", "rope_theta": 3.0}
     nested = {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}, "vocab_size": 7}
-    assert flat_rope(nested) == {"vocab_size": 7, "rope_scaling": full, "rope_local_base_freq": 3.0}
-    assert flat_rope({**nested, "rope_scaling": {"factor": 4.0}})["rope_scaling"] == full | {"factor": 4.0}
+    assert flat_rope(nested, 9.0) == {"vocab_size": 7, "rope_scaling": full, "rope_local_base_freq": 3.0}
+    assert flat_rope({**nested, "rope_scaling": {"factor": 4.0}}, 9.0)["rope_scaling"] == full | {"factor": 4.0}
     old = {"rope_theta": 5.0, "rope_scaling": yarn, "rope_local_base_freq": 4.0}
-    assert flat_rope(old) == flat_rope({**old, "rope_parameters": {"full_attention": None}}) == old
-    with pytest.raises(ValueError, match=r"each of full_attention, sliding_attention, got rope_type, rope_theta\."):
-        flat_rope({"rope_parameters": sliding})
+    assert flat_rope(old, 9.0) == flat_rope({**old, "rope_parameters": {"full_attention": None}}, 9.0) == old
+    with pytest.raises(ValueError, match=r"each of full_attention, sliding_attention, got \{.*\}\."):
+        flat_rope({"rope_parameters": sliding}, 9.0)
     for bad in (full, {**sliding, "factor": 2.0}):
         with pytest.raises(ValueError, match=r"rope_parameters\.sliding_attention must be of type default, got"):
-            flat_rope({"rope_parameters": {"full_attention": full, "sliding_attention": bad}})
+            flat_rope({"rope_parameters": {"full_attention": full, "sliding_attention": bad}}, 9.0)
 
 
 def test_original_length_comes_from_the_top_level_then_the_rope_dict_then_the_length() -> None:

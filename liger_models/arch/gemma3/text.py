@@ -163,7 +163,7 @@ NORMS = (
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read the activation from ``hidden_activation``, and transformers 5's ``rope_parameters`` per layer type."""
-    flat = flat_rope(hf)
+    flat = flat_rope(hf, Gemma3TextConfig.rope_theta)
     return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 
 

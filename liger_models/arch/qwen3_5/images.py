@@ -1,4 +1,4 @@
-"""Qwen3.5 with images and videos, dense or with experts.
+"""Qwen3.5, 3.6 and 3.8 with images and videos, dense or with experts.
 
 Source: transformers ``models/qwen3_5``, ``models/qwen3_5_moe``, https://arxiv.org/abs/2412.06464.
 """
@@ -12,7 +12,7 @@ from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConf
 from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import IGNORED_KEYS, read_multimodal, write_qwen3_vl
 from liger_models.arch.qwen3_5.block import HybridConfig, HybridModel, HybridMoeConfig
-from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, multimodal_maps
+from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, check_gate, multimodal_maps
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
 
@@ -72,7 +72,7 @@ class Qwen3_5MoeConfig(HybridMoeConfig):
 
 
 class LigerQwen3_5(MRopeModel, HybridModel):
-    """Qwen3.5 with images and videos, dense: model_type ``qwen3_5``.
+    """Qwen3.5 and 3.6 with images and videos, dense: model_type ``qwen3_5``.
 
     The language model is ``qwen3_5_text``: three of four layers have linear attention (Gated DeltaNet), and every
     fourth has gated full attention. Vision tower, positions and processor come from Qwen3-VL, without DeepStack. Layers
@@ -86,13 +86,28 @@ class LigerQwen3_5(MRopeModel, HybridModel):
 
 
 class LigerQwen3_5MoE(LigerQwen3_5):
-    """Qwen3.5 with images and videos, with a mixture of experts: model_type ``qwen3_5_moe``.
+    """Qwen3.5, 3.6 and 3.8 with images and videos, with a mixture of experts: model_type ``qwen3_5_moe``.
 
     The language model is ``qwen3_5_moe_text``, and the rest is as in ``qwen3_5``.
     """
 
     config_class = Qwen3_5MoeConfig
     replays_routing = True
+
+
+def read(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    """As `read_multimodal`, without the keys of Qwen3.6 that change nothing.
+
+    Raises:
+        ValueError: as `read_multimodal` and `check_gate`, or the checkpoint is said to have no tower.
+    """
+    flat = check_gate(read_multimodal(config_class, hf))
+    if flat.pop("language_model_only", None):
+        raise ValueError(
+            "config.json: language_model_only must be false for a model with a tower, got true. Set model_type to "
+            f"'{hf.get('model_type')}_text' to load the language model alone."
+        )
+    return flat
 
 
 def write_moe(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +122,7 @@ add_family(
         hf_class="Qwen3_5ForConditionalGeneration",
         weight_map=lambda config: multimodal_maps(config)[0],
         other_maps=lambda config: multimodal_maps(config)[1:],
-        from_json=partial(read_multimodal, Qwen3_5Config),
+        from_json=partial(read, Qwen3_5Config),
         to_json=write_qwen3_vl,
         ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
     ),
@@ -120,7 +135,7 @@ add_family(
         hf_class="Qwen3_5MoeForConditionalGeneration",
         weight_map=lambda config: multimodal_maps(config)[0],
         other_maps=lambda config: multimodal_maps(config)[1:],
-        from_json=partial(read_multimodal, Qwen3_5MoeConfig),
+        from_json=partial(read, Qwen3_5MoeConfig),
         to_json=write_moe,
         ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
     ),

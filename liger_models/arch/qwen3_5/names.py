@@ -139,7 +139,22 @@ def hybrid_map(
     )
 
 
+def check_gate(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json without ``output_gate_type``, the activation of linear attention's gate.
+
+    Raises:
+        ValueError: it is not SiLU, which is also called swish.
+    """
+    gate = hf.get("output_gate_type")
+    if gate not in (None, "silu", "swish"):
+        raise ValueError(
+            f"config.json: output_gate_type must be 'silu' or 'swish', got {gate!r}. No other is supported."
+        )
+    return {key: value for key, value in hf.items() if key != "output_gate_type"}
+
+
 TEXT_IGNORED_KEYS = (
+    "language_model_only",  # says of a text model what it is
     "attn_output_gate",  # attention always has its gate; transformers does not read it either
     "mtp_num_hidden_layers",  # these layers are kept; `LigerMTP` builds them
     "mtp_use_dedicated_embeddings",
@@ -155,8 +170,7 @@ def read_text(hf: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the frequencies are not interleaved.
     """
-    # The sections of M-RoPE are among the rope parameters, and here a field of the config.
-    flat = {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
+    flat = {"num_experts" if key == "num_local_experts" else key: value for key, value in check_gate(hf).items()}
     where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
     rope = dict(flat.get(where) or {})
     interleaved = rope.pop("mrope_interleaved", True)
@@ -179,9 +193,11 @@ def _fused(config: HybridConfig) -> tuple[bool, ...]:
 
 
 def text_maps(config: HybridConfig) -> list[WeightMap]:
-    """The layouts of a Qwen3.5 text model. The first is written, and is the layout of transformers."""
-    prefixes = ("model.language_model", "model")
-    return [hybrid_map(config, prefix, fused=fused) for prefix in prefixes for fused in _fused(config)]
+    """The layouts of a Qwen3.5 text model: first the layout that transformers writes, with one tensor for each expert,
+    then the layouts of checkpoints with a tower.
+    """
+    prefixes = ("model", "model.language_model")
+    return [hybrid_map(config, prefix, fused=fused) for prefix in prefixes for fused in reversed(_fused(config))]
 
 
 def multimodal_maps(config: Any) -> list[WeightMap]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from liger_models.arch.qwen3_5.block import HybridModel, HybridMoeConfig
-from liger_models.arch.qwen3_5.names import hybrid_map
+from liger_models.arch.qwen3_5.names import check_gate, hybrid_map
 from liger_models.arch.registry import add_family
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap
@@ -49,7 +49,7 @@ class LigerQwen3Next(HybridModel):
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read ``num_local_experts``, transformers 5's name of ``num_experts``."""
-    return {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
+    return {"num_experts" if key == "num_local_experts" else key: value for key, value in check_gate(hf).items()}
 
 
 def weight_map(config: Qwen3NextConfig) -> WeightMap:

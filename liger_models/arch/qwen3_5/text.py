@@ -1,4 +1,4 @@
-"""The text models of Qwen3.5, dense or with experts.
+"""The text models of Qwen3.5, 3.6 and 3.8, dense or with experts.
 
 Positions have three axes, time, height and width, which are equal in text. Checkpoints with the vision tower have the
 model types ``qwen3_5`` and ``qwen3_5_moe``.
@@ -40,7 +40,7 @@ class Qwen3_5MoeTextConfig(HybridMoeConfig):
 
 
 class LigerQwen3_5Text(HybridModel):
-    """Qwen3.5, the text model, dense: model_type ``qwen3_5_text``.
+    """Qwen3.5 and 3.6, the text model, dense: model_type ``qwen3_5_text``.
 
     Three of four layers have linear attention (Gated DeltaNet), and every fourth has gated full attention; see
     `liger_models.arch.qwen3_5.block`. Positions have three axes, time, height and width, which are equal in text. The
@@ -60,7 +60,7 @@ class LigerQwen3_5Text(HybridModel):
 
 
 class LigerQwen3_5MoEText(LigerQwen3_5Text):
-    """Qwen3.5, the text model with a mixture of experts: model_type ``qwen3_5_moe_text``.
+    """Qwen3.5, 3.6 and 3.8, the text model with a mixture of experts: model_type ``qwen3_5_moe_text``.
 
     Differs from ``qwen3_5_text``: the MLP is a mixture of experts plus one gated expert for all tokens; routing weights
     are always renormalized.
