@@ -90,6 +90,7 @@ def keys_left_by_calls() -> int:
     wait_for_ranks("keys")
     dist.barrier()
     before = store.num_keys()
+    dist.barrier()  # no rank adds keys while another counts
     for _ in range(5):
         wait_for_ranks("keys")
     dist.barrier()
