@@ -123,7 +123,7 @@ def save_pretrained(
         hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
 
     gathered = stored.gather()
-    named = itertools.chain(stored.unpack(gathered, dtype), model.kept_tensors.items())
+    named = itertools.chain(stored.unpack(gathered, dtype), kept_tensors.items())
 
     def write_others(target: Path) -> None:
         write_json(target / CONFIG, hf_config)
@@ -152,7 +152,7 @@ def save_pretrained(
 
     def write_part(target: Path) -> None:
         write_others(target)
-        order[0] = target, plan.tensor_to_filename, _owners(plan.filename_to_tensors, model.kept_tensors)
+        order[0] = target, plan.tensor_to_filename, _owners(plan.filename_to_tensors, kept_tensors)
         dist.broadcast_object_list(order, 0)
         _write_part(order[0], named, gathered)
 

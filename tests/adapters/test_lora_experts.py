@@ -332,7 +332,8 @@ def test_files_that_do_not_fit(tmp_path):
     save_adapter(mixture(config=experts()), tmp_path)
     model = mixture(MIXTURE | {"num_local_experts": 3})
     logits = model(IDS).logits
-    with pytest.raises(ValueError, match=r"experts\.lora_A\.weight must be \[12, 48\], got \[16, 48\]"):
+    message = r"experts\.lora_A\.weight must be floats \[12, 48\], got torch.float32 \[16, 48\]"
+    with pytest.raises(ValueError, match=message):
         load_adapter(model, tmp_path)
     assert all(each.requires_grad for each in model.parameters())
     assert model(IDS).logits.equal(logits)
