@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import sys
 from itertools import islice
 from types import SimpleNamespace
@@ -176,7 +177,9 @@ def test_lengths_are_known_before_frames_are_decoded_in_workers(qwen, make, tmp_
     clip.write_bytes(emptied(good))  # a header and no frames
     source = write(tmp_path / "train.jsonl", [about({"type": "video", "video": clip.name})] * 3)
     data = make(source, qwen, length=64)
+    written = clip.stat()
     clip.write_bytes(good)
+    os.utime(clip, ns=(written.st_atime_ns, written.st_mtime_ns))  # or another file would be noticed
     batches = list(PackedLoader(data, num_workers=1))
     assert [len(batch["video_grid_thw"]) for batch in batches] == [1, 1, 1]
     (resumed,) = iter_from(make(source, qwen, length=64), data, 2)

@@ -194,20 +194,25 @@ def test_pairs_with_broken_images(folder, tmp_path):
 
 
 def test_pairs_longer_than_a_row(folder, tmp_path):
-    """A row ends before an image that does not fit."""
+    """A pair fits with all its images, or is left out because none of its answers would remain."""
     model = load(folder / "gemma3")
     pair = json.loads((folder / "pairs.jsonl").read_text().splitlines()[2])
     pair["prompt"] = chat(question="?" * 40) + chat(*(str(folder / name) for name in ("0.png", "1.jpg")))[:1]
     whole = preference_batch([pair], processor=model.processor)
     places = (whole["input_ids"][0] == model.config.image_token_index).nonzero().flatten().tolist()
-    for length, seen in ((int(whole["attention_mask"].sum(1).max()), 2), (places[-1], 1)):
-        source = [pair, {"prompt": chat()[:1], "chosen": pair["chosen"], "rejected": pair["rejected"]}]
-        given = {"length": length, "formats": ("preference",), "shuffle": False, "cache_dir": tmp_path}
-        batch = next(iter(AnswerDataset(source, model.processor, progress=False, **given)))
-        assert len(batch.get("pixel_values", ())) == 2 * seen
-        assert int((batch["input_ids"] == model.config.image_token_index).sum()) == 2 * seen * (len(places) // 2)
-        if seen == 2:
-            assert batch["pixel_values"].equal(whole["pixel_values"])
+    source = [pair, {"prompt": chat()[:1], "chosen": pair["chosen"], "rejected": pair["rejected"]}]
+    options = {"formats": ("preference",), "shuffle": False, "cache_dir": tmp_path, "progress": False}
+
+    length = int(whole["attention_mask"].sum(1).max())
+    batch = next(iter(AnswerDataset(source, model.processor, length=length, **options)))
+    assert batch["pixel_values"].equal(whole["pixel_values"])
+    assert int((batch["input_ids"] == model.config.image_token_index).sum()) == 2 * len(places)
+
+    with pytest.warns(UserWarning, match="1 examples are left out"):
+        shorter = AnswerDataset(source, model.processor, length=places[-1], **options)
+    batch = next(iter(shorter))
+    assert "pixel_values" not in batch
+    assert not (batch["input_ids"] == model.config.image_token_index).any()
 
 
 @pytest.mark.parametrize("objective", ["dpo", "grpo"])
