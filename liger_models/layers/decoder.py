@@ -595,9 +595,10 @@ class Decoder(nn.Module):
         collect = [states] if request.output_hidden_states else []
         hidden, router_logits = self.run_blocks(embeds, layout, *collect)
         hidden = groups.enter_head(hidden)  # [B, T, C], under context parallelism [B, T / R, C]
-        output = CausalLMOutput(router_logits=tuple(router_logits))
+        # A dictionary, because torch 2.11 does not compile `_replace` of a named tuple.
+        output: dict[str, Any] = {"router_logits": tuple(router_logits)}
         if request.output_hidden_states or request.without_head:
-            output = output._replace(hidden_states=(*states, hidden))
+            output["hidden_states"] = (*states, hidden)
 
         # The head, and the loss in it.
         loss: Any = None
@@ -607,15 +608,15 @@ class Decoder(nn.Module):
         if cache is not None:  # last, so that a forward that fails in the head leaves the cache as it was
             cache.advance(T)
         if request.without_head:
-            return output
+            return CausalLMOutput(**output)
         aux_loss = None if cache is not None else self._shared_auxiliary_loss(router_logits, layout, request, targets)
-        output = output._replace(logits=groups.gather_logits(logits), aux_loss=aux_loss)
+        output |= {"logits": groups.gather_logits(logits), "aux_loss": aux_loss}
         if request.return_log_probs:
-            return output._replace(log_probs=groups.gather_log_probs(loss))
+            return CausalLMOutput(**output, log_probs=groups.gather_log_probs(loss))
         if loss is not None and request.loss_function is None:
             loss = groups.sum_loss(loss)
             loss = loss if aux_loss is None else loss + aux_loss
-        return output._replace(loss=loss)
+        return CausalLMOutput(**output, loss=loss)
 
     def _apply_head(self, hidden: Tensor, request: HeadRequest, targets: LossTargets | None) -> tuple[Any, Any]:
         """Return the loss (or the log-probabilities of the targets) and the logits of this rank's tokens."""

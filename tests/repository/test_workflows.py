@@ -61,6 +61,13 @@ def test_every_supported_python_is_tested():
     assert project["requires-python"] == f">={tested[0]}"
 
 
+def test_the_oldest_supported_torch_is_tested():
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    oldest = {name: re.escape(version) for name, version in (re.split(">=|;", line)[:2] for line in needed)}
+    job = {"jobs": {"oldest": read(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["oldest-torch"]}}
+    assert re.search(rf"torch=={oldest['torch']}\.0 triton=={oldest['triton']}\.0 ", commands(job))
+
+
 def test_pre_commit_runs_the_formatter_of_the_constraints():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     (ruff,) = (repo["rev"] for repo in hooks if repo["repo"].endswith("/ruff-pre-commit"))
