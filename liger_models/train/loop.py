@@ -31,6 +31,7 @@ from liger_models.adapters.quantize import quantize_base
 from liger_models.arch.auto import load_by_name
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.vision_language import VisionLanguageModel
+from liger_models.common.printable import printable
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.loader import PackedLoader
@@ -676,7 +677,7 @@ def main(arguments: Sequence[str] | None = None, command: str | None = None, *, 
         if not standalone or (isinstance(error, RuntimeError) and not lost):  # of PyTorch: the traceback says where
             raise
         message = f"another process of the run has ended. Look for its error. ({error})" if lost else str(error)
-        sys.exit(f"error on rank {os.environ.get('RANK', 0)}: {message}")
+        sys.exit(printable(f"error on rank {os.environ.get('RANK', 0)}: {message}"))
 
 
 if __name__ == "__main__":
