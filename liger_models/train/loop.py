@@ -477,6 +477,9 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
     is_quantized = any(getattr(options, name) for name in STORED)
 
     def adapt_and_shard(model: CausalLM) -> CausalLM:
+        if options.attention_dropout is not None:
+            model.set_attention_dropout(options.attention_dropout)
+
         # Adapters, and fewer bits for the weights under them unless the checkpoint's float8 weights are kept.
         if options.lora_r:
             model = add_adapters(model, options)

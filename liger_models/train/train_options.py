@@ -86,6 +86,9 @@ class OptimizerOptions:
         "float32",
         "float32",
     )
+    attention_dropout: float | None = option(
+        "dropout probability of attention weights; default: the checkpoint's, often 0", None, is_share=True
+    )
     moments_8bit: bool = option("AdamW's moments in 8 bits, whatever the dtype of the weights", False)
     export_dtype: str = option("dtype of the model in output/model", "bfloat16")
 
