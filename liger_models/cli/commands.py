@@ -545,18 +545,12 @@ def _dtype(name: str) -> Any:
 
 
 def _device(name: str | None) -> str:
-    import torch
+    from liger_models.common.device import available_device
 
-    # An allocation shows whether the device exists.
-    device = name or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise typer.BadParameter(
-            f"device must be one of this machine and this PyTorch, got {device!r}: {reason}"
-        ) from error
-    return device
+        return str(available_device("device", name))
+    except ValueError as error:
+        raise typer.BadParameter(str(error).removeprefix("device: ")) from error
 
 
 def _load(

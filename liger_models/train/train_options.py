@@ -129,6 +129,9 @@ class ParallelOptions:
         "offloaded, and where the optimizer steps, is then planned",
         None,
     )
+    device: str | None = option(
+        "cpu, cuda, or cuda:1 for a single process; default: the GPU of each process, or the CPU if there is none", None
+    )
     compile: bool = option("compile each block", False)
     seed: int = option("seed of the data order and of dropout", 0, at_least=0)
     deterministic: bool = option("equal bits in every run, even where that is slower", False)

@@ -175,7 +175,14 @@ def test_dropout_of_attention(folder, tmp_path, monkeypatch):
         output = tmp_path / f"{checkpoint.name} {dropout}"
         options: dict[str, Any] = {"data": [str(folder / "train.jsonl")], "length": 64, "steps": 2, "workers": 0}
         train(
-            TrainOptions(model=str(checkpoint), output=str(output), log_every=1, attention_dropout=dropout, **options)
+            TrainOptions(
+                model=str(checkpoint),
+                output=str(output),
+                log_every=1,
+                attention_dropout=dropout,
+                device="cpu",
+                **options,
+            )
         )
         saved = json.loads((output / "model" / "config.json").read_text()).get("attention_dropout", 0)
         assert saved == json.loads((checkpoint / "config.json").read_text()).get("attention_dropout", 0)
@@ -183,6 +190,8 @@ def test_dropout_of_attention(folder, tmp_path, monkeypatch):
 
     plain, dropping = folder / "checkpoint", tmp_path / "dropping"
     assert losses(plain, None) == losses(dropping, 0.0) != losses(plain, 0.5) == losses(dropping, None)
+    with pytest.raises(ValueError, match=r"train: device must be one of this machine .*got 'cuda:99'"):
+        train(TrainOptions(model=str(plain), data=[str(folder / "train.jsonl")], output="run", device="cuda:99"))
     with pytest.raises(ValueError, match=r"TrainOptions: attention_dropout must be a share from 0 to 1, got 2\.0"):
         losses(plain, 2.0)
 
