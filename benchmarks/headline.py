@@ -1,6 +1,7 @@
 """The numbers at the top of the README: LoRA, full fine-tuning, and the median over families."""
 
 import statistics
+from collections.abc import Sequence
 
 from . import families
 from .rows import Row, Rows, grouped, of_transformers
@@ -15,31 +16,42 @@ STEPS = {
 
 
 def table(rows: Rows) -> str:
-    """One line for each of `STEPS`, and one for the medians over families."""
-    steps = {
-        (row["batch"], row.get("run"), row["mode"]): row
-        for row in rows
-        if row.get("model") == MODEL and "batch" in row and "error" not in row
-    }
+    """One line for each of `STEPS`, and one for the medians over families.
 
-    # Our last run of each step, beside the peer of the same run.
+    Raises:
+        ValueError: no run has both modes of a step, or no family has both numbers.
+    """
     lines = []
     for name, (batch, *modes) in STEPS.items():
-        # The last run that has our mode; its peer must be in the same run.
-        runs = [run for at, run, mode in steps if (at, mode) == (batch, modes[1])]
-        peer, ours = (steps.get((batch, runs[-1] if runs else "", mode)) for mode in modes)
-        if peer and ours:
-            shown = (f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.1f} GiB" for row in (peer, ours))
-            speed, memory = peer["step_ms"] / ours["step_ms"], ours["peak_gib"] / peer["peak_gib"]
-            lines.append((f"Llama-3-8B, {name}, {tokens(batch)} tokens", *shown, times(speed), times(memory)))
+        peer, ours = newest_run(rows, batch, modes)
+        shown = (f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.1f} GiB" for row in (peer, ours))
+        speed, memory = peer["step_ms"] / ours["step_ms"], ours["peak_gib"] / peer["peak_gib"]
+        lines.append((f"Llama-3-8B, {name}, {tokens(batch)} tokens", *shown, times(speed), times(memory)))
 
     # The medians over the families with both numbers.
     pairs = [family_ratios(group) for group in families.by_family(of_families(rows)).values()]
-    if medians := [statistics.median(values) for values in zip(*filter(None, pairs), strict=True)]:
-        count = sum(map(bool, pairs))
-        lines.append((f"median of {count} models, a few layers of each", "", "", *map(times, medians)))
+    measured = [pair for pair in pairs if pair is not None]
+    if not measured:
+        raise ValueError(
+            "report: the headline needs a family with rows of transformers and ours, got none. Measure it."
+        )
+    medians = [statistics.median(values) for values in zip(*measured, strict=True)]
+    lines.append((f"median of {len(measured)} models, a few layers of each", "", "", *map(times, medians)))
     (device,) = grouped(rows, "device")
     return markdown(f"one {device[0]}|transformers + Liger Kernel|liger_models|speed|memory", lines)
+
+
+def newest_run(rows: Rows, batch: str, modes: Sequence[str]) -> Rows:
+    """The rows of these modes in the newest run of `MODEL` that has all of them: a ratio needs rows of one run."""
+    of_step = [row for row in rows if (row.get("model"), row.get("batch")) == (MODEL, batch) and "error" not in row]
+    runs = [{row["mode"]: row for row in run} for run in grouped(of_step, "run").values()]
+    complete = [run for run in runs if run.keys() >= {*modes}]
+    if not complete:
+        raise ValueError(
+            f"report: the headline needs a run of {MODEL} {batch} with {' and '.join(modes)}, got none. Measure both."
+        )
+    newest = max(complete, key=lambda run: max(row["date"] for row in run.values()))
+    return [newest[mode] for mode in modes]
 
 
 def of_families(rows: Rows) -> Rows:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from . import no_gpu  # noqa: F401
 from .interpreter import speed_up_the_interpreter
 from .oracle_version import count_of_skipped, skip_an_unknown_family
 

@@ -24,7 +24,9 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 FORKSERVER = get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["torch._dynamo", "pytest", "liger_models.train.loop", "liger_models.parallel.fsdp"])
+FORKSERVER.set_forkserver_preload(
+    ["tests.no_gpu", "torch._dynamo", "pytest", "liger_models.train.loop", "liger_models.parallel.fsdp"]
+)
 
 
 def scripts(page: str) -> list[str]:
@@ -146,6 +148,8 @@ def _end(process: "subprocess.Popen[str]", check: bool) -> "subprocess.Completed
 
 
 if __name__ == "__main__":
+    import tests.no_gpu  # noqa: F401
+
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).absolute().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -20,6 +20,7 @@ from liger_models.adapters.lora_layers import (
     adapters_of,
     short_name,
 )
+from liger_models.adapters.patterns import Pattern
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import moves_rows
@@ -358,7 +359,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     # A pattern for whole names, or a list of names and endings, which may also mean experts.
     for target in [targets] if isinstance(targets, str) else targets:
         if isinstance(targets, str):
-            matched = {name for module, name in modules.items() if _compiled(target).fullmatch(module)}
+            matched = _matched(target, modules)
         else:
             matched = {name for module, name in modules.items() if matches(module, target)}
             if "experts." in target:
@@ -373,13 +374,13 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     return chosen
 
 
-def _compiled(target: str) -> re.Pattern[str]:
+def _matched(target: str, modules: Mapping[str, str]) -> set[str]:
+    """The values whose whole keys a regular expression matches."""
     try:
-        return re.compile(target)
-    except re.error as error:
-        raise ValueError(
-            f"apply_lora: target_modules must be a regular expression, got {target!r}: {error}. Correct it."
-        ) from error
+        pattern = Pattern(target)
+        return {name for module, name in modules.items() if pattern.fullmatch(module)}
+    except ValueError as error:
+        raise ValueError(f"apply_lora: target_modules {error}") from error
 
 
 def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalLM, is_pattern: bool) -> str:

@@ -165,6 +165,12 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
     with open_safetensors(folder / WEIGHTS) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     config = _read_config(folder / CONFIG, model, tensors)
+    ranks = [tensor.shape[0] for name, tensor in tensors.items() if ".lora_A" in name and tensor.dim() > 0]
+    if config.r > max(ranks, default=0):  # nothing of this size is allocated
+        raise ValueError(
+            f"{folder / CONFIG}: r must be the rank of the adapters in {WEIGHTS}, got {config.r} and at most "
+            f"{max(ranks, default=0)} rows in a matrix A. Correct it, or save the adapters again."
+        )
 
     # If anything fails, the model is left as it was.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

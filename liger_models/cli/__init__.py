@@ -3,6 +3,8 @@
 import sys
 import warnings
 
+from liger_models.common.printable import printable
+
 
 def main() -> None:
     """Run the command line."""
@@ -12,5 +14,5 @@ def main() -> None:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit("liger-models: typer and rich must be installed, got none. Run: pip install 'liger_models[cli]'")
-    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_, **__: print(printable(f"warning: {message}"), file=sys.stderr)
     app(prog_name="liger-models")

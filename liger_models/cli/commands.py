@@ -13,6 +13,9 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
+
+from liger_models.common.printable import printable
 
 if TYPE_CHECKING:
     from liger_models.base.causal_lm import CausalLM
@@ -22,7 +25,22 @@ if TYPE_CHECKING:
 FAILED, DIFFERS = 1, 3
 """Exit codes. 0 is success, 2 a wrong command line."""
 
-screen, messages = Console(), Console(stderr=True)
+
+class _Screen(Console):
+    """A console that prints strings as they are: without markup, and with control characters as escapes.
+
+    Names of tensors and generated text come from strangers. Where a style is meant, a command prints a `Text`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Text and tables call this for each string."""
+        return super().render_str(printable(text), **options)
+
+
+screen, messages = _Screen(), _Screen(stderr=True)
 
 
 class _Commands(typer.core.TyperGroup):
@@ -35,8 +53,7 @@ class _Commands(typer.core.TyperGroup):
         except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
             if ctx.params.get("debug"):
                 raise
-            messages.print(f"[bold red]error:[/] {type(error).__name__ if not str(error) else ''}", end="")
-            messages.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            messages.print(Text("error:", "bold red"), str(error) or type(error).__name__, soft_wrap=True)
             raise typer.Exit(FAILED) from error
 
 
@@ -205,17 +222,17 @@ def verify(
     if as_json:
         _print_json(verification.as_json())
     else:
-        screen.print(f"{verification.tensors} tensors", highlight=False)
+        screen.print(f"{verification.tensors} tensors")
         for difference in verification.differences:
-            screen.print(str(difference), markup=False, highlight=False)
+            screen.print(str(difference), soft_wrap=True)
         if verification.logits_error is not None:
             error = f"{verification.logits_error:.1e} of their norm (limit {LIMIT:.0e})"
             screen.print(f"logits differ from transformers' by {error}")
         elif verification.not_compared:
             screen.print(f"logits not compared: {verification.not_compared}")
         if verification.place:
-            screen.print(f"first difference at {verification.place}", highlight=False, soft_wrap=True)
-        screen.print("[green]same[/]" if verification.same else "[red]differs[/]")
+            screen.print(f"first difference at {verification.place}", soft_wrap=True)
+        screen.print(Text("same", "green") if verification.same else Text("differs", "red"))
     if not verification.same:
         raise typer.Exit(DIFFERS)
 
@@ -237,7 +254,7 @@ def convert(
     # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
     target = None if dtype == "auto" else _dtype(dtype)
     loaded = _load(model, revision, "auto" if adapter is None else dtype, "cpu", adapter, progress=not as_json)
-    with messages.status(f"Writing {output}"):
+    with messages.status(Text(f"Writing {printable(str(output))}")):
         loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size, mxfp4=mxfp4)
     written = sorted(path.name for path in output.iterdir())
     _print_json({"folder": str(output), "files": written}) if as_json else print(output)
@@ -398,12 +415,14 @@ def generate(
         try:
             conversation.attach(command, path.strip())
         except (OSError, ValueError) as error:
-            messages.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            messages.print(str(error), soft_wrap=True)
 
 
 def _print_pieces(pieces: Iterable[str]) -> None:
+    # A file or another program gets the text as it is.
+    show = printable if sys.stdout.isatty() else str
     for piece in pieces:
-        print(piece, end="", flush=True)
+        print(show(piece), end="", flush=True)
     print()
 
 
@@ -496,7 +515,7 @@ def new_arch_command(
     for file in written.files:
         print(file)
     for note in written.notes:
-        messages.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+        messages.print(f"note: {note}", soft_wrap=True)
 
     # The next steps go to stderr, so that stdout has only the files.
     module = written.files[0]
@@ -509,7 +528,7 @@ def new_arch_command(
         *(f"    {line}" for line in written.public),
         "docs/adding-an-architecture.md explains each step.",
     ]
-    messages.print("Next:", *steps, sep="\n", markup=False, highlight=False, soft_wrap=True)
+    messages.print("Next:", *steps, sep="\n", soft_wrap=True)
 
 
 def _print_json(value: Any) -> None:
@@ -526,18 +545,12 @@ def _dtype(name: str) -> Any:
 
 
 def _device(name: str | None) -> str:
-    import torch
+    from liger_models.common.device import available_device
 
-    # An allocation shows whether the device exists.
-    device = name or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise typer.BadParameter(
-            f"device must be one of this machine and this PyTorch, got {device!r}: {reason}"
-        ) from error
-    return device
+        return str(available_device("device", name))
+    except ValueError as error:
+        raise typer.BadParameter(str(error).removeprefix("device: ")) from error
 
 
 def _load(

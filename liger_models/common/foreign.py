@@ -31,10 +31,12 @@ def _device(value: Any) -> Any:
     """The single device of a ``device_map``; None if there are several."""
     import torch
 
+    from liger_models.common.device import available_device
+
     if isinstance(value, Mapping):
         value = value[""] if value.keys() == {""} else "several"
     if value == "auto":
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        return available_device("device_map")
     try:
         return torch.device(value)
     except (RuntimeError, TypeError):

@@ -396,6 +396,10 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
+LONGEST_LIST = 65_536
+"""Largest number of values in a list of config.json. Real ones have one for each layer, frequency or special token."""
+
+
 def _typed(key: str, value: Any, hint: Any) -> Any:
     """Convert ``value`` to the declared type of its field. 1 is accepted for 1.0, and 16.0 for 16."""
     options = _options(hint)
@@ -407,6 +411,11 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
         return int(value)
     for option in options:
         if typing.get_origin(option) is list and isinstance(value, list):
+            if len(value) > LONGEST_LIST:
+                raise ValueError(
+                    f"config.json: {key} must be a list of at most {LONGEST_LIST:,} values, got {len(value):,}. "
+                    "Download it again."
+                )
             (element,) = typing.get_args(option)
             return [_typed(f"{key}[{index}]", item, element) for index, item in enumerate(value)]
     names = " or ".join(getattr(option, "__name__", str(option)) for option in options)

@@ -116,6 +116,10 @@ class LigerAttention(Layer):
             takes_pages=True,
         )  # fmt: skip
 
+    def set_attention_dropout(self, probability: float) -> None:
+        """Set the probability of dropping an attention weight in training."""
+        self.dropout = probability
+
     def set_policy(self, policy: str) -> None:
         """Recompute under "full"."""
         self.recompute = policy == "full"

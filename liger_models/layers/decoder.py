@@ -25,6 +25,7 @@ from liger_models.layers.layer import (
     Layer,
     draw,
     is_replayable,
+    layers_of,
     named_layers,
     routed_layers,
     set_policy,
@@ -376,6 +377,19 @@ class Decoder(nn.Module):
         """Print the number of trainable parameters and of all parameters."""
         trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()
         print(f"{trainable:,} of {total:,} parameters are trainable ({trainable / total:.3%})")
+
+    def set_attention_dropout(self, probability: float) -> None:
+        """Let the attention of every block drop its weights with this probability in training.
+
+        The config keeps its own value, ``attention_dropout``, which is saved.
+
+        Raises:
+            ValueError: ``probability`` is not in [0, 1).
+        """
+        if not 0 <= probability < 1:
+            raise ValueError(f"set_attention_dropout: probability must be in [0, 1), got {probability}.")
+        for layer in layers_of(self.layers):
+            layer.set_attention_dropout(probability)
 
     def set_checkpointing(self, policy: str | list[str], *, offload_layers: int = 0) -> None:
         """Choose which activations are saved for the backward, and where. The gradients are always the same.

@@ -78,6 +78,9 @@ class Layer(nn.Module):
     def set_policy(self, policy: str) -> None:
         """Choose what the layer recomputes in the backward, by one of `CHECKPOINTING_POLICIES`."""
 
+    def set_attention_dropout(self, probability: float) -> None:
+        """Set the probability of dropping an attention weight in training; other layers ignore it."""
+
     def recomputed_share(self, policy: str) -> float | None:
         """Fraction of the forward's operations that the backward repeats under a policy.
 

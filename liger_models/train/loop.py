@@ -31,6 +31,8 @@ from liger_models.adapters.quantize import quantize_base
 from liger_models.arch.auto import load_by_name
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.vision_language import VisionLanguageModel
+from liger_models.common.device import available_device
+from liger_models.common.printable import printable
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.loader import PackedLoader
@@ -85,8 +87,8 @@ def train(options: TrainOptions) -> None:
             finite.
         OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
     """
+    device = select_device(options.device)
     output = prepare_paths(options)
-    device = select_device()
     started_group = start_group(device)
     with lock_folder(output):
         stop = run(options, output, device)
@@ -238,12 +240,22 @@ def prepare_paths(options: TrainOptions) -> Path:
     return output
 
 
-def select_device() -> torch.device:
-    """The accelerator of this rank, or the CPU."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    return device
+def select_device(name: str | None) -> torch.device:
+    """The device of this process, made the current one: the one of this name, or the rank's accelerator, or the CPU.
+
+    Raises:
+        ValueError: there is no such device, or several processes are to share one.
+    """
+    device = available_device("train", name)
+    if device.type == "cpu":
+        return device
+    if device.index is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(
+            f"train: device must have no number where several processes train, each on its own GPU, got {name}. Write "
+            f"{device.type}."
+        )
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index)
+    return torch.device(device.type)
 
 
 def start_group(device: torch.device) -> bool:
@@ -269,6 +281,11 @@ def make_mesh(options: TrainOptions, device: torch.device) -> DeviceMesh:
             "Start another number of ranks."
         )
     return init_device_mesh(device.type, (ranks // sharing, sharing), mesh_dim_names=("dp", "shared"))
+
+
+def all_ranks(device: torch.device) -> DeviceMesh:
+    """All ranks in one dimension. Without it FSDP would shard over accelerators even if the run is on the CPU."""
+    return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 def fetch_files(options: TrainOptions) -> TrainOptions:
@@ -476,6 +493,9 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
     is_quantized = any(getattr(options, name) for name in STORED)
 
     def adapt_and_shard(model: CausalLM) -> CausalLM:
+        if options.attention_dropout is not None:
+            model.set_attention_dropout(options.attention_dropout)
+
         # Adapters, and fewer bits for the weights under them unless the checkpoint's float8 weights are kept.
         if options.lora_r:
             model = add_adapters(model, options)
@@ -488,7 +508,7 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
         if options.tensor_parallel > 1:
             model = apply_tp(model, mesh["shared"], sequence_parallel=True)
             return apply_fsdp(model, mesh["dp"], param_dtype=dtype)
-        return apply_fsdp(apply_cp(model, mesh["shared"]), param_dtype=dtype)
+        return apply_fsdp(apply_cp(model, mesh["shared"]), all_ranks(device), param_dtype=dtype)
 
     # Weights in float16 would lose small updates.
     loses_updates = options.lora_r == 0 and options.dtype == "float16"
@@ -515,7 +535,7 @@ def add_adapters(model: CausalLM, options: TrainOptions) -> CausalLM:
 
 def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM:
     """A reference model or teacher, without gradients, sharded over all ranks, in the dtype in which it computes."""
-    shard = partial(apply_fsdp, param_dtype=dtype)
+    shard = partial(apply_fsdp, mesh=all_ranks(device), param_dtype=dtype)
     model = load_by_name(name, shard=shard, dtype=dtype, device=device)
     return model.requires_grad_(False).eval()
 
@@ -676,7 +696,7 @@ def main(arguments: Sequence[str] | None = None, command: str | None = None, *, 
         if not standalone or (isinstance(error, RuntimeError) and not lost):  # of PyTorch: the traceback says where
             raise
         message = f"another process of the run has ended. Look for its error. ({error})" if lost else str(error)
-        sys.exit(f"error on rank {os.environ.get('RANK', 0)}: {message}")
+        sys.exit(printable(f"error on rank {os.environ.get('RANK', 0)}: {message}"))
 
 
 if __name__ == "__main__":

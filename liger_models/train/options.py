@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from liger_models.common.printable import printable
+
 Options = TypeVar("Options")
 
 
@@ -144,7 +146,7 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
         file = values.pop("config")
         return options_from(cls, ({} if file is None else _read(file)) | values)
     except (OSError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(printable(str(error)))
 
 
 def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:

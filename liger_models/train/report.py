@@ -18,6 +18,7 @@ from liger_models.adapters.lora_layers import adapter_config
 from liger_models.adapters.quantize import quantized_bytes, quantized_experts, quantized_layers
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.printable import printable
 from liger_models.distributed.ranks import rank
 from liger_models.generation.options import resolve
 from liger_models.kernels.optimizer.moments import moment_bytes
@@ -47,7 +48,7 @@ def say(*lines: str) -> None:
     """Print lines on rank 0, above the progress bar."""
     if rank() == 0:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # texts of any language must not end a run
-        lines = tuple(line.encode(encoding, "replace").decode(encoding) for line in lines)
+        lines = tuple(printable(line).encode(encoding, "replace").decode(encoding) for line in lines)
         with tqdm.external_write_mode():
             print(*lines, sep="\n", flush=True)
 

@@ -86,6 +86,9 @@ class OptimizerOptions:
         "float32",
         "float32",
     )
+    attention_dropout: float | None = option(
+        "dropout probability of attention weights; default: the checkpoint's, often 0", None, is_share=True
+    )
     moments_8bit: bool = option("AdamW's moments in 8 bits, whatever the dtype of the weights", False)
     export_dtype: str = option("dtype of the model in output/model", "bfloat16")
 
@@ -125,6 +128,9 @@ class ParallelOptions:
         "memory of each GPU that the run may take, such as 60GB or a share with a percent sign; what is recomputed or "
         "offloaded, and where the optimizer steps, is then planned",
         None,
+    )
+    device: str | None = option(
+        "cpu, cuda, or cuda:1 for a single process; default: the GPU of each process, or the CPU if there is none", None
     )
     compile: bool = option("compile each block", False)
     seed: int = option("seed of the data order and of dropout", 0, at_least=0)

@@ -837,6 +837,28 @@ def test_layers_of_another_kind_are_not_left_out():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_a_rank_without_tensors_of_its_size_is_refused_before_anything_is_allocated(tmp_path):
+    save_adapter(llama(LoRAConfig()), tmp_path)
+    file, weights = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"r": 10**9}))
+    with pytest.raises(ValueError, match=r"adapter_config\.json: r must be the rank .* got 1000000000 and at most 8"):
+        load_adapter(llama(), tmp_path)
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(())}, weights)
+    with pytest.raises(ValueError, match="got 1000000000 and at most 0"):
+        load_adapter(llama(), tmp_path)
+
+
+def test_files_with_a_pattern_for_which_re_does_not_return(tmp_path):
+    save_adapter(llama(LoRAConfig(target_modules=["q_proj"])), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    keys = json.loads(file.read_text())
+    file.write_text(json.dumps(keys | {"target_modules": r"(\w+\.?)+!"}))
+    with pytest.raises(ValueError, match="must name linear layers"):
+        load_adapter(llama(), tmp_path)
+    file.write_text(json.dumps(keys | {"target_modules": r"(\w+\.?)+q_proj"}))
+    assert adapter_config(load_adapter(llama(), tmp_path)).r == 8
+
+
 def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
         load_adapter(llama(), tmp_path)

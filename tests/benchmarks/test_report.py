@@ -74,24 +74,45 @@ def test_train_table_compares_with_the_fastest_peer():
     assert cells(train.short_table(rows))[-1] == ["", "liger_models", "10,000", "1.250", "30.0", "0.750"]
 
 
-def test_the_headline():
+def headline_rows() -> list[dict]:
+    lora = {"batch": "4x2048"}
     rows = [
-        train_row("hf+liger+lora", 100.0, batch="4x2048", peak_gib=80.0),
-        train_row("ours+lora", 150.0, batch="4x2048", peak_gib=40.0),
-        train_row("hf+liger", 100.0),
+        train_row("hf+liger+lora", 90.0, **lora, peak_gib=70.0, run="1"),
+        train_row("ours+lora", 90.0, **lora, peak_gib=70.0, run="1"),
+        train_row("hf+liger+lora", 100.0, **lora, peak_gib=80.0, run="2", date="2026-01-02"),
+        train_row("ours+lora", 150.0, **lora, peak_gib=40.0, run="2", date="2026-01-02"),
+        train_row("ours+lora", 170.0, **lora, peak_gib=30.0, run="3", date="2026-01-03"),  # beside another peer
+        train_row("hf+liger", 100.0, peak_gib=40.0, run="2"),
+        train_row("ours+adamw", 110.0, peak_gib=30.0, run="2"),
         {"benchmark": "train", "model": "llama-3-8b", "batch": "1x8192", "mode": "ours+adamw", "error": "none"},
     ]
     for model, ms, gib in (("gemma", 2.0, 10.0), ("glm", 4.0, 20.0), ("phi3", 5.0, 40.0)):
         family = {"benchmark": "families", "model": model}
         rows += [train_row("hf", 1.0, step_ms=8.0, peak_gib=40.0, **family)]
         rows += [train_row("ours", 1.0, step_ms=ms, peak_gib=gib, **family)]
-    rows = [{"device": "X"} | row for row in rows]
-    lora, medians = cells(headline.table(rows))
-    assert lora[1:3] == ["100 tokens/s, 80.0 GiB", "150 tokens/s, 40.0 GiB"]
+    return [{"device": "X"} | row for row in rows]
+
+
+def test_the_headline():
+    rows = headline_rows()
+    lora, full, medians = cells(headline.table(rows))
+    assert lora[1:3] == ["100 tokens/s, 80.0 GiB", "150 tokens/s, 40.0 GiB"]  # of the newest run with both
     assert [cell.split()[0] for cell in lora[3:]] == ["**1.50", "**0.50"]
+    assert full[1:3] == ["100 tokens/s, 40.0 GiB", "110 tokens/s, 30.0 GiB"]
     assert medians[0].startswith("median of 3 models")
     assert [cell.split()[0] for cell in medians[3:]] == ["**2.00", "**0.50"]
     assert report.part("headline", rows).startswith("| one X |")
+
+
+@pytest.mark.parametrize("mode", ["hf+liger+lora", "ours+lora", "hf+liger", "ours+adamw"])
+def test_a_headline_without_one_of_its_lines(mode):
+    with pytest.raises(ValueError, match=rf"needs a run of llama-3-8b .* with .*{re.escape(mode)}.*Measure both"):
+        headline.table([row for row in headline_rows() if row["mode"] != mode])
+
+
+def test_a_headline_without_families():
+    with pytest.raises(ValueError, match="needs a family"):
+        headline.table([row for row in headline_rows() if row["benchmark"] != "families"])
 
 
 def test_the_last_run_of_a_peer_stays_whole(tmp_path):

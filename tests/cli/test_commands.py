@@ -1,6 +1,7 @@
 """The command line: what each command prints and writes, its JSON, its exit codes, and its errors in one line."""
 
 import base64
+import io
 import json
 import subprocess
 import sys
@@ -127,6 +128,50 @@ def test_verify(folder):
     printed = run("verify", "model", code=3)
     assert f"missing model.norm.weight {[*tensors['model.embed_tokens.weight'].shape[1:]]}" in printed
     assert "extra other [1]" in printed
+
+
+STRANGE = "[/red] :smile: \x1b]0;title\x07\r"
+"""What a stranger may call a tensor: markup, and characters that a terminal obeys."""
+SHOWN = r"[/red] :smile: \x1b]0;title\x07\r"
+
+
+def test_names_of_strangers_are_shown_as_they_are(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {STRANGE: torch.zeros(1)}, folder / "model.safetensors")
+    assert f"extra {SHOWN} [1]\n" in run("verify", "model", code=3)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": STRANGE}))
+    shown = run("info", "model", code=1)
+    assert "[/red] :smile: " in shown
+    assert "\x1b" not in shown
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": STRANGE}))
+    shown = run("info", "model", code=1)
+    assert "[/red] :smile: " in shown
+    assert "\x1b" not in shown
+
+
+def test_tables_show_strings_as_they_are():
+    table = commands.Table("name", title=STRANGE)
+    table.add_row(STRANGE)
+    with commands.screen.capture() as printed:
+        commands.screen.print(table, STRANGE)
+    assert printed.get().count(SHOWN) == 3
+    assert "\x1b" not in printed.get()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_does_not_obey_generated_text(is_terminal, monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stdout", out)
+    commands._print_pieces(["a\tb\n", "\x1b", "[2J"])
+    assert out.getvalue() == ("a\tb\n\\x1b[2J\n" if is_terminal else "a\tb\n\x1b[2J\n")
+
+
+def test_a_warning_shows_what_a_stranger_wrote():
+    code = "import sys, warnings, liger_models.cli as cli; sys.argv = ['liger-models', '--version']\n"
+    code += "try: cli.main()\nexcept SystemExit: warnings.warn('\\x1b[2J')"
+    assert shell("-c", code).stderr == "warning: \\x1b[2J\n"
 
 
 @pytest.mark.parametrize("arch", ["qwen2_vl", "gemma3", "gemma4", "mllama"])

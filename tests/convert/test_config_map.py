@@ -406,6 +406,11 @@ def test_an_unknown_key_is_named() -> None:
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, r"must have factor, high_freq_factor, low_freq_factor"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor must be float, got '2'"),
         ({"rope_parameters": {"full": {}, "sliding": {}}}, r"must be the same for all layers, got .*full, sliding"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 70_000}},
+            r"rope_scaling\.short_factor must be a list of at most 65,536 values, got 70,000\. Download it again",
+        ),
+        ({"eos_token_id": [1] * 70_000}, r"eos_token_id must be a list of at most 65,536 values, got 70,000"),
         ({"rope_scaling": ["linear", 2.0]}, r"rope_scaling must be an object of values, got \['linear', 2\.0\]"),
         ({"hidden_act": "gelu_new"}, r"hidden_act must be 'silu' or 'swish', got 'gelu_new'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"must not be quantized, got .*gptq"),

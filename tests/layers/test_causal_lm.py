@@ -16,6 +16,7 @@ from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LabeledRows, LigerLMHead
 
+from ..arch.families import FIRST_CASES, tiny
 from ..late import dynamo_testing, transformers
 from ..repository.test_readme import ROOT, blocks
 
@@ -537,3 +538,13 @@ def test_the_page_s_loop_over_cuda_graphs():
         other.zero_grad()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("arch", "variant"), FIRST_CASES)
+def test_dropout_of_attention_is_set_in_all_blocks(arch, variant):
+    model = AutoLigerModel.from_config({**tiny(arch)[variant], "model_type": arch}, device="meta")
+    model.set_attention_dropout(0.25)
+    layers = {path: module for path, module in model.named_modules() if type(getattr(module, "dropout", None)) is float}
+    assert {layer.dropout for path, layer in layers.items() if not path.startswith("visual.")} == {0.25}
+    with pytest.raises(ValueError, match=r"set_attention_dropout: probability must be in \[0, 1\), got 1"):
+        model.set_attention_dropout(1)

@@ -163,6 +163,39 @@ def test_two_ranks_train_die_and_go_on(folder, whole, monkeypatch):
     torch.testing.assert_close(again, losses, rtol=1e-4, atol=0)  # the same rows, added in another order
 
 
+@pytest.mark.usefixtures("on_the_cpu")
+def test_dropout_of_attention(folder, tmp_path, monkeypatch):
+    """The option has the effect of the config's value, which is saved unchanged."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(folder / "checkpoint", tmp_path / "dropping")
+    config = json.loads((folder / "checkpoint" / "config.json").read_text())
+    (tmp_path / "dropping" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+
+    def losses(checkpoint: Path, dropout: float | None) -> list[float]:
+        output = tmp_path / f"{checkpoint.name} {dropout}"
+        options: dict[str, Any] = {"data": [str(folder / "train.jsonl")], "length": 64, "steps": 2, "workers": 0}
+        train(
+            TrainOptions(
+                model=str(checkpoint),
+                output=str(output),
+                log_every=1,
+                attention_dropout=dropout,
+                device="cpu",
+                **options,
+            )
+        )
+        saved = json.loads((output / "model" / "config.json").read_text()).get("attention_dropout", 0)
+        assert saved == json.loads((checkpoint / "config.json").read_text()).get("attention_dropout", 0)
+        return [line["loss"] for line in log(output)]
+
+    plain, dropping = folder / "checkpoint", tmp_path / "dropping"
+    assert losses(plain, None) == losses(dropping, 0.0) != losses(plain, 0.5) == losses(dropping, None)
+    with pytest.raises(ValueError, match=r"train: device must be one of this machine .*got 'cuda:99'"):
+        train(TrainOptions(model=str(plain), data=[str(folder / "train.jsonl")], output="run", device="cuda:99"))
+    with pytest.raises(ValueError, match=r"TrainOptions: attention_dropout must be a share from 0 to 1, got 2\.0"):
+        losses(plain, 2.0)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_single_process(folder, tmp_path, monkeypatch, capfd, device):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

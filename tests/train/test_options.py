@@ -155,6 +155,7 @@ def test_an_unknown_option_of_the_command_line(capsys, arguments, message):
         ("a.yaml", b"rate: 1\nname: x\nrate: 2", "a.yaml: must be YAML, got: rate twice"),
         ("a.json", b'{"rate": 1, "rate": 2}', "a.json: must be JSON, got: rate twice"),
         ("a.json", b"{", "a.json: must be JSON"),
+        ("a.yaml", b'"\\e[2J": 1', r"got \x1b[2J"),
         ("a.yaml", None, "No such file"),
     ],
 )

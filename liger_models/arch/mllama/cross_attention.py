@@ -164,6 +164,10 @@ class LigerCrossAttention(Layer):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.q_norm, self.k_norm = norm(head_dim), norm(head_dim)
 
+    def set_attention_dropout(self, probability: float) -> None:
+        """Set the probability of dropping an attention weight in training."""
+        self.dropout = probability
+
     def set_policy(self, policy: str) -> None:
         """Recompute under "full"."""
         self.recompute = policy == "full"

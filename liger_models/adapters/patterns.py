@@ -1,0 +1,109 @@
+"""Regular expressions from adapter_config.json, which anybody may have written.
+
+`re` tries one way to match after the other. For a pattern such as ``(a+)+b`` their number doubles with each character
+of the text, and nothing interrupts the search. `Pattern` follows all ways at once: a part of the pattern maps the set
+of positions at which it may begin to the set of positions at which it may end. `re` parses the pattern and compiles its
+smallest parts, so that they mean the same.
+
+Source: https://swtch.com/~rsc/regexp/regexp1.html.
+"""
+
+import importlib
+import re
+import sys
+from typing import Any
+
+_PARSER, _COMPILER = (
+    importlib.import_module(name)
+    for name in (("re._parser", "re._compiler") if sys.version_info >= (3, 11) else ("sre_parse", "sre_compile"))
+)
+
+WORK = 10_000_000
+"""Largest number of positions that are visited for one pattern. A layer's name takes about one for each of its
+characters and each part of the pattern."""
+
+
+class Pattern:
+    """A regular expression without back references, conditions, and atomic or possessive parts.
+
+    Args:
+        pattern: the expression, in the syntax of `re`.
+
+    Raises:
+        ValueError: it is not such an expression.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        try:
+            self._tree = _PARSER.parse(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"must be a regular expression, got {pattern!r}: {error}. Correct it.") from error
+        self._pattern, self._work = pattern, 0
+        self._leaves: dict[tuple[int, int, int], Any] = {}
+
+    def fullmatch(self, text: str) -> bool:
+        """Whether the expression matches the whole text.
+
+        Raises:
+            ValueError: the expression has parts that are not supported, or takes too much work.
+        """
+        return len(text) in self._ends(self._tree, text, {0}, self._tree.state.flags)
+
+    def _ends(self, parts: Any, text: str, positions: set[int], flags: int) -> set[int]:
+        """The positions at which a sequence of parts may end if it begins at one of ``positions``."""
+        for index, (operator, argument) in enumerate(parts):
+            self._work += len(positions)
+            if self._work > WORK:
+                raise ValueError(
+                    f"must be matched in at most {WORK:,} steps, got {self._pattern!r}, which takes more. Simplify it, "
+                    "or list the names of the layers."
+                )
+            name = operator.name
+            if name == "SUBPATTERN":
+                _, added, removed, inner = argument
+                positions = self._ends(inner, text, positions, (flags | added) & ~removed)
+            elif name == "BRANCH":
+                positions = set().union(*(self._ends(inner, text, positions, flags) for inner in argument[1]))
+            elif name in ("MAX_REPEAT", "MIN_REPEAT"):
+                least, most, inner = argument
+                positions = self._repeat(least, most, inner, text, positions, flags)
+            elif name in ("ASSERT", "ASSERT_NOT"):
+                ahead, inner = argument
+                width = 0 if ahead == 1 else inner.getwidth()[0]  # what looks behind has one width
+                matched = {
+                    position
+                    for position in positions
+                    if position >= width
+                    and (ends := self._ends(inner, text, {position - width}, flags))
+                    and (ahead == 1 or position in ends)
+                }
+                positions = matched if name == "ASSERT" else positions - matched
+            elif name in ("ANY", "AT", "FAILURE", "IN", "LITERAL", "NOT_LITERAL"):
+                key = (id(parts), index, flags)
+                if key not in self._leaves:
+                    self._leaves[key] = _COMPILER.compile(parts[index : index + 1], flags)
+                match = self._leaves[key].match
+                positions = {found.end() for position in positions if (found := match(text, position))}
+            else:
+                raise ValueError(
+                    "must have no back references, conditions, and atomic or possessive parts, got "
+                    f"{self._pattern!r}. List the names of the layers."
+                )
+        return positions
+
+    def _repeat(self, least: int, most: int, inner: Any, text: str, positions: set[int], flags: int) -> set[int]:
+        """The positions after ``least`` to ``most`` repetitions."""
+        for _ in range(least):
+            following = self._ends(inner, text, positions, flags)
+            if following == positions:  # and so it stays
+                break
+            positions = following
+
+        # Only positions that are reached for the first time lead to others.
+        reached = newest = positions
+        for _ in range(most - least):
+            newest = self._ends(inner, text, newest, flags) - reached
+            if not newest:
+                break
+            reached = reached | newest
+        return reached

@@ -1,0 +1,31 @@
+"""The device that a user names, or that the machine has."""
+
+import torch
+
+
+def available_device(where: str, name: str | None = None) -> torch.device:
+    """Return the device of this name, or without a name the accelerator, or else the CPU.
+
+    Args:
+        where: name of the function or command, for the error.
+        name: such as "cpu", "cuda" or "cuda:1".
+
+    Raises:
+        ValueError: the machine or this build of PyTorch has no such device.
+    """
+    # A build of PyTorch for CUDA names CUDA also on a machine without a GPU, unless it is asked to check.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name is None:
+        return accelerator or torch.device("cpu")
+    names = ["cpu"]
+    if accelerator is not None:
+        names += [
+            accelerator.type,
+            *(f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())),
+        ]
+    if name not in names:
+        raise ValueError(
+            f"{where}: device must be one of this machine and this PyTorch ({', '.join(names)}), got {name!r}. Use one "
+            "of these."
+        )
+    return torch.device(name)
