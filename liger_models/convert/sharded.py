@@ -101,7 +101,7 @@ def read_part(
         Tensor of shape ``part.shape``.
     """
     first, last = part.offset[0], part.offset[0] + part.shape[0]
-    rows = plan_rows(expression, len(part.shape), shapes, first, last)
+    rows, planned = plan_rows(expression, part, shapes), 1
     if rows is None and keeps_rows(expression):
         # Row i of the parameter is row i of the tensors.
         shard = expression.pack({name: read(name, first, last) for name in expression.names()})
@@ -116,10 +116,11 @@ def read_part(
         shard = torch.cat(_same_dtype(expression, pieces)) if len(pieces) > 1 else pieces[0]
         if rows.order is not None:
             shard = shard[rows.order.to(shard.device)]
-        shard = shard.reshape(last - first, *shape_of(expression, shapes)[1:])
+        planned = len(part.shape) - rows.units
+        shard = shard.reshape(*part.shape[:planned], *shape_of(expression, shapes)[planned:])
 
     # The other dimensions are read whole.
-    for dim in range(1, len(part.shape)):
+    for dim in range(planned, len(part.shape)):
         shard = shard.narrow(dim, part.offset[dim], part.shape[dim])
     return shard
 
@@ -153,26 +154,27 @@ def shape_of(expression: Expression, shapes: Mapping[str, Sequence[int]]) -> tor
     return expression.pack({name: torch.empty(shapes[name], device="meta") for name in expression.names()}).shape
 
 
-def plan_rows(
-    expression: Expression, ndim: int, shapes: Mapping[str, Sequence[int]], first: int, last: int
-) -> Rows | None:
-    """The rows of the checkpoint that make up rows ``first`` to ``last`` (excluded) of a parameter.
+def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[int]]) -> Rows | None:
+    """The rows of the checkpoint that make up a shard of a parameter.
 
     All rows are numbered, and the numbers are packed like elements. The packed shard then holds the numbers of its
     rows.
 
     Args:
         expression: the expression of the parameter.
-        ndim: number of dimensions of the parameter.
+        part: the shard. Its last dimension counts as whole.
         shapes: name -> shape of each tensor of the expression.
-        first, last: the rows of the parameter.
 
     Returns:
         None if the expression leaves no trailing dimension unchanged, or a tensor is a single number.
     """
+    # Trailing dimensions stay together that the expression leaves unchanged and along which nothing is sharded.
+    ndim, whole = len(part.shape), shape_of(expression, shapes)
+    sharded = max((dim for dim in range(ndim) if part.shape[dim] != whole[dim]), default=0)
     units = min(untouched(expression, ndim, shapes), ndim - 1, *(len(shapes[name]) - 1 for name in expression.names()))
     if units < 0 or (units == 0 and ndim > 1):
         return None
+    units = min(units, max(ndim - 1 - sharded, 1))
 
     # Number the slices of all tensors, one after the other.
     numbers, starts, count = {}, {}, 0
@@ -182,7 +184,10 @@ def plan_rows(
         end = count + math.prod(lead)
         numbers[name] = torch.arange(count, end).view(*lead, *[1] * units)
         count = end
-    required = expression.pack(numbers)[first:last].flatten()
+    required = expression.pack(numbers)
+    for dim in range(ndim - units):
+        required = required.narrow(dim, part.offset[dim], part.shape[dim])
+    required = required.flatten()
 
     # For each tensor, the runs of rows that hold required slices, and the numbers of all slices in these runs.
     runs: dict[str, list[tuple[int, int]]] = {}
