@@ -22,7 +22,7 @@ A rank that reads its part of a checkpoint quantizes only this part. The scales 
 ranks exchange the largest number of each block, which are 1/64 of the weight's numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -105,16 +105,24 @@ class FrozenParameters(nn.Module):
         # FSDP adds a dimension of the mesh to the parameters that it shards. In the forward they are gathered.
         if self.sharded is None or not is_sharded(codes) or codes.device_mesh.ndim > 1:  # type: ignore[attr-defined]
             return self.whole(codes)
-        return self._join(local, codes, self.local_shape)
+        return self._join({name: local(tensor) for name, tensor in self.tensors(codes).items()}, self.local_shape)
 
     def whole(self, codes: Tensor) -> FrozenWeight:
         """The whole weight as ops take it, gathered from all ranks if it is sharded."""
-        return self._join(_whole, codes, self.shape)
+        return self.of_gathered({name: _whole(tensor) for name, tensor in self.tensors(codes).items()})
 
-    def _join(self, take: Callable[[Tensor], Tensor], codes: Tensor, shape: torch.Size) -> FrozenWeight:
-        # Views of the bytes: nothing is copied, unless `take` gathers.
+    def of_gathered(self, tensors: Mapping[str, Tensor]) -> FrozenWeight:
+        """The whole weight as ops take it, from its `tensors`, which are whole."""
+        return self._join(tensors, self.shape)
+
+    def tensors(self, codes: Tensor) -> dict[str, Tensor]:
+        """The parameters of the weight, by name and in the order of the format."""
         parameters: Any = {"codes": codes, **self._parameters}
-        tensors = {name: take(parameters[name]).view(dtype) for name, (dtype, _) in self._views.items()}
+        return {name: parameters[name] for name in self._views}
+
+    def _join(self, parameters: Mapping[str, Tensor], shape: torch.Size) -> FrozenWeight:
+        # Views of the bytes: nothing is copied.
+        tensors = {name: parameters[name].view(dtype) for name, (dtype, _) in self._views.items()}
         tensors = {name: tensor.flatten() if self._views[name][1] else tensor for name, tensor in tensors.items()}
         return FrozenWeight(
             self.format, self.format.unpack(tensors, shape, self.layout), shape, self.layout, self.dtype

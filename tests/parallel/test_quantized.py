@@ -304,6 +304,8 @@ def mixture_on_ranks(
     found = {"run": run(model, rank, ranks), "count": model.num_parameters()}
     save_adapter(model, folder)
     found |= {"base": get_hf_state_dict(model, merge=False), "merged": get_hf_state_dict(model)}
+    if ranks > 1:
+        found["base of rank 1"] = get_hf_state_dict(model, merge=False, rank=1)
     assert all(each.grad is None for each in frozen)
     return found | {"sizes": [(len(each), len(local(each)), each.dtype) for each in frozen]}
 
@@ -336,6 +338,7 @@ def test_experts_on_two_ranks_are_one(two, dtype, experts, policy, compiled, opt
         for name, gradient in want["run"].items():
             torch.testing.assert_close(got["run"][name], gradient, rtol=1e-4, atol=1e-6)
         assert_same_bits(got["base"], want["base"])
+        assert_same_bits(got["base of rank 1"], want["base"] if rank == 1 else {})
         for name, tensor in want["merged"].items():
             torch.testing.assert_close(got["merged"][name], tensor, rtol=1e-4, atol=1e-5)
     loaded = load_adapter(mixed(experts), tmp_path / "two")
