@@ -1,10 +1,13 @@
 """Reading one rank's shard of a parameter: only the rows of the checkpoint's tensors that the shard needs."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from einops import EinopsError
 from torch import Tensor
 
@@ -49,6 +52,72 @@ class Rows(NamedTuple):
     runs: Mapping[str, list[tuple[int, int]]]
     units: int
     order: Tensor | None
+
+
+def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
+    """Gather a DTensor on one rank. Every rank of the default process group must call this function.
+
+    Args:
+        rank: the rank, in the default process group, that gets the tensor.
+        tensor: sharded or replicated over any mesh. The ranks of other meshes than that of ``rank`` send nothing.
+
+    Returns:
+        The whole tensor on the device of the mesh; None on the other ranks, which need no memory for it.
+    """
+    mesh, me = tensor.device_mesh, dist.get_rank()
+    shard = tensor.to_local().detach().to(mesh.device_type).contiguous()
+    parts = _parts_to(rank, tensor.shape, mesh, tensor.placements)
+    if parts is None:
+        everywhere: Any = tensor.to(mesh.device_type)
+        whole: Tensor = everywhere.full_tensor()
+        return whole if me == rank else None
+
+    # One exchange in which all send to one rank. Bytes, because backends do not know all dtypes.
+    sent, received = [0] * dist.get_world_size(), [0] * dist.get_world_size()
+    sends = me in parts
+    if sends:
+        sent[rank] = shard.nbytes
+    if me == rank:
+        received = [math.prod(parts[r].shape) * shard.itemsize if r in parts else 0 for r in range(len(received))]
+    out = torch.empty(sum(received), dtype=torch.uint8, device=shard.device)
+    data = shard.flatten().view(torch.uint8) if sends else out[:0]
+    dist.all_to_all_single(out, data, received, sent)
+    if me != rank:
+        return None
+    gathered = torch.empty(tensor.shape, dtype=shard.dtype, device=shard.device)
+    for sender, piece in enumerate(out.split(received)):
+        if sender in parts:
+            target, part = gathered, parts[sender]
+            for dim, (start, size) in enumerate(zip(*part, strict=True)):
+                target = target.narrow(dim, start, size)
+            target.copy_(piece.view(shard.dtype).view(part.shape))
+    return gathered
+
+
+@functools.lru_cache(maxsize=256)  # layers are alike
+def _parts_to(rank: int, shape: torch.Size, mesh: Any, placements: Any) -> dict[int, Part] | None:
+    """The parts of a DTensor that make up the whole, by the ranks that send them to ``rank``: one of equal parts.
+
+    None if a dimension is sharded twice and unevenly, where PyTorch computes wrong offsets.
+    """
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset  # slow to import
+
+    along: dict[int, int] = {}  # dimension -> number of its shards
+    dims = [getattr(placement, "dim", None) for placement in placements]
+    for dim, size in zip(dims, mesh.shape, strict=True):
+        if dim is not None:
+            along[dim] = along.get(dim, 1) * size
+    if any(dims.count(dim) > 1 and shape[dim] % shards != 0 for dim, shards in along.items()):
+        return None
+    senders: dict[Part, int] = {}
+    for coordinate in itertools.product(*map(range, mesh.shape)):
+        member = int(mesh.mesh[coordinate])
+        size, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)
+        part = Part(tuple(offset), tuple(size))
+        if math.prod(part.shape) > 0 and (part not in senders or member == rank):
+            senders[part] = member
+    members = mesh.mesh.flatten().tolist()
+    return {sender: part for part, sender in senders.items()} if rank in members else {}
 
 
 def fill_part(
@@ -101,7 +170,7 @@ def read_part(
         Tensor of shape ``part.shape``.
     """
     first, last = part.offset[0], part.offset[0] + part.shape[0]
-    rows = plan_rows(expression, len(part.shape), shapes, first, last)
+    rows, planned = plan_rows(expression, part, shapes), 1
     if rows is None and keeps_rows(expression):
         # Row i of the parameter is row i of the tensors.
         shard = expression.pack({name: read(name, first, last) for name in expression.names()})
@@ -116,10 +185,11 @@ def read_part(
         shard = torch.cat(_same_dtype(expression, pieces)) if len(pieces) > 1 else pieces[0]
         if rows.order is not None:
             shard = shard[rows.order.to(shard.device)]
-        shard = shard.reshape(last - first, *shape_of(expression, shapes)[1:])
+        planned = len(part.shape) - rows.units
+        shard = shard.reshape(*part.shape[:planned], *shape_of(expression, shapes)[planned:])
 
     # The other dimensions are read whole.
-    for dim in range(1, len(part.shape)):
+    for dim in range(planned, len(part.shape)):
         shard = shard.narrow(dim, part.offset[dim], part.shape[dim])
     return shard
 
@@ -153,26 +223,27 @@ def shape_of(expression: Expression, shapes: Mapping[str, Sequence[int]]) -> tor
     return expression.pack({name: torch.empty(shapes[name], device="meta") for name in expression.names()}).shape
 
 
-def plan_rows(
-    expression: Expression, ndim: int, shapes: Mapping[str, Sequence[int]], first: int, last: int
-) -> Rows | None:
-    """The rows of the checkpoint that make up rows ``first`` to ``last`` (excluded) of a parameter.
+def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[int]]) -> Rows | None:
+    """The rows of the checkpoint that make up a shard of a parameter.
 
     All rows are numbered, and the numbers are packed like elements. The packed shard then holds the numbers of its
     rows.
 
     Args:
         expression: the expression of the parameter.
-        ndim: number of dimensions of the parameter.
+        part: the shard. Its last dimension counts as whole.
         shapes: name -> shape of each tensor of the expression.
-        first, last: the rows of the parameter.
 
     Returns:
         None if the expression leaves no trailing dimension unchanged, or a tensor is a single number.
     """
+    # Trailing dimensions stay together that the expression leaves unchanged and along which nothing is sharded.
+    ndim, whole = len(part.shape), shape_of(expression, shapes)
+    sharded = max((dim for dim in range(ndim) if part.shape[dim] != whole[dim]), default=0)
     units = min(untouched(expression, ndim, shapes), ndim - 1, *(len(shapes[name]) - 1 for name in expression.names()))
     if units < 0 or (units == 0 and ndim > 1):
         return None
+    units = min(units, max(ndim - 1 - sharded, 1))
 
     # Number the slices of all tensors, one after the other.
     numbers, starts, count = {}, {}, 0
@@ -182,7 +253,10 @@ def plan_rows(
         end = count + math.prod(lead)
         numbers[name] = torch.arange(count, end).view(*lead, *[1] * units)
         count = end
-    required = expression.pack(numbers)[first:last].flatten()
+    required = expression.pack(numbers)
+    for dim in range(ndim - units):
+        required = required.narrow(dim, part.offset[dim], part.shape[dim])
+    required = required.flatten()
 
     # For each tensor, the runs of rows that hold required slices, and the numbers of all slices in these runs.
     runs: dict[str, list[tuple[int, int]]] = {}

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from liger_models.convert.files import FLOATS, SCALES, as_dtype, some
 from liger_models.convert.format import format_of
-from liger_models.convert.sharded import Part, fill_part
+from liger_models.convert.sharded import Part, fill_part, gather_to
 from liger_models.convert.weight_map import Expression, WeightMap
-from liger_models.distributed.ranks import raise_on_all_ranks
+from liger_models.distributed.ranks import raise_on_all_ranks, world_size
+from liger_models.distributed.ranks import rank as this_rank
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.frozen import FrozenParameters, frozen_weights
 from liger_models.layers.layer import Layer, named_layers
@@ -23,7 +24,7 @@ from liger_models.layers.linear import is_sharded
 
 
 def hf_tensors(
-    model: Decoder, dtype: torch.dtype | str | None = None, *, merge: bool = True
+    model: Decoder, dtype: torch.dtype | str | None = None, *, merge: bool = True, rank: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the weights with the names and the layout of a Hugging Face checkpoint.
 
@@ -31,26 +32,30 @@ def hf_tensors(
     here. The order is: a vision tower, the embedding, the layers, the norm, and the head unless it is tied.
     ``load_weights`` of vLLM and SGLang takes such an iterator.
 
-    If the model is sharded, all ranks must call this function and read to the end: each parameter is gathered on every
-    rank when its first tensor is read. In addition to the model, one gathered parameter (at most the experts of a
-    layer) and the last tensor are in memory. Read all tensors before the next optimizer step. A tensor with the layout
-    and the dtype of a parameter shares its memory: do not write to it, and copy it if you keep it.
+    If the model is sharded, all ranks must call this function and read to the end: each parameter is gathered when its
+    first tensor is read. In addition to the model, one gathered parameter (at most the experts of a layer) and the last
+    tensor are in memory. Read all tensors before the next optimizer step. A tensor with the layout and the dtype of a
+    parameter shares its memory: do not write to it, and copy it if you keep it.
 
     Args:
         model: the model. `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep` may have sharded it.
         dtype: dtype of the tensors; None for the dtype of each parameter.
         merge: whether to add LoRA adapters to the yielded weights. The model does not change. A tied head with an
             adapter then becomes a tensor of its own, with a warning.
+        rank: the only rank that gets the tensors. The iterators of all other ranks send their shards and end; these
+            ranks need no memory for gathered parameters. Default: all ranks.
 
     Returns:
         An iterator over pairs of a name and a contiguous tensor, on the device of the parameters.
 
     Raises:
-        ValueError: parameters are on the meta device or not in the weight map, or ``dtype`` is not a dtype of weights.
+        ValueError: parameters are on the meta device or not in the weight map, ``dtype`` is not a dtype of weights, or
+            there is no such ``rank``.
     """
     dtype = None if dtype is None else as_dtype("hf_tensors: dtype", dtype)
+    _check_rank("hf_tensors", rank)
     stored = as_stored("hf_tensors", model, merge=merge)
-    return stored.unpack(stored.gather(), dtype)
+    return stored.unpack(stored.gather(rank), dtype)
 
 
 def get_hf_state_dict(
@@ -59,19 +64,21 @@ def get_hf_state_dict(
     *,
     merge: bool = True,
     device: torch.device | str | None = None,
+    rank: int | None = None,
 ) -> dict[str, Tensor]:
     """Copies of all tensors of `hf_tensors` in a dict. Further training does not change them.
 
     Args:
-        model, dtype, merge: as in `hf_tensors`. All ranks of a sharded model must call this function, and each rank
-            gets all tensors.
+        model, dtype, merge: as in `hf_tensors`. All ranks of a sharded model must call this function.
         device: device of the copies; None for the device of the parameters. On "meta" the tensors have shapes and
-            dtypes but no values, and nothing is gathered.
+            dtypes but no values, nothing is gathered, and every rank gets them.
+        rank: the only rank that gets the tensors; other ranks get an empty dict. Default: all ranks.
 
     Raises:
         ValueError: as in `hf_tensors`.
     """
     dtype = None if dtype is None else as_dtype("get_hf_state_dict: dtype", dtype)
+    _check_rank("get_hf_state_dict", rank)
     stored = as_stored("get_hf_state_dict", model, merge=merge)
     if device is not None and torch.device(device).type == "meta":
         return stored.shapes(dtype)
@@ -80,22 +87,25 @@ def get_hf_state_dict(
     plain = (tensor for tensor in map(_local, model.parameters()) if type(tensor) in (nn.Parameter, Tensor))
     storages = {tensor.untyped_storage().data_ptr() for tensor in plain}
     state = {}
-    for name, tensor in stored.unpack(stored.gather(), dtype):
+    for name, tensor in stored.unpack(stored.gather(rank), dtype):
         moved = tensor.to(device)
         state[name] = moved.clone() if moved.untyped_storage().data_ptr() in storages else moved
     return state
 
 
-def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iterator[tuple[str, Tensor]]:
+def hf_gradients(
+    model: Decoder, dtype: torch.dtype | str | None = None, *, rank: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the gradients with the names and the layout of `hf_tensors`.
 
     Call it after the backward and before the gradients are set to None. It leaves out parameters without a gradient,
     such as frozen ones, and adapters, which have no name in a checkpoint. If the model is sharded, all ranks must call
-    this function and read to the end. Every rank gets whole gradients, averaged as for the optimizer.
+    this function and read to the end. The gradients are whole, and averaged as for the optimizer.
 
     Args:
         model: the model. `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep` may have sharded it.
         dtype: dtype of the tensors; None for the dtype of each gradient.
+        rank: as in `hf_tensors`.
 
     Returns:
         An iterator over pairs of a name and a contiguous tensor. A tensor with the layout and the dtype of a gradient
@@ -105,6 +115,7 @@ def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iter
         ValueError: no parameter of a checkpoint has a gradient; or as in `hf_tensors`.
     """
     dtype = None if dtype is None else as_dtype("hf_gradients: dtype", dtype)
+    _check_rank("hf_gradients", rank)
     stored = as_stored("hf_gradients", model, merge=False)
     parameters = stored.parameters.items()
     gradients = {name: parameter.grad.detach() for name, parameter in parameters if parameter.grad is not None}
@@ -118,7 +129,8 @@ def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iter
             "hf_gradients: parameters of the model must have gradients, got none. Call it between backward and "
             "zero_grad."
         )
-    return stored.unpack(((name, _full(gradient)) for name, gradient in gradients.items()), dtype)
+    gathered = ((name, _gather(gradient, rank)) for name, gradient in gradients.items())
+    return stored.unpack(((name, whole) for name, whole in gathered if whole is not None), dtype)
 
 
 def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
@@ -228,45 +240,58 @@ class CheckpointTensors(NamedTuple):
         """The checkpoint's tensors on the meta device, in ``dtype`` or the dtype of each parameter."""
         shapes = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
         for name in self.kept if self.height is not None else ():
-            codes, scales = (torch.empty_like(part, device="meta") for part in self.parts(name))
-            shapes |= self.weights.entries[name].unpack(codes)
-            for theirs, rows in self.weights.entries[name].unpack(scales).items():
+            tensors = self.frozen[name].tensors(self.parameters[name]).items()
+            like = {part: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for part, tensor in tensors}
+            weight = self.frozen[name].of_gathered(like)
+            shapes |= self.weights.entries[name].unpack(weight.codes)
+            for theirs, rows in self.weights.entries[name].unpack(weight.scales).items():
                 shapes[theirs + SCALES] = rows[..., :: self.height, :]
         return shapes
-
-    def parts(self, name: str) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a `kept` parameter in their own dtypes, gathered from all ranks."""
-        weight = self.frozen[name].whole(self.parameters[name].detach())
-        return weight.codes, weight.scales.detach()
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter on the meta device, in ``dtype`` or its own. For codes, the dense weight that they encode."""
         like = self.frozen.get(name) or self.parameters[name]
         return torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
 
-    def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield our name of each parameter and its value, gathered from all ranks and with merged adapters."""
-        for name, parameter in self.parameters.items():
-            layer, weight = self.adapted.get(name), self.frozen.get(name)
+    def gather(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield our name of each parameter and its value, gathered from all ranks and with merged adapters.
 
-            # Kept float8 codes with their scales, a dequantized weight, a plain one, or one with adapters.
-            if layer is None and self.height is not None and weight is not None and weight.format.is_kept:
-                codes, scales = self.parts(name)
-                yield name, codes
-                yield name + SCALES, scales
-            elif layer is None and weight is not None:
-                yield name, weight.whole(parameter).dense()
-            elif layer is None:
-                yield name, _full(parameter.detach())
-            else:
-                # The layer computes the weight. Its shards are replaced by whole tensors for this call.
-                weight_name = name.rpartition(".")[2]
-                whole = {
-                    f"layer.{member}": _full(tensor.detach())
-                    for member, tensor in layer.named_parameters()
-                    if is_sharded(tensor) and (member == weight_name or member.startswith(("lora.", "stored.")))
-                }
-                yield name, torch.func.functional_call(_AdaptedWeight(layer, weight_name, self.merge), whole, ())
+        With ``rank`` that rank alone gets them.
+        """
+        for name, parameter in self.parameters.items():
+            whole = {part: _gather(tensor, rank) for part, tensor in self._sharded_as(name, parameter).items()}
+            if rank is None or rank == this_rank():
+                # The reader alone may refer to the values, so that they are freed when it lets them go.
+                values = self._values(name, whole)
+                whole.clear()
+                while values:
+                    yield values.pop(0)
+
+    def _sharded_as(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        """The tensors that are gathered for a parameter."""
+        layer, weight = self.adapted.get(name), self.frozen.get(name)
+        if layer is not None:
+            attribute = name.rpartition(".")[2]
+            return {
+                f"layer.{member}": tensor.detach()
+                for member, tensor in layer.named_parameters()
+                if is_sharded(tensor) and (member == attribute or member.startswith(("lora.", "stored.")))
+            }
+        return {"": parameter.detach()} if weight is None else weight.tensors(parameter.detach())
+
+    def _values(self, name: str, whole: dict[str, Any]) -> list[tuple[str, Tensor]]:
+        """The value of a parameter, from its gathered tensors; codes and scales of a weight that is kept in float8."""
+        layer, weight = self.adapted.get(name), self.frozen.get(name)
+        if layer is not None:
+            # The layer computes the weight. Its shards are replaced by whole tensors for this call.
+            adapted = _AdaptedWeight(layer, name.rpartition(".")[2], self.merge)
+            return [(name, torch.func.functional_call(adapted, whole, ()))]
+        if weight is None:
+            return [(name, whole[""])]
+        if self.height is not None and weight.format.is_kept:
+            frozen = weight.of_gathered(whole)
+            return [(name, frozen.codes), (name + SCALES, frozen.scales.detach())]
+        return [(name, weight.of_gathered(whole).dense())]
 
     def unpack(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint's tensors, contiguous and in ``dtype``, from the values of `gather`."""
@@ -454,6 +479,21 @@ def _full(tensor: Any) -> Tensor:
     # FSDP with cpu_offload keeps shards on the CPU, where the backend of the mesh may not work.
     whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return whole
+
+
+def _gather(tensor: Any, rank: int | None) -> Tensor | None:
+    """A tensor gathered on all ranks, or on one of them; None on the others."""
+    if rank is None:
+        return _full(tensor)
+    if is_sharded(tensor):
+        return gather_to(rank, tensor)
+    return tensor if rank == this_rank() else None
+
+
+def _check_rank(where: str, rank: int | None) -> None:
+    """Raise ValueError unless ``rank`` is None or a rank of the default process group."""
+    if rank is not None and not (type(rank) is int and 0 <= rank < world_size()):
+        raise ValueError(f"{where}: rank must be 0 to {world_size() - 1}, or None for all ranks, got {rank!r}.")
 
 
 def _place(

@@ -386,12 +386,12 @@ class PackedDataset(IterableDataset[Batch]):
                 raise ValueError(f"PackedDataset: the first {len(window)} examples of {self._named()} {_NO_TARGETS}")
 
             # Rows of the window, from the position on.
-            rows = pack([len(ids) for ids, _ in pieces], self.length)
-            for row in rows[begun:]:
-                yield [pieces[i] for i in row]
+            packed, ends = pack(torch.tensor([len(ids) for ids, _ in pieces], dtype=torch.int64), self.length)
+            for row in packed.tensor_split(ends[:-1])[begun : len(ends)]:
+                yield [pieces[i] for i in row.tolist()]
             begun = 0
             self._read += len(window)
-            self._first += len(rows)
+            self._first += len(ends)
 
         if not self._first > 0:
             raise ValueError(

@@ -71,10 +71,11 @@ class MixedRows(PackedRows):
         parts, rows = [], []
         for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
             # The rows that the part has provided since the first epoch, counted through all its cycles.
-            size, positions = len(part), torch.arange(count) + self.epoch * count
-            orders = {cycle: self._order(size, number, cycle) for cycle in (positions // size).unique().tolist()}
+            size, first, last = len(part), self.epoch * count, (self.epoch + 1) * count
+            cycles = [self._order(size, number, cycle) for cycle in range(first // size, -(-last // size))]
+            skipped = first // size * size  # rows before the first of these cycles
             parts.append(torch.full((count,), number))
-            rows.append(torch.tensor([int(orders[row // size][row % size]) for row in positions.tolist()]))
+            rows.append(torch.cat(cycles)[first - skipped : last - skipped])
         order = self._order(len(self), len(self.parts), self.epoch)
         return torch.cat(parts)[order], torch.cat(rows)[order]
 

@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,37 +43,60 @@ def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | No
     return starts.repeat_interleave(counts) + offsets, (sizes.repeat_interleave(counts) - offsets).clamp(max=length)
 
 
-def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def pack(sizes: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Best-fit decreasing bin packing: the longest piece first, each into the fullest row that has room for it.
 
     Args:
-        sizes: of the pieces, at most ``capacity`` each.
+        sizes: [n] int32 or int64, sizes of the pieces, at most ``capacity`` each.
         capacity: of a row.
 
     Returns:
-        The indices of the pieces in each row, ascending. Rows are ordered by the index of their longest piece.
+        The indices of the pieces, row after row, [n] int64, and where each row ends among them, [rows] int64. The
+        indices ascend in a row. Rows are ordered by the index of their longest piece.
     """
-    rows: list[list[int]] = []
-    free: list[int] = []  # the distinct numbers of free tokens in rows, ascending
+    # Ties keep the order of the indices, in which the packing of a saved run was made. (`index_select` and `scatter`
+    # run in one thread. Indexing starts several, which for a window of pieces takes a hundred times as long.)
+    descending = sizes.argsort(descending=True, stable=True)
+    row_of, first_of = _best_fit(sizes.index_select(0, descending).tolist(), capacity)
+
+    # Rows are numbered in the order in which they were opened. Renumber them by their first and longest pieces.
+    by_longest = descending.index_select(0, torch.tensor(first_of, dtype=torch.int64)).argsort()
+    number_of = torch.empty_like(by_longest).scatter_(0, by_longest, torch.arange(len(by_longest)))
+    row_numbers = number_of.index_select(0, torch.tensor(row_of, dtype=torch.int64))
+    row_of_piece = torch.empty_like(descending).scatter_(0, descending, row_numbers)
+    return row_of_piece.argsort(stable=True), row_of_piece.bincount().cumsum(0)
+
+
+def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
+    """The row of each piece, and the first piece of each row, for pieces in descending order of their sizes.
+
+    Among rows with equal room the one that came to this room last is taken.
+    """
+    smallest = min(sizes, default=0)  # a row with less room is full
+    row_of: list[int] = []
+    first_of: list[int] = []
+    rooms: list[int] = []  # the distinct numbers of free tokens in rows, ascending
     rows_with: dict[int, list[int]] = {}  # number of free tokens -> rows
-    for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
-        fullest = bisect_left(free, sizes[piece])
-        if fullest == len(free):
-            row, left = len(rows), capacity
-            rows.append([])
+    for piece, size in enumerate(sizes):
+        fullest = bisect_left(rooms, size)
+        if fullest == len(rooms):
+            row, room = len(first_of), capacity - size
+            first_of.append(piece)
         else:
-            left = free[fullest]
-            row = rows_with[left].pop()
-            if not rows_with[left]:
-                del rows_with[left], free[fullest]
-        rows[row].append(piece)
-        left -= sizes[piece]
-        if left:
-            if left not in rows_with:
-                insort(free, left)
-                rows_with[left] = []
-            rows_with[left].append(row)
-    return [sorted(row) for row in sorted(rows)]
+            room = rooms[fullest]
+            rows = rows_with[room]
+            row = rows.pop()
+            if not rows:
+                del rows_with[room], rooms[fullest]
+            room -= size
+        row_of.append(row)
+        if room >= smallest:
+            if room in rows_with:
+                rows_with[room].append(row)
+            else:
+                insort(rooms, room)
+                rows_with[room] = [row]
+    return row_of, first_of
 
 
 def has_target(piece: Tensor) -> bool:
@@ -91,6 +112,11 @@ def seeded_generator(*seeds: int) -> torch.Generator:
     """A generator whose state depends on all of ``seeds``."""
     digest = hashlib.sha256(json.dumps(seeds).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+def _index_dtype(count: int) -> torch.dtype:
+    """The dtype of numbers up to ``count``; a rank holds one for each document."""
+    return torch.int32 if count < 2**31 else torch.int64
 
 
 class PackedRows(Dataset[Batch]):
@@ -113,7 +139,8 @@ class PackedRows(Dataset[Batch]):
         sizes = tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
         kept = self._keep_whole(sizes)
         self.truncated = int((kept < sizes).sum())
-        self._starts, self._sizes = split_documents(sizes, self.length, overflow, kept)
+        self._starts, piece_sizes = split_documents(sizes, self.length, overflow, kept)
+        self._sizes = piece_sizes.int()  # at most a row
         self._packed: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -163,12 +190,13 @@ class PackedRows(Dataset[Batch]):
             count = len(self._sizes)
             generator = seeded_generator(self.seed, self.epoch)
             order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
-            pieces, ends = array("q"), array("q")
-            for window in order.split(WINDOW):
-                for row in pack(self._sizes[window].tolist(), self.length):
-                    pieces.extend(window[row].tolist())
-                    ends.append(len(pieces))
-            self._packed = torch.tensor(pieces), torch.tensor(ends)
+            ends = []
+            for number, window in enumerate(order.split(WINDOW)):
+                start = number * WINDOW
+                packed, row_ends = pack(self._sizes.index_select(0, window), self.length)
+                order[start : start + WINDOW] = window.index_select(0, packed)
+                ends.append(start + row_ends)
+            self._packed = order.to(_index_dtype(count)), torch.cat(ends).to(_index_dtype(count))
         return self._packed
 
     def __len__(self) -> int:
@@ -178,7 +206,7 @@ class PackedRows(Dataset[Batch]):
         packed, ends = self._pack()
         if not 0 <= index < len(ends):
             raise IndexError(f"PackedRows: index must be 0 to {len(ends) - 1}, got {index}.")
-        pieces = packed[ends[index - 1] if index else 0 : ends[index]]
+        pieces = packed[ends[index - 1] if index else 0 : ends[index]].long()
         spans = zip(self._starts[pieces].tolist(), self._sizes[pieces].tolist(), strict=True)
         bounds = [(start, start + size) for start, size in spans]
         return self.make_row([(self.tokens.ids[start:end], self.tokens.media_in(start, end)) for start, end in bounds])

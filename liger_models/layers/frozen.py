@@ -22,7 +22,7 @@ A rank that reads its part of a checkpoint quantizes only this part. The scales 
 ranks exchange the largest number of each block, which are 1/64 of the weight's numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -105,16 +105,24 @@ class FrozenParameters(nn.Module):
         # FSDP adds a dimension of the mesh to the parameters that it shards. In the forward they are gathered.
         if self.sharded is None or not is_sharded(codes) or codes.device_mesh.ndim > 1:  # type: ignore[attr-defined]
             return self.whole(codes)
-        return self._join(local, codes, self.local_shape)
+        return self._join({name: local(tensor) for name, tensor in self.tensors(codes).items()}, self.local_shape)
 
     def whole(self, codes: Tensor) -> FrozenWeight:
         """The whole weight as ops take it, gathered from all ranks if it is sharded."""
-        return self._join(_whole, codes, self.shape)
+        return self.of_gathered({name: _whole(tensor) for name, tensor in self.tensors(codes).items()})
 
-    def _join(self, take: Callable[[Tensor], Tensor], codes: Tensor, shape: torch.Size) -> FrozenWeight:
-        # Views of the bytes: nothing is copied, unless `take` gathers.
+    def of_gathered(self, tensors: Mapping[str, Tensor]) -> FrozenWeight:
+        """The whole weight as ops take it, from its `tensors`, which are whole."""
+        return self._join(tensors, self.shape)
+
+    def tensors(self, codes: Tensor) -> dict[str, Tensor]:
+        """The parameters of the weight, by name and in the order of the format."""
         parameters: Any = {"codes": codes, **self._parameters}
-        tensors = {name: take(parameters[name]).view(dtype) for name, (dtype, _) in self._views.items()}
+        return {name: parameters[name] for name in self._views}
+
+    def _join(self, parameters: Mapping[str, Tensor], shape: torch.Size) -> FrozenWeight:
+        # Views of the bytes: nothing is copied.
+        tensors = {name: parameters[name].view(dtype) for name, (dtype, _) in self._views.items()}
         tensors = {name: tensor.flatten() if self._views[name][1] else tensor for name, tensor in tensors.items()}
         return FrozenWeight(
             self.format, self.format.unpack(tensors, shape, self.layout), shape, self.layout, self.dtype
@@ -181,13 +189,20 @@ class FrozenParameters(nn.Module):
             local(codes).copy_(part.view(torch.uint8))
             return
 
-        # A rank without any experts still has its part of the tensors that all of them share.
-        some = read(first, first + count) if count > 0 else torch.zeros(1, *self.shape[1:], device=local(codes).device)
-        weight = FrozenWeight.quantize(some.to(self._quantized_dtype), self.format.name)
-        self._copy_parts({"codes": codes, **self._parameters}, weight, first)
+        # A rank with whole experts quantizes these together. If it has a part of every expert, it needs all numbers of
+        # each, one expert at a time. Without any experts it still has its part of the tensors that all of them share.
+        has_parts = len(self.shape) == 3 and local(codes).shape[1] < codes.shape[1]
+        parameters: dict[str, Any] = {"codes": codes, **self._parameters}
+        for start in range(first, first + max(count, 1), 1 if has_parts else max(count, 1)):
+            if count == 0:
+                numbers = torch.zeros(1, *self.shape[1:], device=local(codes).device)
+            else:
+                numbers = read(start, start + 1 if has_parts else first + count)
+            weight = FrozenWeight.quantize(numbers.to(self._quantized_dtype), self.format.name)
+            self._copy_parts(parameters, weight, start)
 
     def _copy_parts(self, parameters: dict[str, Any], weight: FrozenWeight, first: int = 0) -> None:
-        """Copy this rank's part of a weight that begins at row or expert ``first`` into the parameters."""
+        """Copy what this rank has of a weight that begins at row or expert ``first`` into the parameters."""
         tensors = self.format.pack(weight)
         if self.sharded is not None:
             # Rearranged as the parameters are, so that this rank's slice is contiguous.
@@ -196,8 +211,13 @@ class FrozenParameters(nn.Module):
             target, part = local(parameter), _bytes_of(tensors[name])
             # Tensors that all experts share have no experts in their first dimension.
             begin = 0 if name in self.format.shared else first
-            for dim, start in enumerate(offset_of(parameter)):
-                part = part.narrow(dim, start - begin if dim == 0 else start, target.shape[dim])
+            row, *offsets = offset_of(parameter)
+            low, high = max(row, begin), min(row + len(target), begin + len(part))
+            if low >= high:
+                continue
+            target, part = target[low - row : high - row], part[low - begin : high - begin]
+            for dim, start in enumerate(offsets, 1):
+                part = part.narrow(dim, start, target.shape[dim])
             target.copy_(part)
 
     def _numbers(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:

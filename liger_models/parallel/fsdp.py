@@ -1,7 +1,7 @@
 """FSDP2: parameters are sharded over the ranks, and each block is gathered only for its own forward and backward."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from liger_models.distributed.groups import ParallelGroups
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.frozen import frozen_parts, frozen_weights
 from liger_models.layers.layer import layers_of, routed_layers
-from liger_models.layers.linear import is_sharded
+from liger_models.layers.linear import is_sharded, local
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.recompute import is_compiled
 from liger_models.parallel.agreement import check_first_forward, weight_samples
@@ -61,8 +61,11 @@ def apply_fsdp(
     of the model itself. Experts sharded by `apply_ep` form one group per layer, sharded over the ranks that hold the
     same experts; if that is one rank and they have ``param_dtype`` already, they stay as they are. Parameters keep
     their dtype (fp32 for master weights); the computation uses ``param_dtype``. Weights that `quantize_base` has
-    quantized or that `from_pretrained` has kept in float8 are sharded and gathered as they are stored; of routed
-    experts each rank has some, whole.
+    quantized or that `from_pretrained` has kept in float8 are sharded and gathered as they are stored.
+
+    Each rank has some whole routed experts. If there are so few of them that a rank would have none, it has a part of
+    each instead: some of their rows or columns, whichever the number of ranks divides. If it divides neither, or
+    ``reshard_after_forward`` is a number, ranks without experts gather them as padding.
 
     Create the optimizer afterwards, because it must hold the sharded parameters.
 
@@ -138,7 +141,6 @@ def apply_fsdp(
         data=tuple(group_of(group) for group in mesh.get_all_groups()),
         balance=group_over(mesh) if routed_layers(model) and mesh.size() > 1 else model.groups.balance,
     )
-    passes, options = BackwardPasses(), _options(mesh, param_dtype, reduce_dtype, cpu_offload)
     # Frozen experts in fewer bits that apply_ep or apply_tp has distributed stay on their ranks.
     ignored = {
         parameter
@@ -151,12 +153,17 @@ def apply_fsdp(
         # No other rank has these experts. Where FSDP2 would not cast them either, it would only copy them.
         mine = [each for layer in layers_of(model) if layer.groups.expert for each in layer.parameters()]
         ignored |= {each for each in mine if is_sharded(each) and each.dtype == (param_dtype or each.dtype)}
-    options["ignored_params"] = ignored or None
+    dtypes: dict[str, Any] = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload}
+    passes, options = BackwardPasses(), _options(mesh, reshard_after_forward, ignored, **dtypes)
+    # A number in reshard_after_forward counts ranks of the whole mesh, not of the experts' mesh.
+    experts_options = None
+    if experts_mesh is not None:
+        experts_options = _options(experts_mesh, bool(reshard_after_forward), ignored, **dtypes)
     tied = model.lm_head.weight is model.embed_tokens.weight
     if tied:
-        _shard([model.embed_tokens, model.lm_head], passes, reshard_after_forward=False, **options)
+        _shard([model.embed_tokens, model.lm_head], passes, **{**options, "reshard_after_forward": False})
     else:
-        _shard(model.embed_tokens, passes, reshard_after_forward=reshard_after_forward, **options)
+        _shard(model.embed_tokens, passes, **options)
     for block in model.blocks:
         routed = [layer for layer in layers_of(block) if layer.groups.expert is not None]
         sharded = [layer for layer in routed if any(is_sharded(p) and p not in ignored for p in layer.parameters())]
@@ -166,16 +173,15 @@ def apply_fsdp(
         warnings.filterwarnings("ignore", message, UserWarning)
         for layer in sharded:
             assert layer.router is not None
-            _shard(layer.router, passes, reshard_after_forward=reshard_after_forward, **options)
-            # A number in reshard_after_forward counts ranks of the whole mesh, not of the experts' mesh.
-            given = {**options, "mesh": experts_mesh, "reshard_after_forward": bool(reshard_after_forward)}
-            _shard(layer, passes, **given)
-        _shard(block, passes, reshard_after_forward=reshard_after_forward, **options)
+            assert experts_options is not None
+            _shard(layer.router, passes, **options)
+            _shard(layer, passes, **experts_options)
+        _shard(block, passes, **options)
     if not tied:
-        _shard(model.lm_head, passes, reshard_after_forward=False, **options)
+        _shard(model.lm_head, passes, **{**options, "reshard_after_forward": False})
     # The final norm is left to the model's own group: the model calls its method `add`, which would bypass the hooks of
     # a group of the norm's own.
-    fully_shard(model, reshard_after_forward=False, **options)
+    fully_shard(model, **{**options, "reshard_after_forward": False})
     if param_dtype is not None:
         model.register_forward_pre_hook(_EmbedsCast(param_dtype), with_kwargs=True)
     if float8_gather and isinstance(reshard_after_forward, bool) and not cpu_offload:
@@ -211,25 +217,56 @@ def _all_ranks() -> DeviceMesh:
 
 
 def _options(
-    mesh: DeviceMesh, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, cpu_offload: bool
+    mesh: DeviceMesh,
+    reshard_after_forward: bool | int,
+    ignored: Collection[nn.Parameter] = (),
+    *,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    cpu_offload: bool,
 ) -> dict[str, Any]:
-    """The arguments of ``fully_shard`` that all groups share."""
+    """The arguments of ``fully_shard`` for most groups."""
     accelerated = mesh.device_type != "cpu"
-
-    def along(parameter: nn.Parameter) -> Shard | None:
-        # If `apply_tp` has sharded rows unevenly (a vocabulary's) and they are sharded again, PyTorch computes wrong
-        # offsets for checkpoints. Shard columns instead, where the ranks divide them. Bytes of blocks stay together.
-        uneven = isinstance(parameter, DTensor) and parameter.shape[0] % parameter.device_mesh.size() > 0
-        uneven = uneven and parameter.is_floating_point()
-        return Shard(1) if uneven and parameter.ndim > 1 and parameter.shape[1] % mesh.size(-1) == 0 else None
-
     return {
         "mesh": mesh,
-        "shard_placement_fn": along,
+        "reshard_after_forward": reshard_after_forward,
+        "ignored_params": set(ignored) or None,
+        "shard_placement_fn": partial(
+            _placement, ranks=mesh.size(-1), any_dimension=isinstance(reshard_after_forward, bool)
+        ),
         # Do not cast inputs: PyTorch would also cast the rotary tables in `BatchLayout`, and round them.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=accelerated) if cpu_offload else OffloadPolicy(),
     }
+
+
+def _placement(parameter: nn.Parameter, *, ranks: int, any_dimension: bool) -> Shard | None:
+    """The dimension along which a parameter is sharded; None for the first one.
+
+    Args:
+        parameter: plain, or a DTensor that `apply_tp` or `apply_ep` has sharded.
+        ranks: number of shards.
+        any_dimension: whether a dimension other than the first one may be chosen for experts. PyTorch can't gather
+            those that it has resharded over fewer ranks in between.
+    """
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    rows, *others = local(parameter).shape
+
+    # If `apply_tp` has sharded rows unevenly (a vocabulary's) and they are sharded again, PyTorch computes wrong
+    # offsets for checkpoints. Shard columns instead, where the ranks divide them. Bytes of blocks stay together.
+    uneven = isinstance(parameter, DTensor) and parameter.shape[0] % parameter.device_mesh.size() > 0
+    if uneven and parameter.is_floating_point() and others and others[0] % ranks == 0:
+        return Shard(1)
+
+    # Experts [X, O, C] may be too few for the ranks, of which the last would hold none and send padding. PyTorch shards
+    # no other dimension unevenly. Bytes in the last dimension stay together, because they may be parts of one number.
+    if parameter.ndim == 3 and any_dimension and -(-rows // ranks) * (ranks - 1) >= rows:
+        last = 2 if parameter.is_floating_point() else 1
+        sharded = [placement.dim for placement in placements if isinstance(placement, Shard)]
+        for dim in range(1, last + 1):
+            if parameter.shape[dim] % ranks == 0 and dim not in sharded:
+                return Shard(dim)
+    return None
 
 
 def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **options: Any) -> None:
@@ -262,19 +299,19 @@ def _keep_dtype(init_dtype_attrs: Callable[[MixedPrecisionPolicy], None], _: Mix
 
 def _shard_medusa(
     medusa: LigerMedusa, mesh: DeviceMesh | None, *, reshard_after_forward: bool | int, prefetch: int,
-    float8_gather: bool, averaged: bool, **given: Any,
+    float8_gather: bool, averaged: bool, **dtypes: Any,
 ) -> None:  # fmt: skip
     """`apply_fsdp` on the model, unless it is sharded already, and on the heads."""
     mesh = _all_ranks() if mesh is None else mesh
     if not isinstance(medusa.model, FSDPModule):
         apply_fsdp(
             medusa.model, mesh, reshard_after_forward=reshard_after_forward, prefetch=prefetch,
-            float8_gather=float8_gather, averaged=averaged, **given,
+            float8_gather=float8_gather, averaged=averaged, **dtypes,
         )  # fmt: skip
-    passes, options = BackwardPasses(), _options(mesh, **given)
+    passes, options = BackwardPasses(), _options(mesh, reshard_after_forward, **dtypes)
     for head in medusa.heads:
-        _shard(head, passes, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(medusa, reshard_after_forward=False, **options)
+        _shard(head, passes, **options)
+    fully_shard(medusa, **{**options, "reshard_after_forward": False})
 
 
 class _EmbedsCast:

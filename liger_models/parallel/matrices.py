@@ -246,7 +246,9 @@ def _candidates(
     """The units of a parameter whose shards are ``parts``: as many as ranks may share, none above the bucket."""
     numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1])
     held = [
-        numbers[tuple(slice(start, start + size) for start, size in zip(part.offset, part.shape[:-1], strict=False))]
+        numbers[
+            tuple(slice(start, start + size) for start, size in zip(part.offset, part.shape[:-1], strict=False))
+        ].flatten()
         for part in parts
     ]
     columns = shape[-1]
@@ -269,7 +271,7 @@ def _candidates(
                 pieces = {
                     rank: piece
                     for rank, (ids, part) in enumerate(zip(held, parts, strict=True))
-                    if (piece := _piece(chunk.flatten(), ids.flatten(), part, device)) is not None
+                    if (piece := _piece(chunk.flatten(), ids, part, device)) is not None
                 }
                 candidates.append(_Candidate((len(chunk), n, columns), ranks, pieces))
     return candidates

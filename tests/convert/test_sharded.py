@@ -100,10 +100,27 @@ def test_columns_of_a_part() -> None:
     assert torch.equal(read(Name("a"), part, a=weight), weight[2:5, 1:3])
 
 
+def test_a_part_of_each_expert() -> None:
+    """Of experts that are stored one by one only the rows of the part are read."""
+    gates, ups = (torch.arange(24).view(2, 4, 3) + start for start in (0, 100))
+    pairs = Stack([Cat([f"gate{x}", f"up{x}"], 0, [4, 4]) for x in range(2)], 0)
+    tensors = {f"{name}{x}": rows[x] for name, rows in (("gate", gates), ("up", ups)) for x in range(2)}
+    whole = torch.cat([gates, ups], 1)
+    for start, end in ((0, 2), (3, 5), (5, 8)):
+        source = Source({name: tensor.shape for name, tensor in tensors.items()})
+        source.tensors = tensors
+        part = Part((0, start, 0), (2, end - start, 3))
+        got = read_part(pairs, part, {name: tensor.shape for name, tensor in tensors.items()}, source.read, never)
+        assert torch.equal(got, whole[:, start:end])
+        assert source.read_elements == got.numel()
+    assert torch.equal(read(pairs, Part((0, 0, 1), (2, 8, 2)), **tensors), whole[..., 1:])
+    assert torch.equal(read(pairs, Part((1, 2, 0), (1, 3, 1)), **tensors), whole[1:, 2:5, :1])
+
+
 def test_an_expression_that_takes_rows_apart_is_read_whole() -> None:
     weight = torch.arange(24).view(6, 4)
     turned = Rearrange("a b -> b a", "a")
-    assert plan_rows(turned, 2, {"a": (6, 4)}, 0, 2) is None
+    assert plan_rows(turned, Part((0, 0), (2, 6)), {"a": (6, 4)}) is None
     assert torch.equal(read(turned, Part((1, 0), (2, 6)), a=weight), weight.T[1:3])
     numbers = {"a": torch.tensor(3), "b": torch.tensor(5)}
     assert read(Stack(["a", "b"], 0), Part((1,), (1,)), **numbers).tolist() == [5]
@@ -133,7 +150,7 @@ def test_many_short_runs_are_read_as_one() -> None:
     rows = 4 * MAX_RUNS
     weight = torch.arange(2 * rows).view(rows, 2)
     even_first = Rearrange("(f two) c -> (two f) c", "a", two=2)
-    plan = plan_rows(even_first, 2, {"a": weight.shape}, 0, rows // 2)
+    plan = plan_rows(even_first, Part((0, 0), (rows // 2, 2)), {"a": weight.shape})
     assert plan is not None
     assert plan.runs == {"a": [(0, rows - 1)]}
     assert torch.equal(read(even_first, Part((0, 0), (rows // 2, 2)), a=weight), weight[::2])

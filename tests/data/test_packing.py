@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import chain, pairwise
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -34,18 +35,45 @@ def test_every_token_is_predicted_once_however_documents_are_cut(make, tokenizer
     assert truncated == Counter(tuple(document[:32]) for document in whole)
 
 
+def rows_of(sizes: list[int], capacity: int) -> list[list[int]]:
+    packed, ends = pack(torch.tensor(sizes, dtype=torch.int64), capacity)
+    return [row.tolist() for row in packed.tensor_split(ends[:-1])][: len(ends)]
+
+
 def test_split_and_pack():
     assert [each.tolist() for each in split_documents(torch.tensor([1, 5, 6, 4]), 4, "split")] == [
         [0, 1, 4, 6, 9, 12],
         [1, 4, 2, 4, 3, 4],
     ]
     assert [each.tolist() for each in split_documents(torch.tensor([1, 5, 4]), 4, "truncate")] == [[0, 1, 6], [1, 4, 4]]
-    assert pack([3, 8, 5, 2, 2, 7], 8) == [[1], [0, 2], [3, 4], [5]]
+    assert rows_of([3, 8, 5, 2, 2, 7], 8) == [[1], [0, 2], [3, 4], [5]]
+    assert rows_of([], 8) == []
     sizes = torch.randint(1, 1000, (WINDOW,)).tolist()
-    rows = pack(sizes, 1000)
+    rows = rows_of(sizes, 1000)
     assert sorted(chain(*rows)) == list(range(WINDOW))
     assert max(sum(sizes[i] for i in row) for row in rows) <= 1000
     assert sum(sizes) / len(rows) > 985
+
+
+def best_fit(sizes: list[int], capacity: int) -> list[list[int]]:
+    """The rule by which saved runs were packed: of the fullest rows with room, the one that came to this room last."""
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # of each row: its room, and when it last came to it
+    for moment, piece in enumerate(sorted(range(len(sizes)), key=lambda piece: -sizes[piece])):
+        fitting = [row for row, (room, _) in enumerate(rooms) if room >= sizes[piece]]
+        row = min(fitting, key=lambda row: (rooms[row][0], -rooms[row][1]), default=len(rows))
+        if row == len(rows):
+            rows.append([])
+            rooms.append((capacity, moment))
+        rows[row].append(piece)
+        rooms[row] = rooms[row][0] - sizes[piece], moment
+    return [sorted(row) for row in sorted(rows)]
+
+
+@pytest.mark.parametrize(("count", "capacity", "largest"), [(1, 9, 9), (400, 40, 40), (300, 64, 20), (200, 1000, 1000)])
+def test_rows_are_those_of_saved_runs(count, capacity, largest):
+    sizes = torch.randint(1, largest + 1, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+    assert rows_of(sizes, capacity) == best_fit(sizes, capacity)
 
 
 def test_the_loss_of_packed_rows_is_that_of_the_documents(make, tokenizer):

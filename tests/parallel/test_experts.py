@@ -1,5 +1,6 @@
 """Experts on ranks: a mixture trains as in one process, and a token's exchange is what it should be."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from liger_models import get_hf_state_dict, load_hf_tensors
 from liger_models.arch import get_arch
 from liger_models.kernels import dispatch
 from liger_models.kernels.moe import expert_parallel
 from liger_models.layers import moe
+from liger_models.layers.linear import local
 from liger_models.parallel import (
     apply_cp,
     apply_ep,
@@ -63,6 +66,77 @@ def test_experts_on_ranks(two, four, arch, shape, policy):
     expected = train(build(*case))
     for got in (two if shape == (1, 2) else four)(train_experts, case, shape, policy):
         assert_same_run(got, expected)
+
+
+FEW: dict[str, dict[str, Any]] = {
+    "rows": {"num_local_experts": 2},
+    "columns": {"num_local_experts": 2, "intermediate_size": 21},  # 42 rows of gate and up
+    "none": {
+        "num_local_experts": 2, "intermediate_size": 21, "hidden_size": 30, "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    },
+    "hsdp": {"num_local_experts": 1, "num_experts_per_tok": 1},
+    "ep": {"num_local_experts": 2},
+    "tp": {"num_local_experts": 1, "num_experts_per_tok": 1},
+}  # fmt: skip
+"""Mixtures with fewer experts than ranks that share them, by the dimension that these can divide."""
+
+
+def few_experts(case: str) -> Any:
+    balance = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "initializer_range": 0.1}
+    return build("mixtral", get_arch("mixtral").config_class(**{**TINY, **balance, **FEW[case]}))
+
+
+def shard_few(model: Any, case: str) -> None:
+    if case == "hsdp":
+        apply_fsdp(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts")), param_dtype=None)
+    elif case == "ep":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        apply_fsdp(apply_ep(model, mesh), mesh, param_dtype=None)
+    elif case == "tp":
+        apply_fsdp(apply_tp(model, mesh_of(2, 2)), mesh_of(2, 2), param_dtype=None)
+    else:
+        apply_fsdp(model, param_dtype=None)
+
+
+def train_few(case: str, plain: Path, target: Path) -> dict[str, Any]:
+    """A run; and a checkpoint and a state of it, read again."""
+    shard, batches = partial(shard_few, case=case), {"hsdp": 4, "ep": 4, "tp": 2}.get(case, 4)
+    place = dist.get_rank() // (4 // batches), batches
+    model = few_experts(case)
+    shard(model)
+    experts = [parameter for parameter in model.parameters() if parameter.ndim == 3]
+    parts = 2 if case == "hsdp" or (case == "none" and dist.get_rank() < 2) else 4
+    assert all(
+        local(each).numel() == (0 if case == "none" and parts == 4 else each.numel() / parts) for each in experts
+    )
+    result = train(model, dp=place)
+
+    # What is written and read, as parts or as a whole.
+    save_state(target / "run", 1, model)
+    loaded = get_arch("mixtral").from_pretrained(plain, progress=False, shard=shard)
+    assert_close(whole(loaded.named_parameters()), whole(few_experts(case).named_parameters()), rtol=0, atol=0)
+    loaded.save_pretrained(target / "saved")
+    assert load_state(target / "run", loaded) == 1
+    assert_close(whole(loaded.named_parameters()), result["weights"], rtol=0, atol=0)
+    exported = get_hf_state_dict(loaded)
+    load_hf_tensors(model, {name: torch.zeros_like(tensor) for name, tensor in exported.items()})
+    load_hf_tensors(model, exported)
+    assert_close(whole(model.named_parameters()), result["weights"], rtol=0, atol=0)
+    return result
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("case", FEW)
+def test_fewer_experts_than_ranks(four, tmp_path, case):
+    """Each rank has an equal part of all of them, unless PyTorch cannot divide them."""
+    model = few_experts(case)
+    model.save_pretrained(tmp_path / "plain")
+    expected = train(few_experts(case))
+    for got in four(train_few, case, tmp_path / "plain", tmp_path):
+        assert_same_run(got, expected)
+    for path in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes()
 
 
 def replay(kind: str) -> dict[str, Any]:

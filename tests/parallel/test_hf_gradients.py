@@ -37,6 +37,7 @@ def gathered(apply: Callable[[Any], Any], expected: dict[str, Tensor]) -> None:
     assert all(type(each) is Tensor and each.is_contiguous() for each in got.values())
     assert_same(got, expected)
     assert {each.dtype for _, each in hf_gradients(model, torch.bfloat16)} == {torch.bfloat16}
+    assert_same(dict(hf_gradients(model, rank=1)), expected if dist.get_rank() == 1 else {})
 
 
 @pytest.mark.cases(4)

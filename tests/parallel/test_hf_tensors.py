@@ -83,6 +83,7 @@ def out_and_back(apply: Callable[[Any], Any], expected: dict[str, Tensor]) -> No
     assert_same_bits(dict(got), expected)
     assert list(dict(got)) == list(expected)
     assert_same_bits(get_hf_state_dict(model, torch.bfloat16), {n: t.bfloat16() for n, t in expected.items()})
+    assert_given_to_one(model, expected)
 
     with torch.no_grad():
         for parameter in model.parameters():
@@ -97,6 +98,15 @@ def out_and_back(apply: Callable[[Any], Any], expected: dict[str, Tensor]) -> No
     other = apply(build(apply.__name__))
     load_hf_tensors(other, hf_tensors(model))
     assert_same_bits(whole(other.named_parameters()), {name: 2 * p.detach() for name, p in reference.items()})
+
+
+def assert_given_to_one(model: Any, expected: dict[str, Tensor], **options: Any) -> None:
+    """The same tensors, on the rank that asks for them alone."""
+    last = dist.get_world_size() - 1
+    asked = dist.get_rank() == last
+    got = {name: tensor.clone() for name, tensor in hf_tensors(model, rank=last, **options)}
+    assert_same_bits(got, expected if asked else {})
+    assert_same_bits(get_hf_state_dict(model, rank=last, **options), expected if asked else {})
 
 
 @pytest.mark.cases(4)
@@ -130,25 +140,50 @@ def test_training_goes_on_with_what_was_loaded(two):
     two(trained_with_and_without)
 
 
-def peak() -> tuple[int, int, int]:
+def peak(rank: int | None) -> tuple[int, int, int]:
     """The most bytes besides the shards, those of the largest parameter and those of all."""
     model = apply_fsdp(tiny(num_hidden_layers=8, vocab_size=64), param_dtype=None)
     sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
     with Peak(model) as watched:
-        for _ in hf_tensors(model):
+        for _ in hf_tensors(model, rank=rank):
             pass
     return watched.bytes, max(sizes), sum(sizes)
 
 
 def test_one_parameter_is_gathered_at_a_time(two):
-    for most, largest, every in two(peak):
+    for most, largest, every in two(peak, None):
         assert largest <= most <= 3 * largest < every / 4  # a parameter, the shards that it came in, the last tensor
+
+
+def test_other_ranks_hold_nothing(two):
+    (other, _, _), (most, largest, every) = two(peak, 1)
+    assert other < largest / 10  # the mesh, as a tensor
+    assert largest <= most <= 3 * largest < every / 4
+
+
+UNEVEN: dict[str, Any] = {"hidden_size": 35, "head_dim": 6}
+
+
+def uneven(expected: dict[str, Tensor]) -> None:
+    assert_given_to_one(tp(tiny(**UNEVEN)), expected)
+
+
+def test_rows_that_two_meshes_share_unevenly(four):
+    """97 of the vocabulary, whose columns cannot be divided either; PyTorch computes wrong offsets there."""
+    four(uneven, get_hf_state_dict(tiny(**UNEVEN)))
+
+
+def test_a_rank_that_does_not_exist():
+    with pytest.raises(ValueError, match="hf_tensors: rank must be 0 to 0, or None for all ranks, got 1"):
+        hf_tensors(tiny(), rank=1)
+    assert_same_bits(get_hf_state_dict(tiny(), rank=0), get_hf_state_dict(tiny()))
 
 
 def merged(config: dict[str, Any], expected: dict[str, Tensor]) -> None:
     model = apply_fsdp(adapted(**config), param_dtype=None)
     before = whole(model.named_parameters())
     assert_same_bits(get_hf_state_dict(model), expected)
+    assert_given_to_one(model, expected)
     plain = tiny(num_hidden_layers=model.config.num_hidden_layers)
     assert_same_bits(get_hf_state_dict(model, merge=False), get_hf_state_dict(plain))
     assert_same_bits(whole(model.named_parameters()), before)

@@ -29,7 +29,13 @@ CASES: dict[str, dict[str, Any]] = {
     "tp": {"shape": (1, 4), "names": ("dp", "tp"), "config": {"num_key_value_heads": 4}},
     "tp and fsdp": {"shape": (2, 2), "names": ("dp", "tp"), "config": {"intermediate_size": 38}},
     "experts": {"shape": (4,), "experts": 4},
-    "experts, none on a rank": {"shape": (4,), "experts": 5},
+    "experts, parts of rows": {"shape": (4,), "experts": 5},
+    "experts, parts of columns": {"shape": (4,), "experts": 2, "config": {"intermediate_size": 21}},
+    "experts, none on a rank": {
+        "shape": (4,),
+        "experts": 5,
+        "config": {"hidden_size": 30, "head_dim": 6, "intermediate_size": 21},
+    },
     "experts, hsdp": {"shape": (2, 2), "names": ("copies", "dp"), "experts": 4},
     "experts, tp and fsdp": {"shape": (2, 2), "names": ("dp", "tp"), "experts": 4},
     "ep": {"shape": (1, 4), "names": ("dp", "ep"), "experts": 4},
@@ -41,7 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
 def build(case: dict[str, Any], *, sharded: bool) -> Any:
     if "experts" in case:
         torch.manual_seed(7)
-        model: Any = LigerMixtral.from_config(MixtralConfig(**TINY, num_local_experts=case["experts"]))
+        model: Any = LigerMixtral.from_config(
+            MixtralConfig(**{**TINY, **case.get("config", {})}, num_local_experts=case["experts"])
+        )
     else:
         model = tiny(**case.get("config", {}))
     device = case.get("device", "cpu")

@@ -227,7 +227,7 @@ def step_on_float8(folder: str, saved: str, experts: bool, parallel: bool) -> tu
     assert len(frozen_weights(model)) > 0
     assert all(len(frozen_parts(layer)) == 2 for layer in routed_layers(model))
     if experts and ranks > 1:
-        assert len(local(routed_layers(model)[0].down_weight)) * ranks == 6
+        assert local(routed_layers(model)[0].down_weight).numel() * ranks == routed_layers(model)[0].down_weight.numel()
     ids = torch.arange(2, 14).view(2, 6)
     loss = model(ids, labels=ids).loss
     loss.backward()
@@ -243,14 +243,26 @@ def stir_sharded(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("arch", "parallel"), [("qwen3", False), ("phi3", False), ("qwen3_moe", False), ("qwen3_moe", True)]
+    ("arch", "ranks", "parallel"),
+    [
+        ("qwen3", 2, False),
+        ("phi3", 2, False),
+        ("qwen3_moe", 2, False),
+        ("qwen3_moe", 2, True),
+        ("qwen3_moe", 4, False),
+    ],
 )
-def test_float8_of_a_checkpoint_on_ranks(two, arch, parallel, tmp_path):
-    """Shards end within blocks, whose scales are those of their rows; experts may be distributed by `apply_ep`."""
+def test_float8_of_a_checkpoint_on_ranks(two, four, arch, ranks, parallel, tmp_path):
+    """Shards end within blocks, whose scales are those of their rows; experts may be distributed by `apply_ep`.
+
+    The six experts are too few for four ranks, which have a part of each.
+    """
     codes, _ = quantized(arch, tmp_path, (24, 20))
     experts = arch == "qwen3_moe"
     want, expected = step_on_float8(str(codes), "", experts, parallel)
-    for loss, found in two(step_on_float8, str(codes), str(tmp_path / "saved"), experts, parallel):
+    for loss, found in (two if ranks == 2 else four)(
+        step_on_float8, str(codes), str(tmp_path / "saved"), experts, parallel
+    ):
         torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
@@ -292,6 +304,8 @@ def mixture_on_ranks(
     found = {"run": run(model, rank, ranks), "count": model.num_parameters()}
     save_adapter(model, folder)
     found |= {"base": get_hf_state_dict(model, merge=False), "merged": get_hf_state_dict(model)}
+    if ranks > 1:
+        found["base of rank 1"] = get_hf_state_dict(model, merge=False, rank=1)
     assert all(each.grad is None for each in frozen)
     return found | {"sizes": [(len(each), len(local(each)), each.dtype) for each in frozen]}
 
@@ -324,6 +338,7 @@ def test_experts_on_two_ranks_are_one(two, dtype, experts, policy, compiled, opt
         for name, gradient in want["run"].items():
             torch.testing.assert_close(got["run"][name], gradient, rtol=1e-4, atol=1e-6)
         assert_same_bits(got["base"], want["base"])
+        assert_same_bits(got["base of rank 1"], want["base"] if rank == 1 else {})
         for name, tensor in want["merged"].items():
             torch.testing.assert_close(got["merged"][name], tensor, rtol=1e-4, atol=1e-5)
     loaded = load_adapter(mixed(experts), tmp_path / "two")
@@ -333,11 +348,13 @@ def test_experts_on_two_ranks_are_one(two, dtype, experts, policy, compiled, opt
 
 @pytest.mark.cases(1)
 @DTYPES
-def test_experts_on_four_ranks_are_one(four, dtype, tmp_path):
-    """One of them has no expert. In between they are resharded over two ranks."""
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": 2}], ids=["parts", "whole"])
+def test_experts_on_four_ranks_are_one(four, dtype, options, tmp_path):
+    """Each has a part of all three; or one has none, and in between they are resharded over two ranks."""
     quantization.to_nf4  # noqa: B018
     want = mixture_on_ranks(dtype, 3, "none", False, str(tmp_path / "one"), {})
-    for got in four(mixture_on_ranks, dtype, 3, "none", False, str(tmp_path / "four"), {"reshard_after_forward": 2}):
+    for got in four(mixture_on_ranks, dtype, 3, "none", False, str(tmp_path / "four"), options):
+        assert any(held == 3 for _, held, _ in got["sizes"]) == (not options)  # a part of each, or one
         assert got["run"].keys() == want["run"].keys()
         for name, gradient in want["run"].items():
             torch.testing.assert_close(got["run"][name], gradient, rtol=1e-4, atol=1e-6)

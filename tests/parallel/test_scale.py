@@ -15,6 +15,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from liger_models import AutoLigerModel
@@ -30,10 +31,17 @@ model = AutoLigerModel.from_config(config, device="meta")
 model = apply_fsdp(apply_ep(model, mesh), mesh) if expert_ranks > 1 else apply_fsdp(model)
 
 experts = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
+groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
+sharded = [parameter for group in groups if group for parameter in group.fsdp_params]
 print(json.dumps({
     "parameters": model.num_parameters(),
     "held": sum(local(parameter).numel() for parameter in model.parameters()),
     "held experts": sum(local(parameter).numel() for name, parameter in model.named_parameters() if name in experts),
+    "gathered experts": sum(
+        parameter.padded_sharded_param_size.numel() * parameter.mesh_info.shard_mesh_size
+        for parameter in sharded
+        if parameter.sharded_param.dim() == 3
+    ),
     "experts": sum(parameter.numel() for name, parameter in model.named_parameters() if name in experts),
 }))
 """
@@ -58,8 +66,20 @@ def test_a_dense_model_is_distributed_evenly(tmp_path):
     assert last["held"] < first["parameters"] / 1024 < first["held"] < 1.01 * first["parameters"] / 1024
 
 
-def test_experts_are_held_whole(tmp_path):
-    """As docs/parallel.md says: with more ranks than experts some ranks hold none."""
-    first, last = (of_rank(tmp_path, QWEN, rank) for rank in (0, 1023))
+@pytest.mark.parametrize("expert_ranks", [1, 64])
+def test_ranks_beyond_experts_hold_parts_of_them(tmp_path, expert_ranks):
+    """128 experts on 1,024 ranks: each has a 1,024th, and gathers no padding."""
+    for rank in (0, 1023):
+        found = of_rank(tmp_path, QWEN, rank, expert_ranks)
+        assert found["held experts"] == found["experts"] / 1024
+        assert found["gathered experts"] == found["experts"] / expert_ranks
+
+
+def test_experts_that_cannot_be_divided_are_held_whole(tmp_path):
+    """As docs/parallel.md says: neither 1,440 nor 2,880 is a multiple of 1,024."""
+    first, last = (
+        of_rank(tmp_path, {**QWEN, "hidden_size": 2880, "moe_intermediate_size": 720}, rank) for rank in (0, 1023)
+    )
     assert first["held experts"] == first["experts"] / 128
     assert last["held experts"] == 0
+    assert first["gathered experts"] == 8 * first["experts"]
