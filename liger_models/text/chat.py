@@ -210,7 +210,7 @@ def _examples(
         while left and conversation.shows(left[-1], parts := conversation.answer(left[-1])):
             shown[left.pop()] = parts
         if shown or not needed:
-            examples.append(conversation.example(shown))
+            examples.append(conversation.example(shown, needed))
         if not left:
             return examples[::-1]
         conversation = _Conversation(style, messages[: left[-1] + 1])
@@ -251,15 +251,18 @@ class _Marks:
             marked["function_call"] = self._names(index, "function_call", message["function_call"])
         return marked
 
-    def _names(self, owner: int, field: str, function: Any) -> Any:
+    def _names(self, owner: int, field: str, function: Any, call_id: Any = None) -> Any:
         """A tool or a call with marks in its name and its arguments."""
         if not isinstance(function, Mapping):
             return function
         marked = dict(function)
         if isinstance(function.get("function"), Mapping):
-            return marked | {"function": self._names(owner, field, function["function"])}
-        if isinstance(function.get("name"), str):
-            marked["name"] = self._text((owner, field), function["name"])
+            return marked | {"function": self._names(owner, field, function["function"], function.get("id"))}
+        name = function.get("name")
+        if isinstance(name, str) and isinstance(call_id, str) and name.strip() and name in call_id:
+            self.unmarked.append((owner, field, name))  # Kimi writes the id "functions.NAME:0" in place of the name
+        elif isinstance(name, str):
+            marked["name"] = self._text((owner, field), name)
         if isinstance(function.get("arguments"), Mapping | list):
             marked["arguments"] = self._value((owner, field), function["arguments"])
         return marked
@@ -374,6 +377,10 @@ class _Conversation:
             last = self._groups[-1] if self._groups else None
             if last is not None and (last.owner, last.is_repeated) == (owner, is_repeated):
                 self._groups[-1] = last._replace(end=position, number=number)
+            elif not is_repeated and [group[::4] for group in self._groups[-2:]] == [(owner, False), (owner, True)]:
+                # A name that a call writes twice, before its arguments, is part of the call.
+                self._groups.pop()
+                self._groups[-1] = self._groups[-1]._replace(end=position, number=number)
             else:
                 self._groups.append(_Group(owner, position, position, number, is_repeated))
         return True
@@ -391,19 +398,24 @@ class _Conversation:
             self._prefixes[end] = self._render(self._marks.messages[:end])
         return self._prefixes[end]
 
-    def unrendered(self, learned: Sequence[int]) -> list[str]:
-        """The fields that the text lacks. Templates may leave out the thoughts of answers that are not learned."""
+    def unrendered(self, learned: Sequence[int], elsewhere: Sequence[int] = ()) -> list[str]:
+        """The fields that the text lacks. Templates may leave out the thoughts of answers that are not learned.
+
+        Args:
+            learned: the answers that are learned here.
+            elsewhere: answers that other examples learn, of which nothing is lost here.
+        """
         missing: dict[tuple[int, str], bool] = {}
         for number, place in enumerate(self._marks.places):
             missing.setdefault(place, False)
             missing[place] |= number not in self._seen
         shown = {self._marks.places[number] for number in self._seen}
         for owner, field, text in self._marks.unmarked:  # the best that can be told
-            missing[owner, field] = max(text.split(), key=len) not in self.text
+            missing[owner, field] = missing.get((owner, field), False) or max(text.split(), key=len) not in self.text
         fields = []
         for (owner, field), is_missing in missing.items():
             is_context = owner not in learned and (
-                field == "reasoning_content" or (field == "content" and (owner, field) in shown)
+                owner in elsewhere or field == "reasoning_content" or (field == "content" and (owner, field) in shown)
             )
             if is_missing and not is_context:
                 fields.append(field if owner == _TOOLS else f"message {owner + 1}: {field}")
@@ -441,14 +453,21 @@ class _Conversation:
     def shows(self, index: int, spans: Sequence[Span]) -> bool:
         """Whether the text up to the end of an answer is that of the conversation that ends with this answer."""
         prefix = self._prefix(index + 1)
-        if prefix is None or not spans:
+        if prefix is None or not spans or index == len(self.messages) - 1:
             return True
+        if index in {owner for owner, _ in self._marks.places} - {group.owner for group in self._groups}:
+            return False  # the text has nothing of it
         alone, shown = _unmarked(prefix), self.text[: spans[-1][1]]
         return alone.startswith(shown) or shown.startswith(alone)
 
-    def example(self, spans: Mapping[int, list[Span]]) -> Rendering:
-        """The conversation as an example, with the answers that are learned."""
-        unrendered = self.unrendered([*spans])
+    def example(self, spans: Mapping[int, list[Span]], elsewhere: Sequence[int] = ()) -> Rendering:
+        """The conversation as an example.
+
+        Args:
+            spans: the answers that are learned, and their parts.
+            elsewhere: answers that are learned in this or in other examples.
+        """
+        unrendered = self.unrendered([*spans], elsewhere)
         if _GENERATION.search(self.style.template):
             return Rendering(self.text, self._marked_answers(spans), unrendered)
 

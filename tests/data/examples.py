@@ -39,14 +39,14 @@ def write(path: Path, examples: list[Any]) -> Path:
     return path
 
 
-def documents(batch: dict[str, torch.Tensor]) -> Iterator[tuple[list[int], list[int]]]:
+def documents(batch: dict[str, torch.Tensor], filler: int = EOS) -> Iterator[tuple[list[int], list[int]]]:
     """Ids and labels of each document, without padding."""
     ids, labels, bounds = batch["input_ids"].flatten(), batch["labels"].flatten(), batch["cu_seqlens"].tolist()
     assert bounds[0] == 0 and bounds[-1] == len(ids) and bounds == sorted(set(bounds))  # noqa: PT018
     length = batch["input_ids"].shape[1]
     assert set(range(0, len(ids) + 1, length)) <= set(bounds), "a document reaches over a row's end"
     for start, end in pairwise(bounds):
-        if ids[start] != EOS or (ids[start:end] != EOS).any():
+        if (ids[start:end] != filler).any():
             yield ids[start:end].tolist(), labels[start:end].tolist()
         else:
             assert (labels[start:end] == -100).all()

@@ -27,7 +27,7 @@ TEMPLATES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "fi
 """Chat templates with the structure of families' own."""
 WRITTEN = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<｜[^<>\s]{1,40}｜>|\[\|[a-z_]+\|\]|<extra_id_\d>|<(?:start|end)_of_turn>|<turn\|>"
-    r"|<\|turn>|<\|tool_response>|\[/?[A-Z_]{3,}\]"
+    r"|<\|turn>|<\|tool_response>|\[/?[A-Z_]{3,}\]|</?s>|<end_of_utterance>|<image>|</?seed:[a-z_]+>|\]~!?b\[|\]~b\]|\[e~\["
 )
 """Special tokens that templates write."""
 SPEAKERS = ("system", "user", "assistant", "observation")

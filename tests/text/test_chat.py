@@ -169,6 +169,16 @@ def test_answers_that_the_template_changes_later(make_folder: Callable[..., Path
     assert learned("split") == learned("all") == [answers]
 
 
+def test_answers_that_the_template_leaves_out_later(make_folder: Callable[..., Path]) -> None:
+    """As templates of guards, which write the last question and its answer."""
+    recent = UNMARKED.replace("for message in messages", "for message in messages[-2:]")
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=recent))
+    examples = tokenizer.render_examples(CHAT, multi_turn="split")
+    learned = [[example.text[start:end] for start, end in example.spans] for example in examples]
+    assert learned == [[" 你好 🙂 the<|eot_id|>"], ["quick\n\n<|eot_id|>"]]
+    assert [example.unrendered for example in examples] == [[], ["message 1: content"]]
+
+
 def test_blocks_of_generation_that_cannot_be_read(make_folder: Callable[..., Path]) -> None:
     filtered = "{% set t %}{% generation %} x {% endgeneration %}{% endset %}{{ t | trim }}"
     tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=filtered))

@@ -5,173 +5,66 @@ The templates in `tests/fixtures/templates` are short ones with the structure of
 
 # ruff: noqa: RUF001 (DeepSeek's tokens have wide bars)
 
-import importlib.util
+import functools
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from liger_models.data.batch import collate
+from liger_models.data.dataset import PackedDataset
+from liger_models.data.encoding import read_messages
+from liger_models.data.formats import mark_learned
 from liger_models.data.preference import encode_pair
+from liger_models.data.prompts import encode_prompt
 from liger_models.text.templates import THOUGHTS
 from liger_models.text.tokenizer import Tokenizer
 
+from ..data.examples import documents
 from ..late import transformers
+from .conversations import (
+    ASKED,
+    ASKED_MORE,
+    CASES,
+    MODELS,
+    TEMPLATES,
+    TOOLS,
+    Case,
+    Document,
+    answer,
+    call,
+    cases_of,
+    documents_of,
+    learned_in,
+    outcome,
+    rendered,
+    spellings,
+    text_of,
+    user,
+)
 from .folders import TEMPLATES as OWN
-from .folders import WRITTEN, tokenizer_of
-
-Messages = list[dict[str, Any]]
-Case = tuple[Messages, list[Any] | None]
+from .folders import tokenizer_of
 
 
-def trl_templates() -> dict[str, Path]:
-    spec = importlib.util.find_spec("trl")
-    if spec is None or spec.origin is None:
-        return {}
-    return {f"trl-{path.stem}": path for path in sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja"))}
-
-
-TEMPLATES = OWN | trl_templates()
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def answer(text: str | None, **fields: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **fields}
-
-
-def call(number: int, city: str) -> dict[str, Any]:
-    function = {"name": "lookup", "arguments": {"city": city}}
-    return {"id": f"callabcd{number}", "type": "function", "function": function}
-
-
-def result(number: int, text: str) -> dict[str, Any]:
-    return {"role": "tool", "name": "lookup", "tool_call_id": f"callabcd{number}", "content": text}
-
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Looks up a city.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "its name"}}},
-        },
-    }
-]
-ASKED, ASKED_MORE = user("Qone?"), user("Qtwo?")
-CASES: dict[str, Case] = {
-    "one turn": ([ASKED, answer("Aone here.")], None),
-    "two turns": ([ASKED, answer("Aone here."), ASKED_MORE, answer("Atwo")], None),
-    "the same twice": ([ASKED, answer("Aone"), ASKED, answer("Aone")], None),
-    "system": ([{"role": "system", "content": "Qsystem."}, ASKED, answer("Aone"), ASKED_MORE, answer("Atwo")], None),
-    "tools": ([ASKED, answer("Aone")], TOOLS),
-    "a call": ([ASKED, answer(None, tool_calls=[call(1, "Aparis")]), result(1, "Qsunny"), answer("Atwo")], TOOLS),
-    "empty content": ([ASKED, answer("", tool_calls=[call(1, "Aparis")]), result(1, "Qs"), answer("Atwo")], TOOLS),
-    "calls": (
-        [
-            *(ASKED, answer("Aone", tool_calls=[call(1, "Aparis"), call(2, "Arome")])),
-            *(result(1, "Qsunny"), result(2, "Qrain"), answer("Atwo"), ASKED_MORE, answer("Athree")),
-        ],
-        TOOLS,
-    ),
-    "a call at the end": ([ASKED, answer(None, tool_calls=[call(1, "Aparis")])], TOOLS),
-    "thoughts": ([ASKED, answer("Aone", reasoning_content="Athought")], None),
-    "thoughts twice": (
-        [ASKED, answer("Aone", thinking="Athought"), ASKED_MORE, answer("Atwo", reasoning_content="Amore")],
-        None,
-    ),
-    "thoughts in content": (
-        [ASKED, answer("<think>\nAthought\n</think>\n\nAone"), ASKED_MORE, answer("<think>\nAmore\n</think>\n\nAtwo")],
-        None,
-    ),
-    "an answer first": ([answer("Ahello"), ASKED, answer("Aone")], None),
-    "two answers": ([ASKED, answer("Aone"), answer("Atwo")], None),
-    "white space": ([user("  Qone?\n"), answer("  Aone \n"), user("\nQtwo?"), answer("\n\nAtwo ")], None),
-    "markup": ([user("<b>Qone</b>"), answer("<div><p>Aone</p></div>"), user("<i>"), answer("</p>Atwo<p>")], None),
-    "a question at the end": ([ASKED, answer("Aone"), ASKED_MORE], None),
-}
-
-
-TAKES_PARTS = ("idefics3", "llava_next", "smolvlm")
-"""Templates that take no text as content."""
-
-
-def case_of(name: str, case: str) -> Case:
-    """A conversation as messages that a template takes."""
-    messages, tools = CASES[case]
-    if not any(family in name for family in TAKES_PARTS):
-        return messages, tools
-    contents = [[{"type": "text", "text": m["content"]}] if m["content"] else m["content"] for m in messages]
-    return [{**m, "content": content} for m, content in zip(messages, contents, strict=True)], tools
-
-
-def rendered(tokenizer: Tokenizer, messages: Messages, tools: list[Any] | None, **options: Any) -> str | None:
-    """The text of transformers; None if the template refuses the messages there, too."""
-    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    try:
-        texts, _ = transformers.utils.chat_template_utils.render_jinja_template(
-            [present],
-            tools=tools,
-            chat_template=tokenizer.chat_template,
-            bos_token="<bos>",
-            eos_token="<eos>",
-            **options,
-        )
-    except Exception:  # whatever a template raises
-        return None
-    return str(texts[0])
-
-
-def words(messages: Messages) -> Iterator[str]:
-    """What the assistant says: the words that begin with A."""
-    for message in messages:
-        if message["role"] == "assistant":
-            yield from re.findall(r"\bA[a-z]+", json.dumps({**message, "role": ""}))
-
-
-def outcome(tokenizer: Tokenizer, messages: Messages, tools: list[Any] | None) -> str:
-    """ "equal", or why the conversation is refused; asserts that nothing else is learned."""
-    try:
-        examples = tokenizer.render_examples(messages, tools=tools, multi_turn="split")
-    except ValueError as error:
-        return "refused by the template" if rendered(tokenizer, messages, tools) is None else str(error)
-    missing = [field for example in examples for field in example.unrendered]
-    if missing:
-        return f"lacks {missing[0].split(': ')[-1]}"
-
-    # Texts: of transformers, up to some answer, and the token that ends the turn.
-    texts = {rendered(tokenizer, messages[: end + 1], tools) for end in range(len(messages))}
-    special = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values()}
-    for example in examples:
-        ends = {example.text.removesuffix(token) for token in special} | {example.text}
-        assert ends & texts or texts == {None} or rendered(tokenizer, messages, tools) is None
-
-    # Labels: what the assistant says, and no more.
-    parts = [example.text[start:end] for example in examples for start, end in example.spans]
-    learned = "".join(parts)
-    assert not re.search(r"\bQ(?!uestion:)[a-z]+", learned)
-    for word in words(messages):
-        assert learned.count(word) >= 1, (word, learned)
-    if "generation" not in str(tokenizer.chat_template):
-        for part in parts:
-            ends = WRITTEN.search(part) or re.search(r"(<eos>|User:|Question:|Falcon:|Answer:)$", part)
-            assert ends or messages[-2]["role"] == "assistant", part  # Gemma 4 joins neighboring answers
-    return "equal"
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_conversation_is_equal_or_refused_with_a_reason(name: str) -> None:
+    """`python -m tests.text.conversations` counts the outcomes."""
     tokenizer = tokenizer_of(TEMPLATES[name])
-    outcomes = {case: outcome(tokenizer, *case_of(name, case)) for case in CASES}
-    reasons = {"equal", "refused by the template", *(f"lacks {field}" for field in ("tool_calls", "tools", "content"))}
-    assert {*outcomes.values()} <= {*reasons, "lacks reasoning_content"}
+    outcomes = {title: outcome(tokenizer, case) for title, case in cases_of(name).items()}
+    fields = ("tool_calls", "tools", "content", "reasoning_content")
+    assert {*outcomes.values()} <= {"equal", "refused by the template", *(f"lacks {field}" for field in fields)}
     # No family refuses what everybody has.
-    assert {outcomes[case] for case in ("one turn", "two turns", "the same twice", "white space")} == {"equal"}
+    plain = ("one turn", "two turns", "three turns", "the same twice", "white space", "nulls", "empty fields")
+    assert {outcomes[title] for title in plain} == {"equal"}
+
+
+def test_models_that_people_train_are_among_them() -> None:
+    """By the structure of their templates, which the test above renders."""
+    assert {template for template in MODELS.values() if not template.startswith("trl-")} <= OWN.keys()
+    assert not [path for path in TEMPLATES if path.startswith("trl-")] or {*MODELS.values()} <= TEMPLATES.keys()
+    assert len(MODELS) >= 60
 
 
 LEARNED = {
@@ -208,7 +101,7 @@ LEARNED = {
 
 
 def parts_of(name: str, case: str, **options: Any) -> list[list[str]]:
-    messages, tools = CASES[case]
+    messages, tools, _ = CASES[case]
     examples = tokenizer_of(TEMPLATES[name]).render_examples(messages, tools=tools, multi_turn="split", **options)
     return [[example.text[start:end] for start, end in example.spans] for example in examples]
 
@@ -259,7 +152,7 @@ def test_what_is_learned_of_calls(name: str) -> None:
 
 def test_thoughts_end_examples_of_their_own() -> None:
     tokenizer = tokenizer_of(OWN["qwen3_next"])
-    messages, _ = CASES["thoughts twice"]
+    messages = CASES["thoughts twice"].messages
     thought = ["Athought\n</think>\n\nAone<|im_end|>"], ["Amore\n</think>\n\nAtwo<|im_end|>"]
     assert parts_of("qwen3_next", "thoughts twice") == parts_of("qwen3_next", "thoughts in content") == [*thought]
     (whole,) = tokenizer.render_examples(messages, multi_turn="all")
@@ -299,10 +192,110 @@ def test_what_templates_look_at_is_not_marked() -> None:
     assert examples[-1].text == rendered(tokenizer, messages, None)
 
 
+# The same in every kind of training
+
+
+@pytest.fixture(params=TEMPLATES)
+def trained(request: pytest.FixtureRequest) -> tuple[Tokenizer, dict[str, Case], dict[str, list[Document]]]:
+    """A tokenizer, the conversations that its template takes, and the documents that supervised training makes."""
+    return supervised(request.param)
+
+
+@functools.cache
+def supervised(name: str) -> tuple[Tokenizer, dict[str, Case], dict[str, list[Document]]]:
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    cases, learned = {}, {}
+    for title, case in cases_of(name).items():
+        try:
+            learned[title], cases[title] = documents_of(tokenizer, case), case
+        except ValueError:
+            continue
+    return tokenizer, cases, learned
+
+
+@pytest.mark.slow
+def test_packed_rows_have_the_labels_of_the_documents(trained: Any, tmp_path: Any) -> None:
+    """Of the data set, and of its rows and collator, which go into transformers' Trainer."""
+    tokenizer, cases, learned = trained
+    titles = [title for title, case in cases.items() if not case.has_parts]
+    if not titles:
+        pytest.skip("this template takes no texts")
+    rows = [{"messages": cases[title].messages, "tools": json.dumps(cases[title].tools)} for title in titles]
+    want = sorted(document for title in titles for document in learned[title])
+    length = max(map(len, want)) + 1
+    data = PackedDataset(rows, tokenizer, length=length, batch_size=2, cache_dir=tmp_path, progress=False)
+    # Nothing predicts the first token of a document.
+    want = [[max(id, ~id) for id in ids] + [int(id >= 0 and i > 0) for i, id in enumerate(ids)] for ids in want]
+    for batches in ([*data], [collate([data.rows[number]]) for number in range(len(data.rows))]):
+        got = [
+            [*ids, *(int(label == id) for id, label in zip(ids, labels, strict=True))]
+            for batch in batches
+            for ids, labels in documents(batch, filler=tokenizer.padding_id)
+        ]
+        assert sorted(got) == sorted(want)
+    # What `train` prints of the first one.
+    assert data.describe().endswith(mark_learned(tokenizer, learned[titles[0]][0]))
+
+
+@pytest.mark.slow
+def test_the_preview_marks_what_is_learned(trained: Any) -> None:
+    tokenizer, _, learned = trained
+    for title in ("one turn", "two turns"):
+        for document in learned[title]:
+            shown = mark_learned(tokenizer, document, lines=1000)
+            parts = re.findall("«([^«»]*)»", "\n".join(line.removeprefix("    ") for line in shown.split("\n")))
+            assert parts == learned_in(tokenizer, document)
+
+
+@pytest.mark.slow
+def test_prompts_are_those_of_transformers(trained: Any) -> None:
+    tokenizer, cases, _ = trained
+    count = 0
+    for case in cases.values():
+        texts = {
+            rendered(tokenizer, chat[:-1], case.tools or None, add_generation_prompt=True) for chat in spellings(case)
+        } - {None}
+        if len(case.messages) < 2 or not texts:
+            continue
+        kinds = ("image",) if case.has_parts else ()
+        if case.has_parts:
+            prompt = tokenizer.render_prompt(read_messages("", case.messages[:-1], kinds), tools=case.tools or None)
+            assert prompt.text in texts
+        else:
+            example = {"prompt": case.messages[:-1], "tools": case.tools}
+            ids, media = encode_prompt("prompts, line 1", example, tokenizer, on_unrendered="drop")
+            assert (text_of(tokenizer, ids) in texts, media) == (True, [])
+        count += 1
+    assert count > 10
+
+
+@pytest.mark.slow
+def test_preferences_have_the_labels_of_the_last_answer(trained: Any) -> None:
+    tokenizer, cases, learned = trained
+    count = 0
+    for title, case in cases.items():
+        *before, last = case.messages
+        neighbors = [message["role"] for message in case.messages[-2:]]
+        if case.has_parts or neighbors[-1] != "assistant" or neighbors[0] == "assistant" or not last["content"]:
+            continue
+        pair = {"prompt": before, "chosen": [last], "rejected": [answer("Aother")], "tools": case.tools}
+        chosen, rejected = encode_pair("pairs, line 1", pair, tokenizer, on_unrendered="drop")
+        # The last document of supervised training ends with the same answer.
+        document = learned[title][-1]
+        ids = [id if id >= 0 else ~id for id in document]
+        assert chosen.prompt + chosen.answer == ids[: len(chosen.prompt) + len(chosen.answer)]
+        assert document[len(chosen.prompt)] >= 0 > document[len(chosen.prompt) - 1]
+        assert not any(id >= 0 for id in document[len(chosen.prompt) + len(chosen.answer) :])
+        assert chosen.prompt[: len(rejected.prompt)] == rejected.prompt[: len(chosen.prompt)]
+        assert "Aother" in text_of(tokenizer, rejected.answer)
+        count += 1
+    assert count > 10 or all(case.has_parts for case in cases.values())
+
+
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name.endswith("_training")])
 def test_marked_answers_are_those_of_transformers(name: str) -> None:
     tokenizer = tokenizer_of(TEMPLATES[name])
-    messages, _ = case_of(name, "two turns")
+    messages = cases_of(name)["two turns"].messages
     example, *others = tokenizer.render_examples(messages, multi_turn="split")
     options = {"return_assistant_tokens_mask": True, "bos_token": "<bos>", "eos_token": "<eos>"}
     texts, spans = transformers.utils.chat_template_utils.render_jinja_template(
@@ -312,21 +305,12 @@ def test_marked_answers_are_those_of_transformers(name: str) -> None:
         assert (example.text, example.spans) == (texts[0], [*map(tuple, spans[0])])
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_are_those_of_transformers(name: str) -> None:
-    tokenizer = tokenizer_of(TEMPLATES[name])
-    messages, _ = case_of(name, "two turns")
-    prompt = tokenizer.render_prompt(messages[:3])
-    assert prompt.text == rendered(tokenizer, messages[:3], None, add_generation_prompt=True)
-    assert (prompt.spans, prompt.unrendered) == ([], [])
-
-
 @pytest.mark.parametrize("name", LEARNED)
 def test_answers_of_preferences_are_those_of_chats(name: str) -> None:
     if name not in TEMPLATES:
         pytest.skip("needs TRL")
     tokenizer = tokenizer_of(TEMPLATES[name])
-    messages, _ = CASES["two turns"]
+    messages = CASES["two turns"].messages
     pair = {"prompt": messages[:3], "chosen": messages[3:], "rejected": [answer("Aother")]}
     chosen, rejected = encode_pair("pair 1", pair, tokenizer)
     want = LEARNED[name][-1][-1]
