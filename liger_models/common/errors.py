@@ -7,14 +7,15 @@ from torch import Tensor
 def check_values(condition: Tensor, message: str) -> None:
     """Check the values of tensors without waiting for the device.
 
-    Tensors in a graph that is being compiled or captured, and tensors without values, are not checked.
+    Tensors in a graph that is being compiled or captured, in a transform of ``torch.func``, and tensors without values
+    are not checked.
 
     Args:
         condition: [] bool. On the CPU, False raises ValueError with ``message``. On CUDA and ROCm, False ends the
             computation with a device-side assertion that prints ``message``. Other accelerators are not checked.
         message: text that names the argument, its error and the remedy.
     """
-    if torch.compiler.is_compiling() or condition.is_meta or hasattr(condition, "fake_mode"):
+    if is_traced() or condition.is_meta or hasattr(condition, "fake_mode"):
         return
     if condition.device.type == "cpu":
         if not condition:
@@ -23,13 +24,9 @@ def check_values(condition: Tensor, message: str) -> None:
         torch._assert_async(condition, message)
 
 
-def check_transforms(where: str) -> None:
-    """Raise ValueError inside the transforms of torch.func (grad, vmap, jvp), for which fused ops have no rules."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        raise ValueError(
-            f"{where}: must be called outside of torch.func's transforms, such as grad and vmap, for which fused ops "
-            "have no rules. Call backward; for the gradients of each row, call it row by row."
-        )
+def is_traced() -> bool:
+    """Whether no value can be read: a graph is being compiled, or a transform of ``torch.func`` runs."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def check_tensors(**given: object) -> None:

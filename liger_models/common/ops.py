@@ -31,6 +31,8 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar, Union, get_args
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction
 
 LIBRARY = torch.library.Library("liger_models", "DEF")
 """The library of all ops: they are `torch.ops.liger_models.<op>`."""
@@ -315,11 +317,19 @@ def register_autograd(
         setup_context(ctx, (*inputs, *defaults[len(inputs) :]), output)
         return output
 
+    # `Function.apply` refuses to run in a transform of torch.func, such as grad. The dispatcher calls `differentiable`
+    # once per level of transforms, as it calls PyTorch's own ops, so a function for one level suffices.
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function: Any = type(f"_{name}", (torch.autograd.Function,), members)
+    of_one_level: Any = type(f"_{name}", (_SingleLevelFunction,), members)
 
     def differentiable(*inputs: Any) -> Any:
         needed = torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
-        return function.apply(*inputs) if needed else run(*inputs)
+        if not needed:
+            return run(*inputs)
+        if torch._C._are_functorch_transforms_active():
+            with enable_single_level_autograd_function():
+                return of_one_level.apply(*inputs)
+        return function.apply(*inputs)
 
     library.impl(name, differentiable, "Autograd")

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOut
 
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
-from liger_models.common.errors import check_transforms, check_values
+from liger_models.common.errors import check_values, is_traced
 from liger_models.distributed.ranks import rank
 from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import Checkpoint, body_tensors
@@ -309,8 +309,7 @@ class LigerModel(LigerPreTrainedModel):
         has_labels: bool = False,
     ) -> tuple[dict[str, Any], LigerCache | None]:
         """The arguments of the decoder's forward, and the cache to return."""
-        check_transforms("forward")
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             self.apply_edits()
         if _resolve(output_attentions, self.config, "output_attentions"):
             raise ValueError(

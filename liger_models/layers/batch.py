@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check_tensors, check_values
+from liger_models.common.errors import check_tensors, check_values, is_traced
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.layers.kv_cache import DecodeCache, Pages
 from liger_models.layers.masks import (
@@ -161,7 +161,7 @@ class BatchLayout:
                 )
             # Reading the mask synchronizes once, which costs far less than attention with a needless mask. Single
             # tokens and compiled graphs skip the check.
-            if T == 1 or torch.compiler.is_compiling() or not bool(attention_mask.all()):
+            if T == 1 or is_traced() or not bool(attention_mask.all()):
                 documents = mark_padding(attention_mask, device)
 
         # Positions of the caller. They must not restart within a document, which nothing would separate.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.common.errors import check_tensors, check_transforms
+from liger_models.common.errors import check_tensors
 from liger_models.common.foreign import foreign_arguments
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.dispatch import ACCELERATORS
@@ -590,7 +590,6 @@ class Decoder(nn.Module):
             layout: layout of the whole batch.
             options: the arguments of `forward` that are fields of `HeadRequest`.
         """
-        check_transforms("forward")
         request = HeadRequest.of(options)
         cache, groups, T = layout.cache, self.groups, layout.position_ids.shape[-1]
         request.check(embeds.shape[0], T, cached=cache is not None)

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
+
+from liger_models.common.errors import is_traced
 
 Tensors = TypeVar("Tensors", bound="tuple[Tensor | None, ...]")
 
@@ -65,5 +66,5 @@ def derive(layer: nn.Module, purpose: Hashable, compute: Callable[[], Tensors]) 
         purpose: key that distinguishes several derived tensors of a layer, such as their dtype.
         compute: function that returns a tuple of new tensors, with the same shapes in every call for a purpose.
     """
-    used = None if torch.compiler.is_compiling() else _USED.get()
+    used = None if is_traced() else _USED.get()
     return compute() if used is None else used.find((layer, purpose), compute)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.common.errors import check_transforms
+from liger_models.common.errors import is_traced
 from liger_models.distributed.collectives import Group, reduce_from_region
 from liger_models.kernels.loss.linear_cross_entropy import VocabShard
 from liger_models.layers.layer import Layer
@@ -43,10 +43,9 @@ class LigerEmbedding(nn.Embedding, Layer):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [...] int64 or int32 -> [..., C]."""
-        check_transforms("forward")
         if input_ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"LigerEmbedding: input_ids must be int64 or int32, got {input_ids.dtype}.")
-        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling() and input_ids.numel():
+        if input_ids.device.type == "cpu" and not is_traced() and input_ids.numel():
             low, high = (int(bound) for bound in input_ids.aminmax())
             if low < 0 or high >= self.num_embeddings:
                 raise ValueError(

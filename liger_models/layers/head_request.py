@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.common.errors import check_tensors, check_values
+from liger_models.common.errors import check_tensors, check_values, is_traced
 from liger_models.common.foreign import translate
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.layers.batch import BatchLayout
@@ -96,7 +96,7 @@ class LossTargets(NamedTuple):
 def in_graph(x: Tensor) -> bool:
     """Whether no decision may depend on values: x has none, or a graph is being compiled or captured."""
     without_values = x.is_meta or hasattr(x, "fake_mode")
-    return torch.compiler.is_compiling() or without_values or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return is_traced() or without_values or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_num_items(num_items: Tensor | float | None, target: Tensor) -> None:

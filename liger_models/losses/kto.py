@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.common.errors import is_traced
 from liger_models.kernels.loss.linear_logprobs import loss_of_log_probs
 from liger_models.losses.base_preference import PreferenceLoss, sigmoid
 
@@ -128,7 +129,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
         if not isinstance(labels, Tensor) or labels.shape != target.shape[:1]:
             got = list(labels.shape) if isinstance(labels, Tensor) else labels
             raise ValueError(f"{self._name}: preference_labels must be a tensor [{len(target)}], got {got}.")
-        if labels.dtype != torch.bool and labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        if labels.dtype != torch.bool and labels.device.type == "cpu" and not is_traced():
             wrong = labels[(labels != 0) & (labels != 1)]
             if len(wrong):
                 raise ValueError(f"{self._name}: preference_labels must be 0 or 1, got {wrong[:1].tolist()}.")

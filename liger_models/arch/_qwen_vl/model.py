@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from liger_models.arch._qwen_vl.processor import QwenVLProcessor
 from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, repeated_items
-from liger_models.common.errors import check_integers, check_tensors
+from liger_models.common.errors import check_integers, check_tensors, is_traced
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache
@@ -150,7 +150,7 @@ class MRopeModel(VisionLanguageModel):
         check_tensors(attention_mask=attention_mask)
         self.groups.check_tokens(input_ids.shape[1], whole=False)
         decoding = cache is not None and cache.length > 0 and images is None and videos is None
-        if not decoding and not torch.compiler.is_compiling():
+        if not decoding and not is_traced():
             self._check_counts(input_ids, images, videos, cu_seqlens)
         if position_ids is None:
             position_ids = self._positions(

@@ -21,7 +21,7 @@ from liger_models.arch.gemma3.processor import Gemma3Processor
 from liger_models.arch.gemma3.text import Gemma3Decoder, Gemma3TextConfig
 from liger_models.arch.registry import add_family
 from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, check_placeholders, repeated_items
-from liger_models.common.errors import check_tensors
+from liger_models.common.errors import check_tensors, is_traced
 from liger_models.convert.config_map import of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
@@ -216,7 +216,7 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
             )
         here = input_ids == self.config.image_token_index
         decoding = cache is not None and cache.length > 0 and pixel_values is None
-        if not decoding and not torch.compiler.is_compiling():
+        if not decoding and not is_traced():
             images = None if pixel_values is None else len(pixel_values)
             sizes = input_ids.new_full((images or 0,), per_image)
             # One wait for the device for both numbers.

@@ -17,7 +17,7 @@ from liger_models.arch.gemma4 import names
 from liger_models.arch.gemma4.decoder import Gemma4Decoder
 from liger_models.arch.gemma4.processor import Gemma4Processor
 from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, check_placeholders, repeated_items
-from liger_models.common.errors import check_integers, check_tensors
+from liger_models.common.errors import check_integers, check_tensors, is_traced
 from liger_models.convert.config_map import of_text
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache
@@ -104,7 +104,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         images = self._checked_images(pixel_values, image_position_ids)
         here = input_ids == self.config.image_token_id  # [B, T]
         decoding = cache is not None and cache.length > 0 and images is None
-        if not decoding and not torch.compiler.is_compiling():
+        if not decoding and not is_traced():
             self._check_counts(input_ids, here, images, cu_seqlens)
 
         # The embedding has no rows for placeholders, which look up the padding token.

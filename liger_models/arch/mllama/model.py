@@ -32,7 +32,7 @@ from liger_models.arch.mllama.cross_attention import (
 from liger_models.arch.mllama.processor import MllamaProcessor
 from liger_models.arch.registry import add_family
 from liger_models.base.vision_language import VisionLanguageModel
-from liger_models.common.errors import check_integers, check_tensors
+from liger_models.common.errors import check_integers, check_tensors, is_traced
 from liger_models.convert.config_map import of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import (
@@ -443,7 +443,7 @@ class LigerMllama(VisionLanguageModel):
             check_integers(input_ids=input_ids, aspect_ratio_ids=aspect_ratio_ids)
             check_tensors(pixel_values=pixel_values, cross_attention_mask=cross_attention_mask)
             here = input_ids == self.config.image_token_index
-            checked = not past and not torch.compiler.is_compiling()
+            checked = not past and not is_traced()
             if checked and not self._check_images(here, pixel_values, aspect_ratio_ids):
                 # All entries are empty, for example in a slice of a batch that has images elsewhere.
                 pixel_values = None

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from liger_models.common.errors import check_floating
+from liger_models.common.errors import check_floating, is_traced
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
@@ -536,7 +536,7 @@ def check_arguments(
                 raise ValueError(f"{op}: {name} must have shape {list(shape)}, got {list(tensor.shape)}.")
             if tensor.requires_grad:
                 raise ValueError(f"{op}: {name} gets no gradient. Pass {name}.detach().")
-    if target.device.type == "cpu" and not torch.compiler.is_compiling() and target.numel():
+    if target.device.type == "cpu" and not is_traced() and target.numel():
         wrong = (target != ignore_index) & ((target < 0) | (target >= V))
         if wrong.any():
             got = target[wrong][0].item()
@@ -602,7 +602,7 @@ def cross_entropy(
     factors = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, wide)
 
     # A scalar loss outside compiled graphs computes its gradient in the forward.
-    training = logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    training = logits.requires_grad and torch.is_grad_enabled() and not is_traced()
     log_probs = None
     if training and reduction != "none" and not return_log_probs:
         loss, z_part, predicted = HandOver.apply(

@@ -22,6 +22,7 @@ https://arxiv.org/abs/2307.15190.
 import torch
 from torch import Tensor
 
+from liger_models.common.errors import is_traced
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.divergence import over_mixture, summand
@@ -280,7 +281,7 @@ def distribution_divergence(
         factors = valid.float()
         if reduction in ("batchmean", "mean"):
             factors /= valid.sum().clamp_min(1) * (V if reduction == "mean" else 1)
-    training = student.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    training = student.requires_grad and torch.is_grad_enabled() and not is_traced()
 
     # A scalar loss computes its gradient in the forward.
     if training and not terms:

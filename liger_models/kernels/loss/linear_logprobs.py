@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from liger_models.common.errors import is_traced
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.cross_entropy import (
@@ -426,7 +427,7 @@ def loss_of_log_probs(
     need = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     half = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     # In fp16 one power of two scales the gradients of all tokens; it must be known before the first is computed.
-    if not any(need) or half == torch.float16 or target.numel() == 0 or torch.compiler.is_compiling():
+    if not any(need) or half == torch.float16 or target.numel() == 0 or is_traced():
         return loss_of(
             fused_linear_logprobs(x, weight, target, temperature=temperature, workspace_mib=workspace_mib, **options)  # type: ignore[call-overload]
         )

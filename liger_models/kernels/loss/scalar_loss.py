@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_models.common.errors import is_traced
 from liger_models.common.ops import LIBRARY
 from liger_models.kernels.dispatch import num_programs, on_device_of, tl, triton, use_triton
 
@@ -78,7 +79,7 @@ def fused_loss(
     x, weight, _, bias, *_ = tensors
     training = torch.is_grad_enabled()
     needs = (training and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
-    run = op if torch.compiler.is_compiling() else partial(HandOver.apply, op, len(tensors), (0, 1, 3))
+    run = op if is_traced() else partial(HandOver.apply, op, len(tensors), (0, 1, 3))
     results: tuple[Tensor, ...] = run(*tensors, *options, *needs, *shard)
     return results
 
