@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
@@ -118,5 +117,8 @@ def weight_map(config: Exaone4Config) -> WeightMap:
 
 add_family(
     LigerExaone4,
-    CheckpointFormat(model_type="exaone4", hf_class="Exaone4ForCausalLM", weight_map=weight_map, from_json=from_json),
+    model_type="exaone4",
+    hf_class="Exaone4ForCausalLM",
+    weight_map=weight_map,
+    from_json=from_json,
 )

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention, LigerQKNormAttention
@@ -116,12 +115,10 @@ def weight_map(config: HunYuanDenseV1Config) -> WeightMap:
 
 add_family(
     LigerHunYuanDenseV1,
-    CheckpointFormat(
-        model_type="hunyuan_v1_dense",
-        hf_class="HunYuanDenseV1ForCausalLM",
-        weight_map=weight_map,
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="hunyuan_v1_dense",
+    hf_class="HunYuanDenseV1ForCausalLM",
+    weight_map=weight_map,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
 )

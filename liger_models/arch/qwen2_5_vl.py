@@ -17,7 +17,6 @@ from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import QWEN2_IGNORED_KEYS, read_multimodal, write_multimodal
 from liger_models.arch._qwen_vl.qwen2 import Qwen2VLBlock, Qwen2VLTextConfig
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map, equal_qkv_rows, gate_up_rows, patch_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
@@ -192,13 +191,11 @@ def _map(config: Qwen2_5VLConfig, text: str, visual: str) -> WeightMap:
 
 add_family(
     LigerQwen2_5VL,
-    CheckpointFormat(
-        model_type="qwen2_5_vl",
-        hf_class="Qwen2_5_VLForConditionalGeneration",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=partial(read_multimodal, Qwen2_5VLConfig),
-        to_json=write_multimodal,
-        ignored_keys=QWEN2_IGNORED_KEYS,
-    ),
+    model_type="qwen2_5_vl",
+    hf_class="Qwen2_5_VLForConditionalGeneration",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=partial(read_multimodal, Qwen2_5VLConfig),
+    to_json=write_multimodal,
+    ignored_keys=QWEN2_IGNORED_KEYS,
 )

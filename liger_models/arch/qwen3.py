@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
@@ -93,4 +92,4 @@ def weight_map(config: Qwen3Config) -> WeightMap:
     )
 
 
-add_family(LigerQwen3, CheckpointFormat(model_type="qwen3", hf_class="Qwen3ForCausalLM", weight_map=weight_map))
+add_family(LigerQwen3, model_type="qwen3", hf_class="Qwen3ForCausalLM", weight_map=weight_map)

@@ -23,7 +23,6 @@ from liger_models.arch.registry import add_family
 from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, check_placeholders, repeated_items
 from liger_models.common.errors import check_tensors
 from liger_models.convert.config_map import of_text
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
@@ -344,13 +343,11 @@ def _map(config: Gemma3Config, prefix: str, visual: str, projector: str, head: s
 
 add_family(
     LigerGemma3,
-    CheckpointFormat(
-        model_type="gemma3",
-        hf_class="Gemma3ForConditionalGeneration",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="gemma3",
+    hf_class="Gemma3ForConditionalGeneration",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
 )

@@ -18,7 +18,6 @@ from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.arch.gemma4.decoder import Gemma4Decoder
 from liger_models.arch.gemma4.names import IGNORED_KEYS, from_json, text_map, to_json
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 
 
 class LigerGemma4Text(Gemma4Decoder):
@@ -29,12 +28,10 @@ class LigerGemma4Text(Gemma4Decoder):
 
 add_family(
     LigerGemma4Text,
-    CheckpointFormat(
-        model_type="gemma4_text",
-        hf_class="Gemma4ForCausalLM",
-        weight_map=text_map,
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="gemma4_text",
+    hf_class="Gemma4ForCausalLM",
+    weight_map=text_map,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
 )

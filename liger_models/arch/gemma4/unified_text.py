@@ -14,7 +14,6 @@ from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.arch.gemma4.decoder import Gemma4Decoder
 from liger_models.arch.gemma4.names import IGNORED_KEYS, from_json, text_map
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +48,10 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 add_family(
     LigerGemma4UnifiedText,
-    CheckpointFormat(
-        model_type="gemma4_unified_text",
-        hf_class="Gemma4UnifiedForCausalLM",
-        weight_map=text_map,
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="gemma4_unified_text",
+    hf_class="Gemma4UnifiedForCausalLM",
+    weight_map=text_map,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
 )

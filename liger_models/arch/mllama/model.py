@@ -34,7 +34,6 @@ from liger_models.arch.registry import add_family
 from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.common.errors import check_integers, check_tensors
 from liger_models.convert.config_map import of_text
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import (
     Cat,
     Expression,
@@ -660,13 +659,11 @@ def _tower_block(config: MllamaConfig, number: int, theirs: str) -> dict[str, Ex
 
 add_family(
     LigerMllama,
-    CheckpointFormat(
-        model_type="mllama",
-        hf_class="MllamaForConditionalGeneration",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="mllama",
+    hf_class="MllamaForConditionalGeneration",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
 )

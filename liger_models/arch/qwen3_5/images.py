@@ -14,7 +14,6 @@ from liger_models.arch._qwen_vl.names import IGNORED_KEYS, read_multimodal, writ
 from liger_models.arch.qwen3_5.block import HybridConfig, HybridModel, HybridMoeConfig
 from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, check_gate, multimodal_maps
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,26 +116,22 @@ def write_moe(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 add_family(
     LigerQwen3_5,
-    CheckpointFormat(
-        model_type="qwen3_5",
-        hf_class="Qwen3_5ForConditionalGeneration",
-        weight_map=lambda config: multimodal_maps(config)[0],
-        other_maps=lambda config: multimodal_maps(config)[1:],
-        from_json=partial(read, Qwen3_5Config),
-        to_json=write_qwen3_vl,
-        ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
-    ),
+    model_type="qwen3_5",
+    hf_class="Qwen3_5ForConditionalGeneration",
+    weight_map=lambda config: multimodal_maps(config)[0],
+    other_maps=lambda config: multimodal_maps(config)[1:],
+    from_json=partial(read, Qwen3_5Config),
+    to_json=write_qwen3_vl,
+    ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
 )
 
 add_family(
     LigerQwen3_5MoE,
-    CheckpointFormat(
-        model_type="qwen3_5_moe",
-        hf_class="Qwen3_5MoeForConditionalGeneration",
-        weight_map=lambda config: multimodal_maps(config)[0],
-        other_maps=lambda config: multimodal_maps(config)[1:],
-        from_json=partial(read, Qwen3_5MoeConfig),
-        to_json=write_moe,
-        ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
-    ),
+    model_type="qwen3_5_moe",
+    hf_class="Qwen3_5MoeForConditionalGeneration",
+    weight_map=lambda config: multimodal_maps(config)[0],
+    other_maps=lambda config: multimodal_maps(config)[1:],
+    from_json=partial(read, Qwen3_5MoeConfig),
+    to_json=write_moe,
+    ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
 )

@@ -18,7 +18,6 @@ from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConf
 from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import IGNORED_KEYS, qwen3_vl_map, read_multimodal, write_qwen3_vl
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
@@ -102,13 +101,11 @@ def other_maps(config: Qwen3VLConfig) -> list[WeightMap]:
 
 add_family(
     LigerQwen3VL,
-    CheckpointFormat(
-        model_type="qwen3_vl",
-        hf_class="Qwen3VLForConditionalGeneration",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=partial(read_multimodal, Qwen3VLConfig),
-        to_json=write_qwen3_vl,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="qwen3_vl",
+    hf_class="Qwen3VLForConditionalGeneration",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=partial(read_multimodal, Qwen3VLConfig),
+    to_json=write_qwen3_vl,
+    ignored_keys=IGNORED_KEYS,
 )
