@@ -69,26 +69,14 @@ class LigerQwen3_5MoEText(LigerQwen3_5Text):
     replays_routing = True
 
 
-add_family(
-    LigerQwen3_5Text,
-    model_type="qwen3_5_text",
-    hf_class="Qwen3_5ForCausalLM",
-    weight_map=lambda config: text_maps(config)[0],
-    other_maps=lambda config: text_maps(config)[1:],
-    from_json=read_text,
-    to_json=write_text,
-    ignored_keys=TEXT_IGNORED_KEYS,
-    module="model.norm",
-)
+FORMAT: dict[str, Any] = {
+    "weight_map": lambda config: text_maps(config)[0],
+    "other_maps": lambda config: text_maps(config)[1:],
+    "from_json": read_text,
+    "to_json": write_text,
+    "ignored_keys": TEXT_IGNORED_KEYS,
+    "module": "model.norm",
+}
 
-add_family(
-    LigerQwen3_5MoEText,
-    model_type="qwen3_5_moe_text",
-    hf_class="Qwen3_5MoeForCausalLM",
-    weight_map=lambda config: text_maps(config)[0],
-    other_maps=lambda config: text_maps(config)[1:],
-    from_json=read_text,
-    to_json=write_text,
-    ignored_keys=TEXT_IGNORED_KEYS,
-    module="model.norm",
-)
+add_family(LigerQwen3_5Text, model_type="qwen3_5_text", hf_class="Qwen3_5ForCausalLM", **FORMAT)
+add_family(LigerQwen3_5MoEText, model_type="qwen3_5_moe_text", hf_class="Qwen3_5MoeForCausalLM", **FORMAT)

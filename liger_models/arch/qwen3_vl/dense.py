@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig
+from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig, check_decoder
 from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import IGNORED_KEYS, qwen3_vl_map, read_multimodal, write_qwen3_vl
 from liger_models.arch.registry import add_family
@@ -48,7 +48,7 @@ class Qwen3VLConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.vision_config.check_decoder(type(self).__name__, self.hidden_size, self.num_hidden_layers)
+        check_decoder(self)
 
 
 class Qwen3VLBlock(nn.Module):
