@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,9 @@ class BatchLayout:
         spans: within `batch_invariant`, the first and the last key that each token sees without a window, [B · T] int32
             each, numbered as in `invariant_attention`; otherwise None.
     """
+
+    images_need_window: ClassVar[bool] = False
+    """Whether ``visible_until`` of `build` applies only to layers with a window, as in Gemma 4."""
 
     position_ids: Tensor
     tables: Mapping[str, tuple[Tensor, Tensor]]
@@ -193,7 +196,7 @@ class BatchLayout:
         # are not too many.
         segments, few = None, cu_seqlens is None or len(cu_seqlens) - 1 <= MOST_DOCUMENTS * B
         alone = cache is None or cu_seqlens is not None  # no cached tokens
-        if attention_mask is None and alone and visible_until is None and few and takes_segments(device, dtype):
+        if attention_mask is None and alone and few and takes_segments(device, dtype):
             segments = Segments.of_rows(B, T, cu_seqlens, device)
         bounds = None
         if cu_seqlens is not None and needs_bounds:
@@ -202,10 +205,11 @@ class BatchLayout:
         # Masks for each window, and what kernels need in their place.
         if is_batch_invariant() and not torch.is_grad_enabled():
             windows = {}  # only the backward, which is ordinary attention's, needs masks
-        masks = {
-            window: text_mask(documents, past, window, B, T, device, needed, visible_until, segments)
-            for window, needed in ({None: False} if windows is None else windows).items()
-        }
+        masks = {}
+        for window, needed in ({None: False} if windows is None else windows).items():
+            until = None if window is None and cls.images_need_window else visible_until
+            alternative = segments if until is None else None
+            masks[window] = text_mask(documents, past, window, B, T, device, needed, until, alternative)
 
         # cos and sin of every rotary embedding, once for all layers.
         count = 1 if cu_seqlens is None else len(cu_seqlens)  # more than the highest number of a document
