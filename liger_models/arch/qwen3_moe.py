@@ -25,12 +25,12 @@ from liger_models.convert.weight_map import (
     sparse_mlps,
 )
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)

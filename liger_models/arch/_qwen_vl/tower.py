@@ -12,13 +12,11 @@ from torch import nn
 
 from liger_models.convert.weight_map import Expression, equal_qkv_rows, patch_rows
 from liger_models.kernels.options import KernelOptions
+from liger_models.layers.config import PLAIN_ACTIVATIONS, check_values
 from liger_models.layers.mlp import GatedMLP, LigerMLP
 from liger_models.layers.norm import Norm
 from liger_models.layers.rope import AxialRotaryEmbedding
 from liger_models.layers.vision import PatchMerger, VisionBlock
-
-PLAIN_ACTIVATIONS = ("quick_gelu", "gelu", "gelu_pytorch_tanh")
-"""Values of ``hidden_act`` that towers with a plain MLP support."""
 
 PARAMETERS = ("weight", "bias")
 
@@ -37,11 +35,7 @@ def check_tower(config: Any, width: str, activations: tuple[str, ...] = PLAIN_AC
             f"{name}: {width} ({size}) must be a multiple of 4 · num_heads ({config.num_heads}), to rotate by row and "
             "column. Check config.json."
         )
-    if config.hidden_act not in activations:
-        raise ValueError(
-            f"{name}: hidden_act must be {' or '.join(map(repr, activations))}, got {config.hidden_act!r}. The tower "
-            "has no other activation."
-        )
+    check_values(config, hidden_act=activations)
 
 
 def check_token_width(config: Any, width: str) -> None:

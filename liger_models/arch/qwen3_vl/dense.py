@@ -20,12 +20,12 @@ from liger_models.arch._qwen_vl.names import IGNORED_KEYS, qwen3_vl_map, read_mu
 from liger_models.arch.registry import add_family
 from liger_models.convert.weight_map import WeightMap
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
