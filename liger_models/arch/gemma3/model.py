@@ -8,155 +8,23 @@ Source: https://arxiv.org/abs/2503.19786, https://arxiv.org/abs/2303.15343, tran
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.arch.gemma3 import text
 from liger_models.arch.gemma3.processor import Gemma3Processor
-from liger_models.arch.gemma3.text import Gemma3Decoder, Gemma3TextConfig
+from liger_models.arch.gemma3.text import Gemma3Decoder
+from liger_models.arch.gemma3.tower import Gemma3Config, Gemma3Tower
 from liger_models.arch.registry import add_family
 from liger_models.base.image_tokens import ImageTokenModel
 from liger_models.base.vision_language import check_placeholders
 from liger_models.common.errors import check_tensors
 from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import CausalLMOutput
-from liger_models.layers.linear import local
-from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
-from liger_models.layers.norm import LigerLayerNorm, zero_centered_norm
 from liger_models.layers.patches import count_torn
-from liger_models.layers.vision import VisionBlock
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gemma3VisionConfig:
-    """Sizes of the vision tower.
-
-    Raises:
-        ValueError: the width does not divide into heads, the image does not divide into patches, or the activation is
-            not supported.
-    """
-
-    hidden_size: int = 768
-    intermediate_size: int = 3072
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    num_channels: int = 3
-    image_size: int = 224
-    patch_size: int = 16
-    hidden_act: str = "gelu_pytorch_tanh"
-    layer_norm_eps: float = 1e-6
-    attention_dropout: float = 0.0
-    vision_use_head: bool = False
-
-    def __post_init__(self) -> None:
-        if self.hidden_size % self.num_attention_heads != 0:
-            raise ValueError(
-                f"Gemma3VisionConfig: hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
-                f"({self.num_attention_heads}). Check config.json."
-            )
-        if self.vision_use_head:
-            raise ValueError(
-                "Gemma3VisionConfig: vision_use_head must be False, got True. The tower has no head, nor has any "
-                "release."
-            )
-        if self.image_size % self.patch_size != 0:
-            raise ValueError(
-                f"Gemma3VisionConfig: image_size ({self.image_size}) must be a multiple of patch_size "
-                f"({self.patch_size}). Check config.json."
-            )
-        if self.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh") or self.attention_dropout != 0.0:
-            raise ValueError(
-                "Gemma3VisionConfig: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh' and "
-                f"attention_dropout 0, got {self.hidden_act!r} and {self.attention_dropout}. Nothing else is "
-                "implemented."
-            )
-
-    @property
-    def patches_per_side(self) -> int:
-        """Number of rows and columns of patches."""
-        return self.image_size // self.patch_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gemma3Config(Gemma3TextConfig):
-    """Sizes and constants of a Gemma 3 model; ``vision_config`` holds the sizes of the tower."""
-
-    image_token_index: int = 262144
-    boi_token_index: int = 255999
-    eoi_token_index: int = 256000
-    mm_tokens_per_image: int = 256
-    vision_config: Gemma3VisionConfig = field(default_factory=Gemma3VisionConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        side, patches = self.tokens_per_side, self.vision_config.patches_per_side
-        if not (side**2 == self.mm_tokens_per_image and side > 0 and patches % side == 0):
-            raise ValueError(
-                f"Gemma3Config: mm_tokens_per_image ({self.mm_tokens_per_image}) must be the square of a number that "
-                f"divides the number of rows of patches ({patches}). Check config.json."
-            )
-
-    @property
-    def tokens_per_side(self) -> int:
-        """Number of rows and columns of image tokens."""
-        return int(self.mm_tokens_per_image**0.5)
-
-
-class Gemma3Tower(nn.Module):
-    """The vision tower: images to image tokens.
-
-    Args:
-        config: sizes of the language model and the tower.
-        kernels: which parts run on fused kernels.
-    """
-
-    def __init__(self, config: Gemma3Config, kernels: KernelOptions) -> None:
-        super().__init__()
-        vision = config.vision_config
-        self.patch, self.side, C = vision.patch_size, config.tokens_per_side, vision.hidden_size
-        layer_norm = partial(LigerLayerNorm, C, vision.layer_norm_eps, kernel=kernels.layer_norm)
-        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
-        self.patch_embed = nn.Linear(vision.num_channels * vision.patch_size**2, C)
-        self.pos_embed = nn.Embedding(vision.patches_per_side**2, C)
-        self.blocks = nn.ModuleList(
-            VisionBlock(
-                C, vision.num_attention_heads, layer_norm,
-                LigerMLP(C, vision.intermediate_size, act=ACTIVATIONS[vision.hidden_act], kernel=kernels.swiglu),
-                kernels, rotary=None,
-            )
-            for _ in range(vision.num_hidden_layers)
-        )  # fmt: skip
-        self.post_layernorm = layer_norm()
-        # From the tower to the decoder: the norm is that of the decoder with the eps of the tower.
-        self.soft_emb_norm = zero_centered_norm(config, kernels)(C, eps=vision.layer_norm_eps)
-        self.projection = nn.Linear(C, config.hidden_size, bias=False)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Turn pixels [n, channels, image_size, image_size] into image tokens [n · tokens, C]."""
-        # [n, patches, channels · side²]
-        patches = rearrange(pixels, "n c (h y) (w x) -> n (h w) (c y x)", y=self.patch, x=self.patch)
-        embedded = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
-        x, residual = None, embedded + local(self.pos_embed.weight)
-        # All patches of an image attend to each other, without rotation.
-        layout = BatchLayout.bidirectional(torch.arange(residual.shape[1], device=residual.device)[None], {}, None)
-        for block in self.blocks:
-            x, residual = block(x, residual, layout)
-        seen = self.post_layernorm.add(x, residual)[0]
-        # Image tokens are means over squares of patches: [n, tokens, patches of a token, C].
-        side = int(seen.shape[1] ** 0.5)
-        squares = rearrange(
-            seen, "n (h y w x) c -> n (h w) (y x) c", h=self.side, w=self.side, y=side // self.side, x=side // self.side
-        )
-        tokens: Tensor = self.projection(self.soft_emb_norm(squares.mean(2)))
-        return tokens.flatten(0, 1)
 
 
 class LigerGemma3(ImageTokenModel, Gemma3Decoder):
