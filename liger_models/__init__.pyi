@@ -26,11 +26,11 @@ from liger_models.arch.gemma3.text import LigerGemma3Text as LigerGemma3Text
 from liger_models.arch.gemma4.config import Gemma4TextConfig as Gemma4TextConfig
 from liger_models.arch.gemma4.model import Gemma4Config as Gemma4Config
 from liger_models.arch.gemma4.model import LigerGemma4 as LigerGemma4
+from liger_models.arch.gemma4.text import Gemma4UnifiedTextConfig as Gemma4UnifiedTextConfig
 from liger_models.arch.gemma4.text import LigerGemma4Text as LigerGemma4Text
+from liger_models.arch.gemma4.text import LigerGemma4UnifiedText as LigerGemma4UnifiedText
 from liger_models.arch.gemma4.unified import Gemma4UnifiedConfig as Gemma4UnifiedConfig
 from liger_models.arch.gemma4.unified import LigerGemma4Unified as LigerGemma4Unified
-from liger_models.arch.gemma4.unified_text import Gemma4UnifiedTextConfig as Gemma4UnifiedTextConfig
-from liger_models.arch.gemma4.unified_text import LigerGemma4UnifiedText as LigerGemma4UnifiedText
 from liger_models.arch.glm import LigerGLM as LigerGLM
 from liger_models.arch.glm4 import LigerGLM4 as LigerGLM4
 from liger_models.arch.gpt_oss import LigerGptOss as LigerGptOss

@@ -30,12 +30,14 @@ from torch.nn import functional as F
 from liger_models.convert.weight_map import Expression, Name
 from liger_models.distributed.collectives import Group, all_reduce, sum_gradient
 from liger_models.kernels.dispatch import TRITON_DTYPES, use_triton
-from liger_models.kernels.frozen.weight import FrozenWeight, Weight, dense, quantized_linear
+from liger_models.kernels.frozen.products import Weight, dense, quantized_linear
+from liger_models.kernels.frozen.weight import FrozenWeight
 from liger_models.kernels.linear.low_rank_linear import low_rank_linear
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.row_linear import LowRank, low_rank_pair
 from liger_models.layers.derived import derive
-from liger_models.layers.frozen import FrozenLinear, freeze, frozen_format, frozen_parts
+from liger_models.layers.frozen import freeze, frozen_format, frozen_parts
+from liger_models.layers.frozen_linear import FrozenLinear
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
     ColumnParallelLinear,

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from liger_models.adapters.lora import adaptable_layers
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.base.causal_lm import CausalLM
-from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight, Weight
-from liger_models.layers.frozen import FrozenLinear, freeze, frozen_format, frozen_parts
+from liger_models.kernels.frozen.products import Weight
+from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
+from liger_models.layers.frozen import freeze, frozen_format, frozen_parts
+from liger_models.layers.frozen_linear import FrozenLinear
 from liger_models.layers.linear import is_sharded, local
 from liger_models.layers.moe import MATRICES, LigerMoE
 

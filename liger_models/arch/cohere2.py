@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -127,8 +126,5 @@ def weight_map(config: Cohere2Config) -> WeightMap:
 
 
 add_family(
-    LigerCohere2,
-    CheckpointFormat(
-        model_type="cohere2", hf_class="Cohere2ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS
-    ),
+    LigerCohere2, model_type="cohere2", hf_class="Cohere2ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS
 )

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -91,5 +90,8 @@ def weight_map(config: Ernie4_5Config) -> WeightMap:
 
 add_family(
     LigerErnie4_5,
-    CheckpointFormat(model_type="ernie4_5", hf_class="Ernie4_5ForCausalLM", weight_map=weight_map, to_json=to_json),
+    model_type="ernie4_5",
+    hf_class="Ernie4_5ForCausalLM",
+    weight_map=weight_map,
+    to_json=to_json,
 )

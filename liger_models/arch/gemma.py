@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -95,4 +94,4 @@ def weight_map(config: GemmaConfig) -> WeightMap:
     return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
 
 
-add_family(LigerGemma, CheckpointFormat(model_type="gemma", hf_class="GemmaForCausalLM", weight_map=weight_map))
+add_family(LigerGemma, model_type="gemma", hf_class="GemmaForCausalLM", weight_map=weight_map)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -154,12 +153,10 @@ def weight_map(config: Gemma2Config) -> WeightMap:
 
 add_family(
     LigerGemma2,
-    CheckpointFormat(
-        model_type="gemma2",
-        hf_class="Gemma2ForCausalLM",
-        weight_map=weight_map,
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="gemma2",
+    hf_class="Gemma2ForCausalLM",
+    weight_map=weight_map,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
 )

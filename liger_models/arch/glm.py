@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map, fused_gate_up_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -82,4 +81,4 @@ def weight_map(config: GLMConfig) -> WeightMap:
     )
 
 
-add_family(LigerGLM, CheckpointFormat(model_type="glm", hf_class="GlmForCausalLM", weight_map=weight_map))
+add_family(LigerGLM, model_type="glm", hf_class="GlmForCausalLM", weight_map=weight_map)

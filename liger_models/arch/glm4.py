@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map, fused_gate_up_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -87,4 +86,4 @@ def weight_map(config: GLM4Config) -> WeightMap:
     )
 
 
-add_family(LigerGLM4, CheckpointFormat(model_type="glm4", hf_class="Glm4ForCausalLM", weight_map=weight_map))
+add_family(LigerGLM4, model_type="glm4", hf_class="Glm4ForCausalLM", weight_map=weight_map)

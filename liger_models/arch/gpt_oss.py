@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.mxfp4 import Mxfp4
 from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, decoder_map
 from liger_models.distributed.collectives import Group
@@ -203,13 +202,11 @@ def _map(config: GptOssConfig, gate_up: Expression, down: Expression) -> WeightM
 
 add_family(
     LigerGptOss,
-    CheckpointFormat(
-        model_type="gpt_oss",
-        hf_class="GptOssForCausalLM",
-        weight_map=weight_map,
-        quantized_maps={"mxfp4": mxfp4_map},
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="gpt_oss",
+    hf_class="GptOssForCausalLM",
+    weight_map=weight_map,
+    quantized_maps={"mxfp4": mxfp4_map},
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
 )

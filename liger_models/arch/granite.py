@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -87,4 +86,4 @@ def weight_map(config: GraniteConfig) -> WeightMap:
     return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, mlp_bias=config.mlp_bias)
 
 
-add_family(LigerGranite, CheckpointFormat(model_type="granite", hf_class="GraniteForCausalLM", weight_map=weight_map))
+add_family(LigerGranite, model_type="granite", hf_class="GraniteForCausalLM", weight_map=weight_map)

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention, LigerQKNormAttention
+from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +116,10 @@ def weight_map(config: HunYuanDenseV1Config) -> WeightMap:
 
 add_family(
     LigerHunYuanDenseV1,
-    CheckpointFormat(
-        model_type="hunyuan_v1_dense",
-        hf_class="HunYuanDenseV1ForCausalLM",
-        weight_map=weight_map,
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="hunyuan_v1_dense",
+    hf_class="HunYuanDenseV1ForCausalLM",
+    weight_map=weight_map,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
 )

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -69,4 +68,4 @@ def weight_map(config: LlamaConfig) -> WeightMap:
     )
 
 
-add_family(LigerLlama, CheckpointFormat(model_type="llama", hf_class="LlamaForCausalLM", weight_map=weight_map))
+add_family(LigerLlama, model_type="llama", hf_class="LlamaForCausalLM", weight_map=weight_map)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -145,11 +144,9 @@ def weight_map(config: Ministral3Config) -> WeightMap:
 
 add_family(
     LigerMinistral3,
-    CheckpointFormat(
-        model_type="ministral3",
-        hf_class="Ministral3ForCausalLM",
-        weight_map=weight_map,
-        from_json=from_json,
-        to_json=to_json,
-    ),
+    model_type="ministral3",
+    hf_class="Ministral3ForCausalLM",
+    weight_map=weight_map,
+    from_json=from_json,
+    to_json=to_json,
 )

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -72,4 +71,4 @@ def weight_map(config: MistralConfig) -> WeightMap:
     return decoder_map(config)
 
 
-add_family(LigerMistral, CheckpointFormat(model_type="mistral", hf_class="MistralForCausalLM", weight_map=weight_map))
+add_family(LigerMistral, model_type="mistral", hf_class="MistralForCausalLM", weight_map=weight_map)

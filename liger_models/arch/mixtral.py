@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, fused_expert_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -119,11 +118,9 @@ def _map(config: MixtralConfig, name: str, *, fused: bool) -> WeightMap:
 
 add_family(
     LigerMixtral,
-    CheckpointFormat(
-        model_type="mixtral",
-        hf_class="MixtralForCausalLM",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=from_json,
-    ),
+    model_type="mixtral",
+    hf_class="MixtralForCausalLM",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=from_json,
 )

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -101,7 +100,8 @@ def weight_map(config: NemotronConfig) -> WeightMap:
 
 add_family(
     LigerNemotron,
-    CheckpointFormat(
-        model_type="nemotron", hf_class="NemotronForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS
-    ),
+    model_type="nemotron",
+    hf_class="NemotronForCausalLM",
+    weight_map=weight_map,
+    ignored_keys=IGNORED_KEYS,
 )

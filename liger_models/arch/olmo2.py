@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm, fp32_norm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,4 +81,4 @@ def weight_map(config: Olmo2Config) -> WeightMap:
     )
 
 
-add_family(LigerOlmo2, CheckpointFormat(model_type="olmo2", hf_class="Olmo2ForCausalLM", weight_map=weight_map))
+add_family(LigerOlmo2, model_type="olmo2", hf_class="Olmo2ForCausalLM", weight_map=weight_map)

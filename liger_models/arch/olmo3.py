@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import flat_rope
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm, fp32_norm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 from liger_models.layers.rope import RotaryEmbedding
 
 
@@ -139,7 +138,9 @@ def weight_map(config: Olmo3Config) -> WeightMap:
 
 add_family(
     LigerOlmo3,
-    CheckpointFormat(
-        model_type="olmo3", hf_class="Olmo3ForCausalLM", weight_map=weight_map, from_json=from_json, to_json=to_json
-    ),
+    model_type="olmo3",
+    hf_class="Olmo3ForCausalLM",
+    weight_map=weight_map,
+    from_json=from_json,
+    to_json=to_json,
 )

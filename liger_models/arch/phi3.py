@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map, fused_gate_up_rows, fused_qkv_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -120,5 +119,8 @@ def weight_map(config: Phi3Config) -> WeightMap:
 
 add_family(
     LigerPhi3,
-    CheckpointFormat(model_type="phi3", hf_class="Phi3ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS),
+    model_type="phi3",
+    hf_class="Phi3ForCausalLM",
+    weight_map=weight_map,
+    ignored_keys=IGNORED_KEYS,
 )

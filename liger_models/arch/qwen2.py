@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -82,5 +81,8 @@ def weight_map(config: Qwen2Config) -> WeightMap:
 
 add_family(
     LigerQwen2,
-    CheckpointFormat(model_type="qwen2", hf_class="Qwen2ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS),
+    model_type="qwen2",
+    hf_class="Qwen2ForCausalLM",
+    weight_map=weight_map,
+    ignored_keys=IGNORED_KEYS,
 )

@@ -11,21 +11,19 @@ Source: https://arxiv.org/abs/2502.13923, transformers ``models/qwen2_5_vl``.
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.arch._qwen_vl.model import MRopeModel
-from liger_models.arch._qwen_vl.names import QWEN2_IGNORED_KEYS, read_multimodal, write_multimodal
+from liger_models.arch._qwen_vl.names import QWEN2_IGNORED_KEYS, qwen2_vl_map, read_multimodal, write_multimodal
 from liger_models.arch._qwen_vl.qwen2 import Qwen2VLBlock, Qwen2VLTextConfig
+from liger_models.arch._qwen_vl.tower import PARAMETERS, QwenTower, check_token_width, check_tower
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
-from liger_models.convert.weight_map import WeightMap, decoder_map, equal_qkv_rows, gate_up_rows, patch_rows
+from liger_models.convert.weight_map import Expression, WeightMap, gate_up_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.patches import locate_patches, order_by_window
-from liger_models.layers.rope import AxialRotaryEmbedding
-from liger_models.layers.vision import PatchMerger, VisionBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +52,11 @@ class Qwen2_5VLVisionConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        if self.hidden_size % (4 * self.num_heads) != 0:
-            raise ValueError(
-                f"Qwen2_5VLVisionConfig: hidden_size ({self.hidden_size}) must be a multiple of 4 · num_heads "
-                f"({self.num_heads}), to rotate by row and column. Check config.json."
-            )
+        check_tower(self, "hidden_size", ("silu",))
         if not self.window_side > 0:
             raise ValueError(
                 f"Qwen2_5VLVisionConfig: window_size ({self.window_size}) must be at least the side of an image token "
                 f"({self.patch_size * self.spatial_merge_size}). Check config.json."
-            )
-        if self.hidden_act != "silu":
-            raise ValueError(
-                f"Qwen2_5VLVisionConfig: hidden_act must be 'silu', got {self.hidden_act!r}. The tower has no other "
-                "activation."
             )
 
     @property
@@ -84,14 +73,10 @@ class Qwen2_5VLConfig(Qwen2VLTextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.vision_config.out_hidden_size != self.hidden_size:
-            raise ValueError(
-                f"Qwen2_5VLConfig: vision_config.out_hidden_size ({self.vision_config.out_hidden_size}) must be "
-                f"hidden_size ({self.hidden_size}). Check config.json."
-            )
+        check_token_width(self, "out_hidden_size")
 
 
-class Qwen2_5VLTower(nn.Module):
+class Qwen2_5VLTower(QwenTower):
     """The vision tower: patches to image tokens.
 
     Args:
@@ -100,23 +85,11 @@ class Qwen2_5VLTower(nn.Module):
     """
 
     def __init__(self, config: Qwen2_5VLVisionConfig, kernels: KernelOptions) -> None:
-        super().__init__()
-        self.merge, self.side = config.spatial_merge_size, config.window_side
-        self.full = frozenset(config.fullatt_block_indexes)
         C = config.hidden_size
         norm = partial(LigerRMSNorm, eps=1e-6, kernel=kernels.rms_norm)
-        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
-        pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        self.patch_embed = nn.Linear(pixels, C, bias=False)
-        self.blocks = nn.ModuleList(
-            VisionBlock(
-                C, config.num_heads, partial(norm, C),
-                GatedMLP(C, config.intermediate_size, bias=True, kernel=kernels.swiglu), kernels,
-            )
-            for _ in range(config.depth)
-        )  # fmt: skip
-        self.merger = PatchMerger(norm, C, config.out_hidden_size, self.merge, kernels)
-        self.rotary = AxialRotaryEmbedding(C // config.num_heads, config.rope_theta)
+        mlp = partial(GatedMLP, C, config.intermediate_size, bias=True, kernel=kernels.swiglu)
+        super().__init__(config, C, config.out_hidden_size, norm, mlp, kernels)
+        self.side, self.full = config.window_side, frozenset(config.fullatt_block_indexes)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Turn patches [N, values] of images ``grid_thw`` [n, 3] into image tokens [N / merge², C]; no DeepStack."""
@@ -157,48 +130,21 @@ def other_maps(config: Qwen2_5VLConfig) -> list[WeightMap]:
 
 
 def _map(config: Qwen2_5VLConfig, text: str, visual: str) -> WeightMap:
-    vision, block = config.vision_config, f"{visual}.blocks.{{b}}"
-    kinds = ("weight", "bias")
-    return decoder_map(
-        config,
-        qkv_bias=True,
-        prefix=text,
-        also={
-            "visual.patch_embed.weight": patch_rows(
-                f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
-            ),
-            # The blocks: norms without bias, q, k and v in one matrix, gate and up in two.
-            **{f"visual.blocks.{{b}}.{norm}.weight": f"{block}.{norm}.weight" for norm in ("norm1", "norm2")},
-            **{
-                f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
-                for k in kinds
-            },
-            **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.attn.proj.{k}" for k in kinds},
-            **{
-                f"visual.blocks.{{b}}.mlp.gate_up_proj.{k}": gate_up_rows(
-                    f"{block}.mlp.gate_proj.{k}", f"{block}.mlp.up_proj.{k}"
-                )
-                for k in kinds
-            },
-            **{f"visual.blocks.{{b}}.mlp.down_proj.{k}": f"{block}.mlp.down_proj.{k}" for k in kinds},
-            # The merger is a norm and a sequence of a layer, an activation and a layer.
-            "visual.merger.norm.weight": f"{visual}.merger.ln_q.weight",
-            **{f"visual.merger.mlp.fc1.{k}": f"{visual}.merger.mlp.0.{k}" for k in kinds},
-            **{f"visual.merger.mlp.fc2.{k}": f"{visual}.merger.mlp.2.{k}" for k in kinds},
-        },
-        over={"b": range(vision.depth)},
-    )
+    block = f"{visual}.blocks.{{b}}.mlp"
+    mlp: dict[str, Expression | str] = {}
+    for k in PARAMETERS:
+        mlp[f"gate_up_proj.{k}"] = gate_up_rows(f"{block}.gate_proj.{k}", f"{block}.up_proj.{k}")
+        mlp[f"down_proj.{k}"] = f"{block}.down_proj.{k}"
+    return qwen2_vl_map(config, text, visual, mlp, norm_bias=False)
 
 
 add_family(
     LigerQwen2_5VL,
-    CheckpointFormat(
-        model_type="qwen2_5_vl",
-        hf_class="Qwen2_5_VLForConditionalGeneration",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=partial(read_multimodal, Qwen2_5VLConfig),
-        to_json=write_multimodal,
-        ignored_keys=QWEN2_IGNORED_KEYS,
-    ),
+    model_type="qwen2_5_vl",
+    hf_class="Qwen2_5_VLForConditionalGeneration",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=partial(read_multimodal, Qwen2_5VLConfig),
+    to_json=write_multimodal,
+    ignored_keys=QWEN2_IGNORED_KEYS,
 )

@@ -10,21 +10,19 @@ Source: https://arxiv.org/abs/2409.12191, transformers ``models/qwen2_vl``.
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.arch._qwen_vl.model import MRopeModel
-from liger_models.arch._qwen_vl.names import QWEN2_IGNORED_KEYS, read_multimodal, write_multimodal
+from liger_models.arch._qwen_vl.names import QWEN2_IGNORED_KEYS, qwen2_vl_map, read_multimodal, write_multimodal
 from liger_models.arch._qwen_vl.qwen2 import Qwen2VLBlock, Qwen2VLTextConfig
+from liger_models.arch._qwen_vl.tower import PARAMETERS, QwenTower, check_token_width, check_tower
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
-from liger_models.convert.weight_map import WeightMap, decoder_map, equal_qkv_rows, patch_rows
+from liger_models.convert.weight_map import WeightMap
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
 from liger_models.layers.norm import LigerLayerNorm
 from liger_models.layers.patches import locate_patches
-from liger_models.layers.rope import AxialRotaryEmbedding
-from liger_models.layers.vision import PatchMerger, VisionBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +47,7 @@ class Qwen2VLVisionConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        if self.embed_dim % (4 * self.num_heads) != 0:
-            raise ValueError(
-                f"Qwen2VLVisionConfig: embed_dim ({self.embed_dim}) must be a multiple of 4 · num_heads "
-                f"({self.num_heads}), to rotate by row and column. Check config.json."
-            )
-        if self.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh"):
-            raise ValueError(
-                "Qwen2VLVisionConfig: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', got "
-                f"{self.hidden_act!r}. The tower has no other activation."
-            )
+        check_tower(self, "embed_dim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +58,10 @@ class Qwen2VLConfig(Qwen2VLTextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.vision_config.hidden_size != self.hidden_size:
-            raise ValueError(
-                f"Qwen2VLConfig: vision_config.hidden_size ({self.vision_config.hidden_size}) must be the language "
-                f"model's hidden_size ({self.hidden_size}). Check config.json."
-            )
+        check_token_width(self, "hidden_size")
 
 
-class Qwen2VLTower(nn.Module):
+class Qwen2VLTower(QwenTower):
     """The vision tower: patches to image tokens.
 
     Args:
@@ -85,22 +70,10 @@ class Qwen2VLTower(nn.Module):
     """
 
     def __init__(self, config: Qwen2VLVisionConfig, kernels: KernelOptions) -> None:
-        super().__init__()
-        self.merge = config.spatial_merge_size
-        C = config.embed_dim
+        C, act = config.embed_dim, ACTIVATIONS[config.hidden_act]
         norm = partial(LigerLayerNorm, eps=1e-6, kernel=kernels.layer_norm)
-        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
-        pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        self.patch_embed = nn.Linear(pixels, C, bias=False)
-        self.blocks = nn.ModuleList(
-            VisionBlock(
-                C, config.num_heads, partial(norm, C),
-                LigerMLP(C, C * config.mlp_ratio, act=ACTIVATIONS[config.hidden_act], kernel=kernels.swiglu), kernels,
-            )
-            for _ in range(config.depth)
-        )  # fmt: skip
-        self.merger = PatchMerger(norm, C, config.hidden_size, self.merge, kernels)
-        self.rotary = AxialRotaryEmbedding(C // config.num_heads, config.rope_theta)
+        mlp = partial(LigerMLP, C, C * config.mlp_ratio, act=act, kernel=kernels.swiglu)
+        super().__init__(config, C, config.hidden_size, norm, mlp, kernels)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Turn patches [N, values] of images ``grid_thw`` [n, 3] into image tokens [N / merge², C]; no DeepStack."""
@@ -132,42 +105,17 @@ def other_maps(config: Qwen2VLConfig) -> list[WeightMap]:
 
 
 def _map(config: Qwen2VLConfig, text: str, visual: str) -> WeightMap:
-    vision, block = config.vision_config, f"{visual}.blocks.{{b}}"
-    kinds = ("weight", "bias")
-    return decoder_map(
-        config,
-        qkv_bias=True,
-        prefix=text,
-        also={
-            "visual.patch_embed.weight": patch_rows(
-                f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
-            ),
-            # The blocks: q, k and v are one matrix in the checkpoint, one after the other.
-            **{f"visual.blocks.{{b}}.{norm}.{k}": f"{block}.{norm}.{k}" for norm in ("norm1", "norm2") for k in kinds},
-            **{
-                f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
-                for k in kinds
-            },
-            **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.attn.proj.{k}" for k in kinds},
-            **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
-            # The merger is a norm and a sequence of a layer, an activation and a layer.
-            **{f"visual.merger.norm.{k}": f"{visual}.merger.ln_q.{k}" for k in kinds},
-            **{f"visual.merger.mlp.fc1.{k}": f"{visual}.merger.mlp.0.{k}" for k in kinds},
-            **{f"visual.merger.mlp.fc2.{k}": f"{visual}.merger.mlp.2.{k}" for k in kinds},
-        },
-        over={"b": range(vision.depth)},
-    )
+    mlp = {f"{fc}.{k}": f"{visual}.blocks.{{b}}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in PARAMETERS}
+    return qwen2_vl_map(config, text, visual, mlp)
 
 
 add_family(
     LigerQwen2VL,
-    CheckpointFormat(
-        model_type="qwen2_vl",
-        hf_class="Qwen2VLForConditionalGeneration",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=partial(read_multimodal, Qwen2VLConfig),
-        to_json=write_multimodal,
-        ignored_keys=QWEN2_IGNORED_KEYS,
-    ),
+    model_type="qwen2_vl",
+    hf_class="Qwen2VLForConditionalGeneration",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=partial(read_multimodal, Qwen2VLConfig),
+    to_json=write_multimodal,
+    ignored_keys=QWEN2_IGNORED_KEYS,
 )

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,4 +92,4 @@ def weight_map(config: Qwen3Config) -> WeightMap:
     )
 
 
-add_family(LigerQwen3, CheckpointFormat(model_type="qwen3", hf_class="Qwen3ForCausalLM", weight_map=weight_map))
+add_family(LigerQwen3, model_type="qwen3", hf_class="Qwen3ForCausalLM", weight_map=weight_map)

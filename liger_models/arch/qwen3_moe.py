@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import (
     Expression,
     WeightMap,
@@ -26,12 +25,12 @@ from liger_models.convert.weight_map import (
     sparse_mlps,
 )
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +146,10 @@ def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> Weigh
 
 add_family(
     LigerQwen3MoE,
-    CheckpointFormat(
-        model_type="qwen3_moe",
-        hf_class="Qwen3MoeForCausalLM",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=from_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="qwen3_moe",
+    hf_class="Qwen3MoeForCausalLM",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=from_json,
+    ignored_keys=IGNORED_KEYS,
 )

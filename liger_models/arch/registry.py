@@ -52,9 +52,20 @@ def built_in() -> list[str]:
     return sorted(built_in_modules())
 
 
-def add_family(model_class: type[CausalLM], checkpoint: CheckpointFormat) -> None:
-    """Add a model class, its config class and the format of its checkpoints to the tables."""
-    MODEL_CLASSES[checkpoint.model_type] = model_class
+def add_family(
+    model_class: type[CausalLM],
+    *,
+    model_type: str,
+    hf_class: str,
+    weight_map: Callable[[Any], WeightMap],
+    **more: Any,
+) -> None:
+    """Add a model class, its config class and the format of its checkpoints to the tables.
+
+    The arguments after ``model_class`` are the fields of `CheckpointFormat`.
+    """
+    checkpoint = CheckpointFormat(model_type=model_type, hf_class=hf_class, weight_map=weight_map, **more)
+    MODEL_CLASSES[model_type] = model_class
     FORMATS[model_class] = FORMATS[model_class.config_class] = checkpoint
 
 
@@ -121,16 +132,15 @@ def register(
                 "dataclass too."
             )
     _check_fields(config_class)
-    checkpoint = CheckpointFormat(
+    add_family(
+        model_class,
         model_type=model_type,
         hf_class=hf_class or model_class.__name__,
         weight_map=weight_map or (lambda config: _own_names(model_class, config)),
         from_json=from_json,
         to_json=to_json,
+        **({} if other_maps is None else {"other_maps": other_maps}),
     )
-    if other_maps is not None:
-        checkpoint = dataclasses.replace(checkpoint, other_maps=other_maps)
-    add_family(model_class, checkpoint)
 
 
 def _path(cls: type) -> str:

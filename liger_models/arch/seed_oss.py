@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -78,4 +77,4 @@ def weight_map(config: SeedOssConfig) -> WeightMap:
     )
 
 
-add_family(LigerSeedOss, CheckpointFormat(model_type="seed_oss", hf_class="SeedOssForCausalLM", weight_map=weight_map))
+add_family(LigerSeedOss, model_type="seed_oss", hf_class="SeedOssForCausalLM", weight_map=weight_map)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -113,8 +112,5 @@ def weight_map(config: SmolLM3Config) -> WeightMap:
 
 
 add_family(
-    LigerSmolLM3,
-    CheckpointFormat(
-        model_type="smollm3", hf_class="SmolLM3ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS
-    ),
+    LigerSmolLM3, model_type="smollm3", hf_class="SmolLM3ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS
 )

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -114,7 +113,8 @@ def weight_map(config: Starcoder2Config) -> WeightMap:
 
 add_family(
     LigerStarcoder2,
-    CheckpointFormat(
-        model_type="starcoder2", hf_class="Starcoder2ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS
-    ),
+    model_type="starcoder2",
+    hf_class="Starcoder2ForCausalLM",
+    weight_map=weight_map,
+    ignored_keys=IGNORED_KEYS,
 )

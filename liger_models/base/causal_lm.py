@@ -21,8 +21,8 @@ from liger_models.distributed.ranks import wait_for_ranks
 from liger_models.generation.loop import GenerateOutput, generate, stream
 from liger_models.generation.options import Options, shows_options
 from liger_models.generation.prompts import Prompts
+from liger_models.generation.rollout_rows import Completion
 from liger_models.generation.rollouts import rollout
-from liger_models.generation.scheduler import Completion
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import CausalLMConfig, Decoder
 from liger_models.layers.embedding import LigerEmbedding, resize_rows

@@ -5,7 +5,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
@@ -212,6 +212,11 @@ class Processor(ABC):
     takes_videos: ClassVar[bool] = False
     takes_bounds: ClassVar[bool] = False
 
+    images: Any
+    """Turns an image into pixels. Its attributes are the settings that users may change."""
+    image: str
+    """The token that stands for a part of an image in the text for the model."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.files: Mapping[str, bytes] = {}
@@ -238,9 +243,9 @@ class Processor(ABC):
     """Turn a batch of texts, and the images for their placeholders in order, into model inputs."""
 
     @property
-    @abstractmethod
     def placeholders(self) -> dict[str, str]:
         """Medium ("image" or "video") -> regular expression of the placeholder that `written` replaces."""
+        return {"image": re.escape(self.image)}
 
     @property
     def placeholder(self) -> re.Pattern[str]:
@@ -253,9 +258,9 @@ class Processor(ABC):
         return tuple(self.placeholders)
 
     @property
-    @abstractmethod
     def media_tokens(self) -> tuple[str, ...]:
         """The tokens that stand for parts of an image or a video in the text for the model."""
+        return (self.image,)
 
     @abstractmethod
     def written(self, size: MediaSize) -> tuple[str, int]:
@@ -288,6 +293,14 @@ class Processor(ABC):
             ValueError: the file has too few frames, or ``wanted`` is no rate.
         """
         raise TypeError(f"{type(self).__name__}: the model takes no videos. Pass frames as images.")
+
+    def replace(self, texts: Sequence[str], **written: Iterable[str]) -> list[list[Edit]]:
+        """The edits of each text that replace its placeholders, for each medium by the next of its texts in order."""
+        following = {medium: iter(parts) for medium, parts in written.items()}
+        return [
+            [Edit(*match.span(), next(following[str(match.lastgroup)])) for match in self.placeholder.finditer(text)]
+            for text in texts
+        ]
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
         """The arguments of a call besides the texts, for parts from `image_parts`."""

@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from liger_models.base.causal_lm import CausalLM
@@ -121,7 +122,16 @@ def check_placeholders(count: int, expected: int, torn: int, images: int | None,
         )
 
 
-def repeated_items(counts: list[int], times: int) -> list[int]:
-    """Indices of the items of each row, repeated ``times`` times row by row. A row has ``counts[row]`` items."""
-    starts = [sum(counts[:row]) for row in range(len(counts))]
-    return [i for start, n in zip(starts, counts, strict=True) for _ in range(times) for i in range(start, start + n)]
+def repeated_images(placeholders: Tensor, tokens: Tensor, times: int) -> list[int]:
+    """Indices of the images of a batch in which each row is repeated ``times`` times.
+
+    Args:
+        placeholders: [B], number of placeholders of each row.
+        tokens: [images], number of image tokens of each image. The images are in the order of the text.
+        times: number of consecutive rows for each row.
+    """
+    # An image belongs to the row whose placeholders its last token falls into.
+    ends = tokens.to(placeholders.device).cumsum(0)
+    after = torch.searchsorted(ends, placeholders.cumsum(0), right=True).tolist()
+    rows = zip([0, *after], after, strict=False)
+    return [image for first, last in rows for _ in range(times) for image in range(first, last)]

@@ -178,7 +178,7 @@ Source: TODO the paper, transformers ``models/{name}``.
     if ignored and "ignored_keys=" in body:
         body = body.replace("IGNORED_KEYS = (", f"IGNORED_KEYS = (\n{keys}", 1)
     elif ignored:
-        body = body.replace("CheckpointFormat(", "CheckpointFormat(ignored_keys=IGNORED_KEYS, ", 1)
+        body = body.replace("weight_map=weight_map", "weight_map=weight_map, ignored_keys=IGNORED_KEYS", 1)
         constant = f"IGNORED_KEYS = (\n{keys})  # TODO: fields of the config, unless they change nothing\n\n\n"
         body = body.replace("def weight_map(", f"{constant}def weight_map(", 1)
     source = f"{head}\n\n\n{body}"

@@ -19,8 +19,15 @@ these. The schema follows from their annotations::
     op = Op("norm_linear", _forward, _fake)
     outputs = op(Inputs(x=x, norm=norm, weight=weight))
 
-`Op.differentiable` adds the backward, with three more NamedTuples: the saved values, which inputs need a gradient, and
-the gradients.
+`Op.differentiable` adds the backward, with two more NamedTuples: the saved values and the gradients. The class of the
+gradients also says which inputs need one: its fields are `Any`, and stand for ``Tensor | None``, or for bools in an
+annotation with ``Annotated[..., bool]``::
+
+    class Gradients(NamedTuple):
+        x: Any = None
+        norm: NormGradients = NormGradients()
+
+    Needs = Annotated[Gradients, bool]
 """
 
 import types
@@ -86,26 +93,28 @@ class Arguments:
         unflatten: the inverse of ``flatten``.
     """
 
-    def __init__(self, fields: type[Any]) -> None:
+    def __init__(self, fields: Any) -> None:
         required: list[str] = []
         optional: list[tuple[str, list[str], tuple[Any, ...]]] = []  # fields, their optional arguments, the defaults
         conversions: list[str] = []  # statements of `flatten`
         namespace: dict[str, Any] = {"_join": _join, "_new": tuple.__new__}
 
-        def add(fields: type[Any], prefix: str) -> tuple[str, str]:
+        def add(fields: Any, prefix: str, any_type: str) -> tuple[str, str]:
             """Add the fields of a NamedTuple; return the pattern that unpacks it and the expression that builds it."""
+            if get_origin(fields) is Annotated:
+                fields, any_type = fields.__origin__, TYPES[get_args(fields)[1]]
             patterns, expressions = [], []
             for field, hint in get_type_hints(fields, include_extras=True).items():
                 name = prefix + field
                 pattern = expression = name
-                # Three sorts of fields: one with an `Argument`, a NamedTuple of further fields, and a type of a schema.
+                # Sorts of fields: one with an `Argument`, a NamedTuple of further fields, and a type of a schema.
                 argument = _argument(hint)
                 if argument is not None:
                     expression = add_argument(name, argument)
                 elif hasattr(hint, "_fields"):
-                    pattern, expression = add(hint, f"{name}_")
+                    pattern, expression = add(hint, f"{name}_", any_type)
                 else:
-                    required.append(f"{_type_name(hint)} {name}")
+                    required.append(f"{any_type if hint is Any else _type_name(hint)} {name}")
                 patterns.append(pattern)
                 expressions.append(expression)
             namespace[f"_type_{prefix}"] = fields
@@ -132,7 +141,7 @@ class Arguments:
             test = f"{tail[0].name} is None" if default is None else f"{tail[0].name} == {default!r}"
             return f"{name if has_head else None} if {test} else _from_op_{name}({names})"
 
-        pattern, expression = add(fields, "")
+        pattern, expression = add(fields, "", "Tensor?")
         optional.sort(key=lambda field: len(field[1]))  # the long ones last, so that they are left out where they can
         self.schema = ", ".join(required + [text for _, texts, _ in optional for text in texts])
         parameters = _parse(self.schema)
@@ -155,7 +164,7 @@ class Arguments:
             f"    return {expression}",
         ]
         namespace |= {"_defaults": self.defaults, "_groups": [defaults for _, _, defaults in optional]}
-        exec(compile("\n".join(source), f"<arguments of {fields.__name__}>", "exec"), namespace)
+        exec(compile("\n".join(source), f"<arguments of {fields}>", "exec"), namespace)
         self.flatten: Callable[[Any], tuple[Any, ...]] = namespace["flatten"]
         self.unflatten: Callable[..., Any] = namespace["unflatten"]
 
@@ -225,7 +234,8 @@ class Op(Generic[Inputs, Outputs]):
         LIBRARY.define(f"{name}({self.inputs.schema}) -> {returned if count == 1 else f'({returned})'}")
         LIBRARY.impl(name, self._flat(forward), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{LIBRARY.ns}::{name}", self._flat(fake), lib=LIBRARY)
-        self._op = getattr(getattr(torch.ops, LIBRARY.ns), name).default
+        self.run = getattr(getattr(torch.ops, LIBRARY.ns), name).default
+        """The op with flat arguments and results."""
 
     def _flat(self, function: Callable[[Inputs], Outputs]) -> Callable[..., Any]:
         """Wrap a function to take and return flat arguments, as the dispatcher calls it."""
@@ -237,7 +247,7 @@ class Op(Generic[Inputs, Outputs]):
 
     def __call__(self, inputs: Inputs) -> Outputs:
         """Run the op."""
-        result = self._op(*self.inputs.flatten(inputs))
+        result = self.run(*self.inputs.flatten(inputs))
         return result if self.outputs is None else self.outputs.unflatten(*result)  # type: ignore[no-any-return]
 
     def differentiable(
@@ -253,8 +263,7 @@ class Op(Generic[Inputs, Outputs]):
             backward: maps the saved values, which inputs need a gradient, and the gradients of the outputs (None for
                 outputs without a gradient) to the gradients of the inputs.
 
-        The second parameter of ``backward`` is annotated with a NamedTuple of bools, and its result with a NamedTuple
-        of ``Tensor | None``. Fields of both are named as the inputs.
+        The second parameter of ``backward`` and its result have fields named as the inputs.
         """
         hints = get_type_hints(backward, include_extras=True)
         saved_type, needs_type, _ = (hint for name, hint in hints.items() if name != "return")

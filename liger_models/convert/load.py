@@ -41,7 +41,8 @@ from liger_models.distributed.ranks import raise_on_all_ranks, rank, world_size
 from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import Decoder
-from liger_models.layers.frozen import FrozenLinear, FrozenParameters, freeze, frozen_weights, offset_of
+from liger_models.layers.frozen import FrozenParameters, freeze, frozen_weights, offset_of
+from liger_models.layers.frozen_linear import FrozenLinear
 from liger_models.layers.layer import layers_of
 from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES, LigerMoE

@@ -4,5 +4,5 @@ from liger_models.generation.loop import GenerateOutput as GenerateOutput
 from liger_models.generation.loop import generate as generate
 from liger_models.generation.loop import stream as stream
 from liger_models.generation.options import Options as Options
+from liger_models.generation.rollout_rows import Completion as Completion
 from liger_models.generation.rollouts import rollout as rollout
-from liger_models.generation.scheduler import Completion as Completion

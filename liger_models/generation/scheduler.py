@@ -15,8 +15,8 @@ running rows come before all waiting rows, the first row can always go on, and a
 """
 
 from collections import deque
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch import Tensor
 from liger_models.generation.deterministic import head_outputs
 from liger_models.generation.graphs import DecodeStep, can_capture
 from liger_models.generation.options import Settings
+from liger_models.generation.rollout_rows import Completion, Row
 from liger_models.generation.rows import log_probs_of
 from liger_models.generation.sampling import Sampler
 from liger_models.layers.decoder import Decoder
@@ -37,74 +38,6 @@ ms to launch a prefill of Llama 3.2 3B, and an H200 computes 3,000 tokens in thi
 CAPTURE_ROWS = 2**14
 """Empty slots, summed over the remaining steps, that make another capture with fewer rows worthwhile. For Llama 3.2 3B
 on an H200, a capture takes the time that 128 fewer rows save in about 150 steps, or 64 fewer rows in 300 steps."""
-
-
-class Completion(NamedTuple):
-    """A row that `rollout` has continued.
-
-    Attributes:
-        tokens: [n] int64 on the CPU, the new tokens; a stop token is the last of them.
-        log_probs: [n] fp32 on the CPU, log-probability of each new token in the model's own distribution, before
-            temperature and all other options.
-        reason: "stop", or "length" for a row that ``max_new_tokens`` ended.
-        routed_experts: with ``record_routing`` [prompt + n, L, K] int16 on the CPU, the K experts of each token of
-            prompt and answer in each of the L layers with routed experts; −1 for the last token, which never runs.
-    """
-
-    tokens: Tensor
-    log_probs: Tensor
-    reason: str
-    routed_experts: Tensor | None = None
-
-
-@dataclass(eq=False)
-class Row:
-    """The state of a row on the host.
-
-    Attributes:
-        number: the position of the row in the result.
-        prompt: number of its prompt.
-        tokens: the prompt and the new tokens.
-        begin: length of the prompt.
-        end: number of tokens at which the row ends.
-        stops: tokens that end the row.
-        seed: the seed of its draws.
-        log_probs: the log-probabilities of the new tokens.
-        experts: the recorded experts of its tokens, in one tensor for each forward.
-        slot: its index in a step; −1 while it waits.
-        pages: the pages that it holds.
-        cached: number of its tokens that the pages hold.
-        source: a running row of the same prompt, whose pages this one will use as soon as they are filled.
-    """
-
-    number: int
-    prompt: int
-    tokens: list[int]
-    begin: int
-    end: int
-    stops: list[int]
-    seed: int
-    log_probs: list[float] = field(default_factory=list)
-    experts: list[Tensor] = field(default_factory=list)
-    slot: int = -1
-    pages: list[int] = field(default_factory=list)
-    cached: int = 0
-    source: "Row | None" = None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether all tokens but the last are cached, so that the next forward of the row is a step."""
-        return self.source is None and self.cached == len(self.tokens) - 1
-
-    @property
-    def remaining(self) -> int:
-        """The number of tokens that the row may still get."""
-        return self.end - len(self.tokens)
-
-    @property
-    def num_recorded(self) -> int:
-        """Number of tokens with recorded experts. It may exceed ``cached``: a row keeps them when it is put back."""
-        return sum(map(len, self.experts))
 
 
 class Scheduler:

@@ -1,6 +1,4 @@
 from liger_models.layers.attention import LigerAttention as LigerAttention
-from liger_models.layers.attention import LigerGatedAttention as LigerGatedAttention
-from liger_models.layers.attention import LigerQKNormAttention as LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout as BatchLayout
 from liger_models.layers.config import DecoderConfig as DecoderConfig
 from liger_models.layers.config import RMSNormDecoderConfig as RMSNormDecoderConfig
@@ -22,4 +20,6 @@ from liger_models.layers.moe import LigerMoE as LigerMoE
 from liger_models.layers.moe import LigerSharedExpertMoE as LigerSharedExpertMoE
 from liger_models.layers.norm import LigerLayerNorm as LigerLayerNorm
 from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm
+from liger_models.layers.qk_norm_attention import LigerGatedAttention as LigerGatedAttention
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention as LigerQKNormAttention
 from liger_models.layers.rope import RotaryEmbedding as RotaryEmbedding

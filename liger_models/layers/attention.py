@@ -1,23 +1,23 @@
-"""Grouped-query attention on the packed QKV projection."""
+"""Grouped-query attention on the packed QKV projection.
 
-from collections.abc import Callable
+`LigerAttention` comes in three parts: its parameters; the path of a batch from `add_norm` to `_mix`; and what the model
+and parallelism ask of the layer. `qk_norm_attention.py` has the variants with norms of q and k, and with a gate.
+"""
+
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from liger_models.distributed.collectives import Group, sum_over, to_heads, to_tokens
-from liger_models.kernels.norm.rms_norm import scale_normed
+from liger_models.distributed.collectives import Group, to_heads, to_tokens
 from liger_models.kernels.options import KernelOptions
-from liger_models.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
-from liger_models.kernels.rope.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
+from liger_models.kernels.rope.rope import rope_qkv, rope_qkv_reference
 from liger_models.layers.attention_backends import attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import DecoderConfig
 from liger_models.layers.layer import AttentionSpec, Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible
-from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear, call_linear
+from liger_models.layers.norm import Norm, add_norm, add_norm_linear, call_linear
 from liger_models.layers.recompute import draws, recomputes, run_twice
 
 if TYPE_CHECKING:
@@ -108,6 +108,74 @@ class LigerAttention(Layer):
             **{"dropout": config.attention_dropout, "rope_kernel": kernels.rope, **options},
         )
 
+    # The path of a batch: `add_norm` or `forward`, then `_attend`, then `_mix`.
+
+    def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
+        """x [B, T, C] -> [B, T, C]."""
+        return self._attend(self.qkv_proj(x), layout)
+
+    def add_norm(
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor]:
+        """``residual = residual + x``, then ``y = attention(norm(residual))``. Returns ``(y, residual)`` [B, T, C].
+
+        Without a norm, attention reads the sum. The backward recomputes the normed activations; with ``recompute`` it
+        recomputes everything except the output projection.
+        """
+        if norm is None:
+            # Only the sum is saved, and neither of its terms.
+            _, residual = add_norm(None, x, residual)
+            x = None
+        if not recomputes(self) or layout.cache is not None:  # recomputation would append to the cache again
+            return self._add_norm(norm, x, residual, layout)
+        random = draws(self, self.dropout)
+        outputs: tuple[Tensor, Tensor] = run_twice(self._add_norm, norm, x, residual, layout, preserve_rng_state=random)
+        return outputs
+
+    def _add_norm(
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor]:
+        """`add_norm` without recomputation."""
+        qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)  # [B, T, (H + 2 G) · D]
+        return self._attend(qkv, layout), residual
+
+    def _attend(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
+        """Attention on the projection's output [B, T, (H + 2 G) · D] -> [B, T, C]."""
+        # With context parallelism the rank exchanges T / R tokens of all heads for all T tokens of its heads, and back.
+        context = self.groups.context
+        out = self._mix(qkv if context is None else to_heads(qkv, context), layout)  # [B, T, H · D]
+        out = out if context is None else to_tokens(out, context)
+        return call_linear(self.o_proj, out)
+
+    def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
+        """The outputs of the heads, [B, T, H · D], from the projection's output for all tokens."""
+        q, k, v = self._split(qkv, layout)
+        if layout.cache is not None:
+            # All keys and values so far, [B, S, G, D], or all pages of the layer.
+            k, v = layout.cache.extend(self.layer, k, v)
+        # [B, T, H, D]; the mask or the bounds of documents are in the layout.
+        out = attention(
+            q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
+            dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),
+        )  # fmt: skip
+        return out.flatten(2)
+
+    def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        """Split the projection into q [B, T, H, D] and k, v [B, T, G, D], and rotate q and k."""
+        split = rope_qkv if self.rope_kernel else rope_qkv_reference
+        cos, sin = self._tables(layout)
+        return split(qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, interleaved=self.interleaved)
+
+    def _tables(self, layout: BatchLayout) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """cos and sin of the layer's rotary embedding; None without rotation."""
+        return (None, None) if self.rotary is None else layout.tables[self.rotary]
+
+    def _local_sinks(self) -> Tensor | None:
+        """The sinks of this rank's query heads; None for attention without sinks."""
+        return None
+
+    # The interface of layers.
+
     @property
     def attention(self) -> AttentionSpec:
         """The layer's requirements on the model, and its cost."""
@@ -144,6 +212,7 @@ class LigerAttention(Layer):
         return {"qkv_proj.weight": 0, "qkv_proj.bias": 0, "o_proj.weight": 1}
 
     def _share_heads(self, group: Group) -> None:
+        """Keep the numbers of this rank's heads."""
         check_heads("LigerAttention", self.num_kv_heads, group)
         self.num_heads //= group.size
         self.num_kv_heads //= group.size
@@ -156,169 +225,3 @@ class LigerAttention(Layer):
         """
         self._share_heads(group)
         self.groups = replace(self.groups, context=group)
-
-    def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
-        """x [B, T, C] -> [B, T, C]."""
-        return self._attend(self.qkv_proj(x), layout)
-
-    def add_norm(
-        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
-    ) -> tuple[Tensor, Tensor]:
-        """``residual = residual + x``, then ``y = attention(norm(residual))``. Returns ``(y, residual)`` [B, T, C].
-
-        Without a norm, attention reads the sum. The backward recomputes the normed activations; with ``recompute`` it
-        recomputes everything except the output projection.
-        """
-        if norm is None:
-            # Only the sum is saved, and neither of its terms.
-            _, residual = add_norm(None, x, residual)
-            x = None
-        if not recomputes(self) or layout.cache is not None:  # recomputation would append to the cache again
-            return self._add_norm(norm, x, residual, layout)
-        random = draws(self, self.dropout)
-        outputs: tuple[Tensor, Tensor] = run_twice(self._add_norm, norm, x, residual, layout, preserve_rng_state=random)
-        return outputs
-
-    def _add_norm(
-        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
-    ) -> tuple[Tensor, Tensor]:
-        # [B, T, (H + 2 G) · D]
-        qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
-        return self._attend(qkv, layout), residual
-
-    def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the projection into q [B, T, H, D] and k, v [B, T, G, D], and rotate q and k."""
-        split = rope_qkv if self.rope_kernel else rope_qkv_reference
-        cos, sin = self._tables(layout)
-        return split(qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, interleaved=self.interleaved)
-
-    def _tables(self, layout: BatchLayout) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        return (None, None) if self.rotary is None else layout.tables[self.rotary]
-
-    def _local_sinks(self) -> Tensor | None:
-        """The sinks of this rank's query heads; None for attention without sinks."""
-        return None
-
-    def _attend(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
-        # With context parallelism the rank exchanges T / R tokens of all heads for all T tokens of its heads, and back.
-        context = self.groups.context
-        out = self._mix(qkv if context is None else to_heads(qkv, context), layout)  # [B, T, H · D]
-        out = out if context is None else to_tokens(out, context)
-        return call_linear(self.o_proj, out)
-
-    def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
-        """The outputs of the heads, [B, T, H · D], from the projection's output for all tokens."""
-        q, k, v = self._split(qkv, layout)
-        if layout.cache is not None:
-            # All keys and values so far, [B, S, G, D], or all pages of the layer.
-            k, v = layout.cache.extend(self.layer, k, v)
-        # [B, T, H, D]; the mask or the bounds of documents are in the layout.
-        out = attention(
-            q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
-            dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),
-        )  # fmt: skip
-        return out.flatten(2)
-
-
-class LigerQKNormAttention(LigerAttention):
-    """`LigerAttention` with norms of q and k before the rotation.
-
-    Args:
-        norm: function that returns a `LigerRMSNorm` of a given width.
-        whole_projection: whether to normalize over all heads together (OLMo 2) instead of over each head (Qwen3, Gemma
-            3).
-        Others: as in `LigerAttention`.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        norm: Callable[[int], LigerRMSNorm],
-        whole_projection: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **options)
-        self.q_norm = norm(num_heads * head_dim if whole_projection else head_dim)
-        self.k_norm = norm(num_kv_heads * head_dim if whole_projection else head_dim)
-        self.whole_projection = whole_projection
-        self.mean_group: Group | None = None
-        """The process group over whose heads the norms take their means."""
-
-    def shard(self, group: Group) -> dict[str, int]:
-        """As `LigerAttention.shard`; norms over all heads take the mean over all ranks."""
-        dims = super().shard(group)
-        if not self.whole_projection:
-            # Each rank norms its own heads with the same weights, so their gradients are summed over the ranks.
-            self.q_norm.group = self.k_norm.group = group
-            return dims
-        self.mean_group = group
-        self.q_norm.group = self.k_norm.group = None  # their weights are sharded, too
-        return {**dims, "q_norm.weight": 0, "k_norm.weight": 0}
-
-    def shard_tokens(self, group: Group) -> None:
-        """As `LigerAttention.shard_tokens`; norms over all heads take the mean over all ranks."""
-        super().shard_tokens(group)
-        self.mean_group = group if self.whole_projection else None
-
-    def _split_over(self, qkv: Tensor, layout: BatchLayout, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """`_split` with norms over the heads of all ranks; unfused, because the ranks must exchange their means."""
-        # Each rank sums the squares of its heads; the mean is over the heads of all ranks.
-        *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
-        wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in heads]
-        means = torch.stack([x.square().mean(-1) for x in wide], -1)
-        means = sum_over(means, group) / group.size  # [B, T, 2]
-        cos, sin = self._tables(layout)
-        # Norm, scale and rotate q and k by the means of all heads.
-        rotate = rope if self.rope_kernel else rope_reference
-        results = []
-        for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
-            weight = norm.local_weight(qkv)
-            if self.groups.context is not None:  # replicated
-                # Context parallelism shards tokens, so each rank has all weights and takes those of its heads.
-                weight = weight.chunk(group.size)[group.rank]
-            normed = scale_normed(
-                x * torch.rsqrt(mean + norm.eps), weight, like.dtype, norm.offset, norm.scale_in_fp32
-            ).view_as(like)
-            if cos is not None and sin is not None:
-                normed = rotate(normed, cos, sin, interleaved=self.interleaved)
-            results.append(normed)
-        q, k = results
-        return q, k, v
-
-    def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        if self.mean_group is not None:
-            return self._split_over(qkv, layout, self.mean_group)
-        split = qk_norm_rope if self.rope_kernel and self.q_norm.kernel else qk_norm_rope_reference
-        cos, sin = self._tables(layout)
-        return split(
-            qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim,
-            self.q_norm.local_weight(qkv), self.k_norm.local_weight(qkv),
-            eps=self.q_norm.eps, weight_offset=self.q_norm.offset, scale_in_fp32=self.q_norm.scale_in_fp32,
-            interleaved=self.interleaved,
-        )  # fmt: skip
-
-
-class LigerGatedAttention(LigerQKNormAttention):
-    """`LigerQKNormAttention` whose output is multiplied by ``sigmoid`` of a gate from the packed projection.
-
-    The rows of ``qkv_proj`` are grouped by KV head: its H / G query heads, their gates, then its key, then its value.
-
-    Args: as in `LigerQKNormAttention`.
-    """
-
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, **options: Any) -> None:
-        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **options)
-        bias = self.qkv_proj.bias is not None
-        self.qkv_proj = nn.Linear(hidden_size, 2 * (num_heads + num_kv_heads) * head_dim, bias=bias)
-
-    def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
-        # The gates are cut out, so that what is left is the layout of `LigerAttention`.
-        queries = self.num_heads // self.num_kv_heads
-        groups = qkv.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))  # [B, T, G, 2 H / G + 2, D]
-        q, gate, kv = groups.split([queries, queries, 2], 3)
-        out: Tensor = super()._mix(torch.cat([q, kv], 3).flatten(2), layout) * gate.flatten(2).sigmoid()
-        return out

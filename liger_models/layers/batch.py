@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,9 @@ class BatchLayout:
         spans: within `batch_invariant`, the first and the last key that each token sees without a window, [B · T] int32
             each, numbered as in `invariant_attention`; otherwise None.
     """
+
+    images_need_window: ClassVar[bool] = False
+    """Whether ``visible_until`` of `build` applies only to layers with a window, as in Gemma 4."""
 
     position_ids: Tensor
     tables: Mapping[str, tuple[Tensor, Tensor]]
@@ -148,52 +151,18 @@ class BatchLayout:
         if cu_seqlens is not None:
             documents, positions = number_documents(cu_seqlens, B, T, device)
         elif attention_mask is not None:
-            if tuple(attention_mask.shape) != (B, past + T):
-                raise ValueError(
-                    f"forward: attention_mask must be [{B}, {past + T}] (cached and new tokens), got "
-                    f"{list(attention_mask.shape)}."
-                )
-            mask_dtype = attention_mask.dtype
-            if mask_dtype.is_floating_point or mask_dtype.is_complex:
-                raise ValueError(
-                    "forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got "
-                    f"{mask_dtype}. Pass mask.bool(); of a mask that is added to scores (0 and -inf), pass mask == 0."
-                )
-            # Reading the mask synchronizes once, which costs far less than attention with a needless mask. Single
-            # tokens and compiled graphs skip the check.
-            if T == 1 or is_traced() or not bool(attention_mask.all()):
-                documents = mark_padding(attention_mask, device)
-
-        # Positions of the caller. They must not restart within a document, which nothing would separate.
+            documents = _documents_of_mask(attention_mask, B, past, T, device)
         if position_ids is not None:
-            positions = position_ids[None] if position_ids.dim() == 1 else position_ids
-            if (
-                positions.dim() not in (2, 3)
-                or positions.shape[:-2] not in ((), (3,))
-                or (positions.shape[-2] != 1 and positions.shape[-2] != B)  # `in` does not support symbolic sizes
-                or positions.shape[-1] != T
-            ):
-                raise ValueError(
-                    f"forward: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}. "
-                    "Positions in time, height and width have an additional first axis of size 3."
-                )
+            positions = _check_positions(position_ids, B, T)
             if cu_seqlens is None and past == 0 and positions.dim() == 2:
-                rising = positions.diff(dim=1) > 0
-                if attention_mask is not None:
-                    padding = (attention_mask == 0).to(rising.device)
-                    rising = rising | padding[:, 1:] | padding[:, :-1]
-                check_values(
-                    rising.all(),
-                    "forward: position_ids must rise along each row, got a restart, which does not separate packed "
-                    "documents. Pass their bounds as cu_seqlens, or collate with "
-                    "DataCollatorWithFlattening(return_flash_attn_kwargs=True).",
-                )
+                _check_rising(positions, attention_mask)
 
-        # Variable-length attention takes packed rows that are whole, without padding, cached tokens or images, and that
-        # are not too many.
+        # Variable-length attention takes packed rows that are whole, without padding or cached tokens, and that are not
+        # too many. It takes no images, so layers to which `visible_until` applies do not use it.
         segments, few = None, cu_seqlens is None or len(cu_seqlens) - 1 <= MOST_DOCUMENTS * B
         alone = cache is None or cu_seqlens is not None  # no cached tokens
-        if attention_mask is None and alone and visible_until is None and few and takes_segments(device, dtype):
+        text = visible_until is None or cls.images_need_window
+        if attention_mask is None and alone and text and few and takes_segments(device, dtype):
             segments = Segments.of_rows(B, T, cu_seqlens, device)
         bounds = None
         if cu_seqlens is not None and needs_bounds:
@@ -202,10 +171,11 @@ class BatchLayout:
         # Masks for each window, and what kernels need in their place.
         if is_batch_invariant() and not torch.is_grad_enabled():
             windows = {}  # only the backward, which is ordinary attention's, needs masks
-        masks = {
-            window: text_mask(documents, past, window, B, T, device, needed, visible_until, segments)
-            for window, needed in ({None: False} if windows is None else windows).items()
-        }
+        masks = {}
+        for window, needed in ({None: False} if windows is None else windows).items():
+            until = None if window is None and cls.images_need_window else visible_until
+            alternative = segments if until is None else None
+            masks[window] = text_mask(documents, past, window, B, T, device, needed, until, alternative)
 
         # cos and sin of every rotary embedding, once for all layers.
         count = 1 if cu_seqlens is None else len(cu_seqlens)  # more than the highest number of a document
@@ -267,6 +237,56 @@ class BatchLayout:
         last = torch.ones_like(labels[:, :1], dtype=torch.bool)
         ends = torch.cat([self.documents[:, 1:] != self.documents[:, :-1], last], 1)
         return target.masked_fill(ends | (self.documents < 0), ignore_index)
+
+
+def _documents_of_mask(attention_mask: Tensor, B: int, past: int, T: int, device: torch.device) -> Tensor | None:
+    """The document number of each token [B, past + T], −1 for padding; None without padding."""
+    if tuple(attention_mask.shape) != (B, past + T):
+        raise ValueError(
+            f"forward: attention_mask must be [{B}, {past + T}] (cached and new tokens), got "
+            f"{list(attention_mask.shape)}."
+        )
+    dtype = attention_mask.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        raise ValueError(
+            f"forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got {dtype}. Pass "
+            "mask.bool(); of a mask that is added to scores (0 and -inf), pass mask == 0."
+        )
+    # Reading the mask synchronizes once, which costs far less than attention with a needless mask. Single tokens and
+    # compiled graphs skip the check.
+    padded = T == 1 or is_traced() or not bool(attention_mask.all())
+    return mark_padding(attention_mask, device) if padded else None
+
+
+def _check_positions(position_ids: Tensor, B: int, T: int) -> Tensor:
+    """The positions of the caller as [1 or B, T] or [3, 1 or B, T]; raises ValueError for another shape."""
+    positions = position_ids[None] if position_ids.dim() == 1 else position_ids
+    if (
+        positions.dim() not in (2, 3)
+        or positions.shape[:-2] not in ((), (3,))
+        or (positions.shape[-2] != 1 and positions.shape[-2] != B)  # `in` does not support symbolic sizes
+        or positions.shape[-1] != T
+    ):
+        raise ValueError(
+            f"forward: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}. "
+            "Positions in time, height and width have an additional first axis of size 3."
+        )
+    return positions
+
+
+def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
+    """Raise ValueError if positions [1 or B, T] restart within a row, except next to padding: nothing would separate
+    the documents.
+    """
+    rising = positions.diff(dim=1) > 0
+    if attention_mask is not None:
+        padding = (attention_mask == 0).to(rising.device)
+        rising = rising | padding[:, 1:] | padding[:, :-1]
+    check_values(
+        rising.all(),
+        "forward: position_ids must rise along each row, got a restart, which does not separate packed documents. Pass "
+        "their bounds as cu_seqlens, or collate with DataCollatorWithFlattening(return_flash_attn_kwargs=True).",
+    )
 
 
 def _lengths(positions: Tensor, documents: Tensor | None, count: int) -> Tensor | None:

@@ -171,7 +171,21 @@ def _let_use_cache_be_set(cls: Any) -> None:
     cls.__setattr__ = set_attribute
 
 
-def check_values(config: DecoderConfig, **allowed: tuple[Any, ...]) -> None:
+PLAIN_ACTIVATIONS = ("quick_gelu", "gelu", "gelu_pytorch_tanh")
+"""Values of ``hidden_act`` that a vision tower with a plain MLP supports."""
+
+
+def check_multiple(config: Any, **divisors: str) -> None:
+    """Raise ValueError unless each named field is a multiple of the field with the given name."""
+    for field, divisor in divisors.items():
+        value, of = getattr(config, field), getattr(config, divisor)
+        if value % of != 0:
+            raise ValueError(
+                f"{type(config).__name__}: {field} ({value}) must be a multiple of {divisor} ({of}). Check config.json."
+            )
+
+
+def check_values(config: Any, **allowed: tuple[Any, ...]) -> None:
     """Raise ValueError unless each named field has one of the values that the architecture supports."""
     for field, values in allowed.items():
         value = getattr(config, field)

@@ -24,18 +24,13 @@ ranks exchange the largest number of each block, which are 1/64 of the weight's 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.frozen.weight import Format, FrozenWeight, quantized_linear
-from liger_models.layers.layer import Layer
+from liger_models.kernels.frozen.weight import Format, FrozenWeight
 from liger_models.layers.linear import (
-    ColumnParallelLinear,
-    PartialLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
     is_sharded,
     local,
     sharded_as,
@@ -255,66 +250,6 @@ class FrozenParameters(nn.Module):
         )
         weight = FrozenWeight(self.format, tensors, self.shape, self._quantized_layout, self.dtype)
         self._copy_parts(self._parameters, weight)
-
-
-class FrozenLinear(nn.Linear, Layer):
-    """A linear layer with a frozen weight [O, C] that is stored in fewer bits.
-
-    Args:
-        linear: the layer to replace, whose bias is kept.
-        weight: the frozen weight.
-    """
-
-    is_low_rank = True
-    """Fused ops take the weight, see `FrozenWeight`."""
-    stored: FrozenParameters
-    parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
-    """Kind of parallel layer -> the class that `PartialLinear.of` converts the layer into."""
-
-    def __init__(self, linear: nn.Linear, weight: FrozenWeight) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        freeze(self, "weight", weight)
-        self.bias = linear.bias
-
-    @property
-    def frozen_weight(self) -> FrozenWeight:
-        """The weight as ops take it."""
-        return self.stored.join(self.weight)
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ Wᵀ + bias``."""
-        return quantized_linear(x, self.frozen_weight, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> [..., O]."""
-        return self.product(x, self.bias)
-
-
-class FrozenColumnParallelLinear(FrozenLinear, ColumnParallelLinear):
-    """`ColumnParallelLinear` with a weight in fewer bits."""
-
-    forward = ColumnParallelLinear.forward
-
-
-class FrozenRowParallelLinear(FrozenLinear, RowParallelLinear):
-    """`RowParallelLinear` with a weight in fewer bits."""
-
-    forward = RowParallelLinear.forward
-
-
-class FrozenReplicatedLinear(FrozenLinear, ReplicatedLinear):
-    """`ReplicatedLinear` with a weight in fewer bits."""
-
-    is_low_rank = False
-    forward = ReplicatedLinear.forward
-
-
-FrozenLinear.parallel_kinds = {
-    ColumnParallelLinear: FrozenColumnParallelLinear,
-    RowParallelLinear: FrozenRowParallelLinear,
-    ReplicatedLinear: FrozenReplicatedLinear,
-}
 
 
 def freeze(layer: nn.Module, name: str, weight: FrozenWeight) -> None:

@@ -16,7 +16,7 @@ from liger_models.distributed.collectives import (
     sum_gradient,
 )
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.frozen.weight import Weight, dense
+from liger_models.kernels.frozen.products import Weight, dense
 from liger_models.kernels.moe.expert_act import check_expert_act
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
 from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference

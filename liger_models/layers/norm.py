@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from liger_models.distributed.collectives import Group, sum_gradient
 from liger_models.kernels.float8.float8 import Float8
 from liger_models.kernels.float8.float8_linear import float8_norm_linear
-from liger_models.kernels.frozen.weight import FrozenWeight, Weight
+from liger_models.kernels.frozen.products import Weight
+from liger_models.kernels.frozen.weight import FrozenWeight
 from liger_models.kernels.linear.norm_linear import norm_linear
 from liger_models.kernels.matmul.row_linear import LowRank, inference_linear
 from liger_models.kernels.norm.fused_norm import FusedNorm

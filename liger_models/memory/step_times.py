@@ -3,7 +3,7 @@
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -157,16 +157,49 @@ def measure_times(
     """
     if model.groups.sharded is not None or any(hasattr(weight, "full_tensor") for weight in model.parameters()):
         raise ValueError("plan_memory: calibrate needs a model that is not sharded, got one that is. Leave it out.")
+    # Blocks that save the same are of one type, and one block of each type runs.
+    blocks = range(len(model.layers))
+    types = [tuple(memory.blocks[policy][index] for policy in CHECKPOINTING_POLICIES) for index in blocks]
+    measured, scale = _measure_blocks(model, memory, tokens, room, batch, types)
+
+    # Recomputation is measured as the difference from a run without it, so every type needs such a run.
+    plain = [measured[block_type]["none"] for block_type in types if "none" in measured[block_type]]
+    if len(plain) < len(types):
+        return times
+    forward, both = (scale * sum(seconds[part] for seconds in plain) for part in (0, 1))
+    ratio = both / (times.forward + times.backward)  # measured seconds per counted second
+    recomputed = {
+        policy: tuple(
+            max(measured[block_type][policy][1] - without[1], 0.0) * scale
+            if policy in measured[block_type]
+            else ratio * seconds
+            for block_type, without, seconds in zip(types, plain, counted, strict=True)
+        )
+        for policy, counted in times.recomputed.items()
+    }
+    link = _copy_speed(model.device) if model.device.type in ACCELERATORS else times.link
+    return times._replace(
+        forward=forward, backward=both - forward, rest=ratio * times.rest, recomputed=recomputed, link=link
+    )
+
+
+def _measure_blocks(
+    model: Decoder, memory: TrainingMemory, tokens: int, room: int, batch: Mapping[str, Any], types: Sequence[Any]
+) -> tuple[dict[Any, dict[str, tuple[float, float]]], float]:
+    """Measure one block of each type with each policy that has room.
+
+    Returns:
+        For each type and policy the seconds of the forward, and of forward and backward together, and the number of
+        tokens of a step for each token of the batch.
+    """
     device = model.device
     accelerated = device.type in ACCELERATORS
     names = ("input_ids", "position_ids", "attention_mask", "cu_seqlens", "inputs_embeds")
     inputs = {name: batch[name] for name in names if batch.get(name) is not None}
-
-    # Blocks that save the same are of one type, and one block of each type runs. Its policy is restored after each run.
     current = model.checkpointing
     policies = [current] * len(model.layers) if isinstance(current, str) else current
-    types = [tuple(memory.blocks[policy][i] for policy in CHECKPOINTING_POLICIES) for i in range(len(model.layers))]
-    measured: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = {}
+
+    measured: dict[Any, dict[str, tuple[float, float]]] = {}
     with torch.random.fork_rng([device] if accelerated else [], device_type=device.type if accelerated else "cuda"):
         with torch.no_grad():
             embeds, layout = model.prepare(**inputs)
@@ -180,36 +213,16 @@ def measure_times(
 
             # A policy is measured if gradients, all activations of the block and its inputs have room.
             gradients = sum(weight.nbytes for weight in block.parameters() if weight.requires_grad)
+            activations = memory.blocks["none"][index].total / scale + memory.logits
+            if before + gradients + activations + 4 * embeds.nbytes > room:
+                continue
             for policy in CHECKPOINTING_POLICIES:
-                activations = memory.blocks["none"][index].total / scale + memory.logits
-                if before + gradients + activations + 4 * embeds.nbytes <= room:
-                    set_policy(block, policy)
-                    try:
-                        seconds[policy] = _run(block, policy, embeds, layout, device)
-                    finally:
-                        set_policy(block, policies[index])
-        link = _copy_speed(device) if accelerated else times.link
-
-    # Recomputation is measured as the difference from a run without it, so every type needs such a run.
-    plain = [measured[block_type].get("none") for block_type in types]
-    if any(seconds is None for seconds in plain):
-        return times
-    forward, both = (scale * sum(seconds[part] for seconds in plain if seconds) for part in (0, 1))
-    ratio = both / (times.forward + times.backward)  # measured seconds per counted second
-
-    def recomputation(policy: str, index: int, counted: float) -> float:
-        seconds = measured[types[index]]
-        if policy not in seconds:
-            return ratio * counted
-        return max(seconds[policy][1] - seconds["none"][1], 0.0) * scale
-
-    recomputed = {
-        policy: tuple(recomputation(policy, index, seconds) for index, seconds in enumerate(counted))
-        for policy, counted in times.recomputed.items()
-    }
-    return times._replace(
-        forward=forward, backward=both - forward, rest=ratio * times.rest, recomputed=recomputed, link=link
-    )
+                set_policy(block, policy)
+                try:
+                    seconds[policy] = _run(block, policy, embeds, layout, device)
+                finally:
+                    set_policy(block, policies[index])
+    return measured, scale
 
 
 def _run(block: nn.Module, policy: str, embeds: Tensor, layout: Any, device: torch.device) -> tuple[float, float]:

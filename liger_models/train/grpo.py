@@ -24,7 +24,8 @@ from liger_models.distributed.ranks import raise_on_all_ranks, world_size
 from liger_models.generation.deterministic import deterministic_forward
 from liger_models.generation.deterministic import refusal as deterministic_refusal
 from liger_models.generation.options import UNFILTERED, resolve
-from liger_models.generation.rollouts import free_memory, refusal
+from liger_models.generation.rollout_checks import refusal
+from liger_models.generation.rollouts import free_memory
 from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
 from liger_models.losses.grpo import TOKEN_MEANS, LigerFusedLinearGRPOLoss
 from liger_models.parallel.fsdp import reshard, unsharded

@@ -8,7 +8,7 @@ from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
 from liger_models.arch.llama import LlamaConfig
 from liger_models.arch.mixtral import MixtralConfig
 from liger_models.convert import get_hf_state_dict
-from liger_models.layers.frozen import FrozenLinear
+from liger_models.layers.frozen_linear import FrozenLinear
 
 from ..late import Late
 

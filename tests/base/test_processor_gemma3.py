@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from liger_models import LigerGemma3
-from liger_models.arch.gemma3.model import Gemma3Config, Gemma3VisionConfig
 from liger_models.arch.gemma3.processor import Gemma3Images
+from liger_models.arch.gemma3.tower import Gemma3Config, Gemma3VisionConfig
 
 from ..late import Late
 from ..text.folders import byte_tokens

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_models import LigerMllama
-from liger_models.arch.mllama.model import MllamaConfig, MllamaVisionConfig
+from liger_models.arch.mllama.config import MllamaConfig, MllamaVisionConfig
 from liger_models.arch.mllama.processor import MllamaImages
 
 from ..late import Late

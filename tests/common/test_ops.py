@@ -1,6 +1,6 @@
 """Ops with named arguments: the schema, what calls leave out, outputs that are None, and gradients by name."""
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import pytest
 import torch
@@ -62,6 +62,25 @@ def test_arguments_are_restored(scaled, paired):
         assert type(restored) is Inputs
         assert type(restored.norm) is Norm
         assert all(ours is theirs or ours == theirs for ours, theirs in zip(restored, value, strict=True))
+
+
+class NormGradients(NamedTuple):
+    weight: Any = None
+    bias: Any = None
+
+
+class AllGradients(NamedTuple):
+    x: Any = None
+    norm: NormGradients = NormGradients()
+
+
+def test_one_class_is_gradients_and_needs():
+    gradients, needs = Arguments(AllGradients), Arguments(Annotated[AllGradients, bool])
+    assert gradients.schema == "Tensor? x, Tensor? norm_weight, Tensor? norm_bias"
+    assert needs.schema == "bool x, bool norm_weight, bool norm_bias"
+    value = AllGradients(True, NormGradients(False, True))
+    assert needs.flatten(value) == (True, False, True)
+    assert needs.unflatten(True, False, True) == value
 
 
 class Product(NamedTuple):

@@ -13,7 +13,8 @@ from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, merge_lo
 from liger_models.adapters.lora_layers import EXPERTS
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.kernels.frozen import float8_blocks
-from liger_models.layers.frozen import FrozenLinear, frozen_parts, frozen_weights
+from liger_models.layers.frozen import frozen_parts, frozen_weights
+from liger_models.layers.frozen_linear import FrozenLinear
 from liger_models.layers.layer import named_layers, routed_layers
 from liger_models.layers.moe import LigerMoE
 from liger_models.memory.estimate import training_memory

@@ -33,7 +33,8 @@ from liger_models.kernels.float8.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.float8.float8_linear import float8_norm_linear
 from liger_models.kernels.frozen.frozen_float8_linear import frozen_float8_linear
 from liger_models.kernels.frozen.nf4_linear import nf4_linear
-from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight, quantized_linear
+from liger_models.kernels.frozen.products import quantized_linear
+from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 from liger_models.kernels.linear.act_linear import ACTIVATIONS, act_linear
 from liger_models.kernels.linear.gated_mlp import gated_mlp
 from liger_models.kernels.linear.low_rank_linear import low_rank_linear
@@ -331,8 +332,9 @@ if __name__ == "__main__":
     for name in ("overlap", "matmul.row_linear"):
         importlib.import_module(f"liger_models.kernels.{name}").can_overlap = lambda device: sys.argv[1] == "sm_90"
     # The other targets have 64 KB and 160 KB of shared memory.
-    tier = (lambda x: x.element_size()) if sys.argv[1] == "sm_90" else (lambda x: 4)
-    importlib.import_module("liger_models.kernels.attention.causal_attention")._tier = tier
+    wide_heads = importlib.import_module("liger_models.kernels.attention.causal_attention")
+    large = lambda x: sys.argv[1] == "sm_90" and x.element_size() == 2
+    wide_heads.choose_tiles = lambda x: wide_heads.LARGE if large(x) else wide_heads.SMALL
     with overlapping():
         run(torch.bfloat16, 4096, 512, 128256)
     if sys.argv[1] == "sm_90":  # the other targets get every kernel, but not at every width and dtype

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from liger_models import LigerLayerNorm, LigerLlama, LigerMLP, LigerRMSNorm
-from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import add_norm_linear
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 from ..late import Late
 from .test_mlp import Doubled

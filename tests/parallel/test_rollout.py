@@ -12,7 +12,7 @@ import torch.distributed as dist
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.generation import graphs, scheduler
 from liger_models.generation.graphs import DecodeStep
-from liger_models.generation.scheduler import Completion
+from liger_models.generation.rollout_rows import Completion
 from liger_models.parallel import apply_cp, apply_fsdp, apply_tp
 
 from .comparison import build, configs_of

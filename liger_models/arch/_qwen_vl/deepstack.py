@@ -9,17 +9,18 @@ Source: https://arxiv.org/abs/2511.21631, https://arxiv.org/abs/2406.04334, tran
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
+from liger_models.arch._qwen_vl.tower import QwenTower, check_token_width, check_tower
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.linear import local
 from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
 from liger_models.layers.norm import LigerLayerNorm
 from liger_models.layers.patches import interpolate_positions, locate_patches
-from liger_models.layers.rope import AxialRotaryEmbedding
-from liger_models.layers.vision import PatchMerger, VisionBlock
+from liger_models.layers.vision import PatchMerger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,37 +48,26 @@ class Qwen3VLVisionConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        if self.hidden_size % (4 * self.num_heads) != 0:
-            raise ValueError(
-                f"Qwen3VLVisionConfig: hidden_size ({self.hidden_size}) must be a multiple of 4 · num_heads "
-                f"({self.num_heads}), to rotate by row and column. Check config.json."
-            )
+        check_tower(self, "hidden_size")
         if int(self.num_position_embeddings**0.5) ** 2 != self.num_position_embeddings:
             raise ValueError(
                 "Qwen3VLVisionConfig: num_position_embeddings must be a square number, got "
                 f"{self.num_position_embeddings}. Check config.json."
             )
-        if self.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh"):
-            raise ValueError(
-                "Qwen3VLVisionConfig: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', got "
-                f"{self.hidden_act!r}. The tower has no other activation."
-            )
-
-    def check_decoder(self, name: str, hidden_size: int, num_hidden_layers: int) -> None:
-        """Raise ValueError unless the tower's outputs fit the language model, whose config class is ``name``."""
-        if self.out_hidden_size != hidden_size:
-            raise ValueError(
-                f"{name}: vision_config.out_hidden_size ({self.out_hidden_size}) must be hidden_size ({hidden_size}). "
-                "Check config.json."
-            )
-        if not len(self.deepstack_visual_indexes) <= num_hidden_layers:
-            raise ValueError(
-                f"{name}: deepstack_visual_indexes ({self.deepstack_visual_indexes}) must not have more entries than "
-                f"num_hidden_layers ({num_hidden_layers}). Check config.json."
-            )
 
 
-class Qwen3VLTower(nn.Module):
+def check_decoder(config: Any) -> None:
+    """Raise ValueError unless the outputs of the tower in ``config.vision_config`` fit the language model."""
+    check_token_width(config, "out_hidden_size")
+    indexes = config.vision_config.deepstack_visual_indexes
+    if len(indexes) > config.num_hidden_layers:
+        raise ValueError(
+            f"{type(config).__name__}: deepstack_visual_indexes ({indexes}) must not have more entries than "
+            f"num_hidden_layers ({config.num_hidden_layers}). Check config.json."
+        )
+
+
+class Qwen3VLTower(QwenTower):
     """The vision tower: patches to image tokens and DeepStack features.
 
     Args:
@@ -86,26 +76,14 @@ class Qwen3VLTower(nn.Module):
     """
 
     def __init__(self, config: Qwen3VLVisionConfig, kernels: KernelOptions) -> None:
-        super().__init__()
-        self.merge, self.deepstack = config.spatial_merge_size, config.deepstack_visual_indexes
-        # Patches are merged at the end into image tokens, and after some blocks into DeepStack features.
-        C = config.hidden_size
+        C, tokens, act = config.hidden_size, config.out_hidden_size, ACTIVATIONS[config.hidden_act]
         norm = partial(LigerLayerNorm, eps=1e-6, kernel=kernels.layer_norm)
-        merger = partial(PatchMerger, norm, C, config.out_hidden_size, self.merge, kernels)
-        pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        self.patch_embed = nn.Linear(pixels, C)
-        self.pos_embed = nn.Embedding(config.num_position_embeddings, C)
-        self.blocks = nn.ModuleList(
-            VisionBlock(
-                C, config.num_heads, partial(norm, C),
-                LigerMLP(C, config.intermediate_size, act=ACTIVATIONS[config.hidden_act], kernel=kernels.swiglu),
-                kernels,
-            )
-            for _ in range(config.depth)
-        )  # fmt: skip
-        self.merger = merger()
-        self.deepstack_mergers = nn.ModuleList(merger(norm_of_all=True) for _ in self.deepstack)
-        self.rotary = AxialRotaryEmbedding(C // config.num_heads, config.rope_theta)
+        mlp = partial(LigerMLP, C, config.intermediate_size, act=act, kernel=kernels.swiglu)
+        super().__init__(config, C, tokens, norm, mlp, kernels, positions=config.num_position_embeddings)
+        # Patches are merged at the end into image tokens, and after some blocks into DeepStack features.
+        self.deepstack = config.deepstack_visual_indexes
+        merger = partial(PatchMerger, norm, C, tokens, self.merge, kernels, norm_of_all=True)
+        self.deepstack_mergers = nn.ModuleList(merger() for _ in self.deepstack)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Compute image tokens, and the DeepStack features of each level.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.arch._qwen_vl.processor import QwenVLProcessor
-from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, repeated_items
+from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, repeated_images
 from liger_models.common.errors import check_integers, check_tensors, is_traced
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
@@ -384,13 +384,11 @@ class MRopeModel(VisionLanguageModel):
             grid = inputs.get(f"{medium}_grid_thw")
             if not isinstance(grid, Tensor) or not len(grid):
                 continue
-            # How many images or videos belong to each prompt: those whose tokens end within its placeholders.
-            patches = grid.prod(1).tolist()
-            tokens = (input_ids == getattr(self.config, f"{medium}_token_id")).sum(1)
-            ends = grid.prod(1).cumsum(0).to(tokens.device) // self.config.vision_config.spatial_merge_size**2
-            before = torch.searchsorted(ends, tokens.cumsum(0), right=True).tolist()
-            chosen = repeated_items([n - m for n, m in zip(before, [0, *before], strict=False)], times)
-            parts = inputs[pixels].split(patches)
+            patches = grid.prod(1)
+            placeholders = (input_ids == getattr(self.config, f"{medium}_token_id")).sum(1)
+            tokens = patches // self.config.vision_config.spatial_merge_size**2
+            chosen = repeated_images(placeholders, tokens, times)
+            parts = inputs[pixels].split(patches.tolist())
             repeated[pixels] = torch.cat([parts[i] for i in chosen])
             repeated[f"{medium}_grid_thw"] = grid[chosen]
             seconds = inputs.get("second_per_grid_ts")

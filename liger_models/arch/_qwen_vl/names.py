@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from liger_models.arch._qwen_vl.tower import PARAMETERS, merger_entries, tower_entries
 from liger_models.convert.config_map import of_text
-from liger_models.convert.weight_map import Expression, WeightMap, decoder_map, equal_qkv_rows, patch_rows
+from liger_models.convert.weight_map import Expression, WeightMap, decoder_map
 
 IGNORED_KEYS = ("vision_start_token_id", "vision_end_token_id")
 """Keys of config.json that do not change the model: only the placeholders determine where images are."""
@@ -77,6 +78,28 @@ def write_qwen3_vl(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {key: keys[key] for key in TOP} | {"text_config": text}
 
 
+def qwen2_vl_map(
+    config: Any, text: str, visual: str, mlp: Mapping[str, Expression | str], *, norm_bias: bool = True
+) -> WeightMap:
+    """The weight map of Qwen2-VL and Qwen2.5-VL.
+
+    Args:
+        config: config of the model.
+        text, visual: prefixes of the language model's and the tower's tensors.
+        mlp, norm_bias: as in `tower_entries`.
+    """
+    # In the checkpoint, the MLP of the merger is a sequence of a layer, an activation and a layer.
+    parts = {"norm": "ln_q", "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.2"}
+    tower = tower_entries(config.vision_config, visual, mlp, norm_bias=norm_bias)
+    return decoder_map(
+        config,
+        qkv_bias=True,
+        prefix=text,
+        also={**tower, **merger_entries("visual.merger", f"{visual}.merger", parts, norm_bias=norm_bias)},
+        over={"b": range(config.vision_config.depth)},
+    )
+
+
 def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | None = None) -> WeightMap:
     """The weight map of Qwen3-VL.
 
@@ -102,28 +125,13 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
 def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str], dict[str, range]]:
     """The arguments ``also`` and ``over`` of `decoder_map` for the tower of Qwen3-VL, whose prefix is ``visual``."""
     # "{b}" counts the blocks, "{d}" the mergers whose results are added to the first blocks of the decoder.
-    block, kinds = f"{visual}.blocks.{{b}}", ("weight", "bias")
-    mergers = {"merger": "merger", "deepstack_mergers.{d}": "deepstack_merger_list.{d}"}
+    mlp = {f"{fc}.{k}": f"{visual}.blocks.{{b}}.mlp.linear_{fc}.{k}" for fc in ("fc1", "fc2") for k in PARAMETERS}
+    parts = {"norm": "norm", "mlp.fc1": "linear_fc1", "mlp.fc2": "linear_fc2"}
     entries: dict[str, Expression | str] = {
-        "visual.patch_embed.weight": patch_rows(
-            f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
-        ),
+        **tower_entries(vision, visual, mlp),
         "visual.patch_embed.bias": f"{visual}.patch_embed.proj.bias",
         "visual.pos_embed.weight": f"{visual}.pos_embed.weight",
-        # The blocks. The checkpoint has q, k and v in one matrix, one after the other.
-        **{f"visual.blocks.{{b}}.{norm}.{k}": f"{block}.{norm}.{k}" for norm in ("norm1", "norm2") for k in kinds},
-        **{
-            f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
-            for k in kinds
-        },
-        **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.attn.proj.{k}" for k in kinds},
-        **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.linear_{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
-        **{
-            # "mlp.fc1" is "linear_fc1" in the checkpoint.
-            f"visual.{ours}.{part}.{k}": f"{visual}.{theirs}.{part.replace('mlp.', 'linear_')}.{k}"
-            for ours, theirs in mergers.items()
-            for part in ("norm", "mlp.fc1", "mlp.fc2")
-            for k in kinds
-        },
+        **merger_entries("visual.merger", f"{visual}.merger", parts),
+        **merger_entries("visual.deepstack_mergers.{d}", f"{visual}.deepstack_merger_list.{{d}}", parts),
     }
     return entries, {"b": range(vision.depth), "d": range(len(vision.deepstack_visual_indexes))}

@@ -23,7 +23,7 @@ from liger_models.base.images import (
     settings_of,
     to_tensor,
 )
-from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions
+from liger_models.base.processor import MediaSize, Processor, TextOptions
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
@@ -411,14 +411,9 @@ class QwenVLProcessor(Processor):
             for image, least, most in zip(pictures, *bounds, strict=True)
         ]
         sizes += [MediaSize(*clip[0].size, len(clip), rate) for clip, rate in zip(clips, rates, strict=True)]
-        of_kind = {
-            kind: iter([self.written(size)[0] for size in sizes if size.kind == kind]) for kind in self.placeholders
-        }
         # Each placeholder in the texts becomes the tokens of the next image or video of its kind.
-        edits = [
-            [Edit(*match.span(), next(of_kind[str(match.lastgroup)])) for match in self.placeholder.finditer(text)]
-            for text in texts
-        ]
+        written = {kind: [self.written(size)[0] for size in sizes if size.kind == kind] for kind in self.placeholders}
+        edits = self.replace(texts, **written)
         return self.encode(texts, edits, **cast(Any, options)) | out
 
     @property

@@ -22,7 +22,7 @@ from liger_models.base.images import (
     settings_of,
     to_tensor,
 )
-from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions, image_tokens
+from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
@@ -169,8 +169,7 @@ class Gemma3Processor(Processor):
         # Pixels first: the number of an image's crops decides how many tokens its placeholder becomes.
         texts = self.texts(texts, options)
         pixels = each_once(self.images, one_list("Gemma3Processor", self.begin, texts, images))
-        written = iter([self._written(len(tiles) - 1) for tiles in pixels])
-        edits = [[Edit(*match.span(), next(written)) for match in self.placeholder.finditer(text)] for text in texts]
+        edits = self.replace(texts, image=[self._written(len(tiles) - 1) for tiles in pixels])
         out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
         return out | ({"pixel_values": torch.cat(pixels)} if pixels else {})
 
@@ -178,11 +177,6 @@ class Gemma3Processor(Processor):
     def placeholders(self) -> dict[str, str]:
         """See `Processor.placeholders`."""
         return {"image": re.escape(self.begin)}
-
-    @property
-    def media_tokens(self) -> tuple[str, ...]:
-        """See `Processor.media_tokens`."""
-        return (self.image,)
 
     def written(self, size: MediaSize) -> tuple[str, int]:
         """See `Processor.written`."""

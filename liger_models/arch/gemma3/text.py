@@ -19,16 +19,15 @@ from torch import Tensor, nn
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import flat_rope
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 from liger_models.layers.rope import RotaryEmbedding
 
 
@@ -184,12 +183,10 @@ def weight_map(config: Gemma3TextConfig) -> WeightMap:
 
 add_family(
     LigerGemma3Text,
-    CheckpointFormat(
-        model_type="gemma3_text",
-        hf_class="Gemma3ForCausalLM",
-        weight_map=weight_map,
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="gemma3_text",
+    hf_class="Gemma3ForCausalLM",
+    weight_map=weight_map,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
 )

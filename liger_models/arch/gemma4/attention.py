@@ -1,11 +1,10 @@
 """Attention of Gemma 4, and the layout that passes keys and values from layer to layer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from liger_models.arch.gemma4.config import Gemma4TextConfig
@@ -16,11 +15,7 @@ from liger_models.layers.attention import LigerAttention
 from liger_models.layers.attention_backends import attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.layer import AttentionSpec
-from liger_models.layers.masks import text_mask
 from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm_linear
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,34 +28,10 @@ class Gemma4Layout(BatchLayout):
             its own.
     """
 
+    images_need_window = True
+
     per_layer: tuple[Tensor, ...] | None = None
     shared: Mapping[str, tuple[Tensor, Tensor]] | None = None
-
-    @classmethod
-    def build(
-        cls,
-        shape: tuple[int, int],
-        device: torch.device,
-        rotary: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]],
-        *,
-        windows: Mapping[int | None, bool] | None = None,
-        visible_until: Tensor | None = None,
-        **options: Any,
-    ) -> "Self":
-        """`BatchLayout.build`, except that ``visible_until`` only applies to layers with a window."""
-        if visible_until is None:
-            return super().build(shape, device, rotary, windows=windows, **options)
-        # Masks of layers with a window are built here, and all others by `BatchLayout.build`.
-        windows = {None: False} if windows is None else windows
-        # Layers without a window attend causally to images too: their mask does not know `visible_until`.
-        unlimited: dict[int | None, bool] = {None: windows[None]} if None in windows else {}
-        layout = super().build(shape, device, rotary, windows=unlimited, **options)
-        for window, needed in windows.items():
-            if window is not None:
-                layout.masks[window] = text_mask(
-                    layout.documents, layout.past, window, *shape, device, needed, visible_until
-                )
-        return layout
 
 
 class Gemma4Attention(LigerAttention):

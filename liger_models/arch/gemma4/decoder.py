@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from liger_models.arch.gemma4.attention import Gemma4Attention, Gemma4Layout
 from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.arch.gemma4.experts import Gemma4Experts
-from liger_models.arch.gemma4.per_layer import PerLayerBranch, PerLayerInputs
+from liger_models.arch.gemma4.per_layer import PerLayerBranch, PerLayerInputs, find_ids
 from liger_models.base.causal_lm import CausalLM
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.options import KernelOptions
@@ -54,7 +54,6 @@ class Gemma4Block(nn.Module):
 
     def __init__(self, config: Gemma4TextConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
-        # Attention and MLP have a norm before and a norm after each.
         C, norm = config.hidden_size, fp32_norm(config, kernels)
         self.layer = layer
         # Each branch has a norm before it and another after it.
@@ -154,40 +153,16 @@ class Gemma4Decoder(CausalLM):
         if self.per_layer is None:
             return {}
         if input_ids is None:
-            input_ids = self.ids_of(embeds)
+            if self.groups.sharded is not None:
+                raise ValueError(
+                    "forward: inputs_embeds needs the whole embedding on each rank, because this model embeds the ids "
+                    "a second time. Pass input_ids."
+                )
+            input_ids = find_ids(embeds, self.embed_tokens)
         tokens = self.per_layer.embed_tokens(self.groups.context_share(input_ids))  # [B, T, L · P]
         # Embeddings of all tokens are cut to this rank's share; those of its share stay as they are.
         embeds, tokens = (self.groups.token_share(x) if x.shape[1] == T else x for x in (embeds, tokens))
         return {"per_layer": self.per_layer(embeds, tokens)}
-
-    @torch.no_grad()
-    def ids_of(self, embeds: Tensor) -> Tensor:
-        """Find the token ids [B, T] of embeddings [B, T, C], which must equal rows of the embedding bit for bit.
-
-        Raises:
-            ValueError: an embedding does not belong to any token, or the embedding is sharded.
-        """
-        if self.groups.sharded is not None:
-            raise ValueError(
-                "forward: inputs_embeds needs the whole embedding on each rank, because this model embeds the ids a "
-                "second time. Pass input_ids."
-            )
-        rows, table = embeds.flatten(0, 1), self.embed_tokens.weight  # [B · T, C] and [V, C]
-        scale = 1.0 if self.embed_tokens.scale is None else torch.tensor(self.embed_tokens.scale, dtype=table.dtype)
-        # A random projection sorts the table: equal rows have equal values.
-        direction = torch.randn(table.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        direction = direction.to(table.device)
-        values, order = torch.cat([(part * scale).double() @ direction for part in table.split(4096)]).sort()
-        # Sums of another order may differ in the last bits, so the search starts a little below.
-        targets = rows.double() @ direction
-        near = torch.searchsorted(values, targets - 1e-9 * targets.abs()).clamp_max(len(values) - 1)
-        ids = order[near]
-        if not torch.equal(table[ids] * scale, rows.to(table.dtype)):
-            raise ValueError(
-                "forward: inputs_embeds must be embeddings of tokens as embed_tokens returns them, because this model "
-                "embeds the ids a second time, got others. Pass input_ids."
-            )
-        return ids.view(embeds.shape[:2])
 
     @property
     def held_elements(self) -> int:

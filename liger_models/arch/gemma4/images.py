@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from liger_models.arch.gemma4 import names
 from liger_models.arch.gemma4.decoder import Gemma4Decoder
 from liger_models.arch.gemma4.processor import Gemma4Processor
-from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, check_placeholders, repeated_items
-from liger_models.common.errors import check_integers, check_tensors, is_traced
+from liger_models.base.image_tokens import ImageTokenModel
+from liger_models.base.vision_language import check_placeholders
+from liger_models.common.errors import check_integers, check_tensors
 from liger_models.convert.config_map import of_text
-from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
-from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.patches import count_torn, ends_of_runs
+from liger_models.layers.decoder import CausalLMOutput
+from liger_models.layers.patches import count_torn
 
 REFUSED = {"input_features": "audio", "input_features_mask": "audio", "pixel_values_videos": "videos"}
 """Arguments of transformers' model -> what they hold, which this one does not take."""
@@ -38,7 +38,7 @@ class Placeholders:
     audio_token_id: int = 258881
 
 
-class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
+class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
     """A Gemma 4 decoder with images and its language-model head.
 
     Three properties of ``vision_config`` are read here: the number of patches along each side of an image token
@@ -48,7 +48,8 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
     tower_class: ClassVar[Callable[..., nn.Module]]
     """Makes the module from patches to image tokens, of ``vision_config``, the width of a token and ``kernels``."""
     processor_class = Gemma4Processor
-    prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "image_position_ids", "mm_token_type_ids", *REFUSED)
+    image_inputs = ("pixel_values", "image_position_ids")
+    prompt_inputs: ClassVar[tuple[str, ...]] = (*image_inputs, "mm_token_type_ids", *REFUSED)
 
     def build_visual(self, config: Any) -> nn.Module:
         """Build the module that turns patches into image tokens."""
@@ -61,11 +62,6 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
         pixel_values: Tensor | None = None,
         image_position_ids: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        cache: DecodeCache | None = None,
         **options: Any,
     ) -> CausalLMOutput:
         """Compute logits, or the loss if ``labels`` are given, of text with or without images.
@@ -76,8 +72,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
                 text; padding last.
             image_position_ids: [images, P, 2] int64, column and row of each patch, −1 for padding.
             mm_token_type_ids: ignored; accepted because the processor of transformers returns it.
-            position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`; images
-                need ``input_ids``.
+            options: as in `Decoder.forward`; images need ``input_ids``.
 
         Returns:
             `CausalLMOutput`.
@@ -91,47 +86,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
                 raise ValueError(
                     f"forward: {name} must be left out, got some. The model takes texts and images, and no {medium}."
                 )
-        cu_seqlens = take_cu_seqlens(cu_seqlens, options)
-        if input_ids is None or inputs_embeds is not None:
-            if pixel_values is not None:
-                raise ValueError("forward: pixels need input_ids, which say where the images are.")
-            return super().forward(
-                input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=attention_mask,
-                cu_seqlens=cu_seqlens, cache=cache, **options,
-            )  # fmt: skip
-        check_input_ids(input_ids)
-        # The images and their placeholders. Decoding steps have none, and compiled code can't look at values.
-        images = self._checked_images(pixel_values, image_position_ids)
-        here = input_ids == self.config.image_token_id  # [B, T]
-        decoding = cache is not None and cache.length > 0 and images is None
-        if not decoding and not is_traced():
-            self._check_counts(input_ids, here, images, cu_seqlens)
-
-        # The embedding has no rows for placeholders, which look up the padding token.
-        ids = input_ids.masked_fill(here | self._refused(input_ids), max(self.config.pad_token_id or 0, 0))
-        embeds, visible_until = self.embed_tokens(ids), None
-        bidirectional = images is not None and self.config.use_bidirectional_attention == "vision"
-        if images is None and self.tower_is_sharded and not decoding:  # all ranks gather its weights together
-            images, here = self._nothing(embeds), torch.zeros_like(here)
-        if images is not None:
-            # Image tokens in place of their placeholders, [B, T, C], and for each token the last one of its image.
-            embeds = embeds.masked_scatter(here[..., None], self.visual(*images).to(embeds.dtype))
-            visible_until = ends_of_runs(here) if bidirectional else None
-
-        # The rest is the language model's forward, on these embeddings.
-        shape = embeds.shape[0], embeds.shape[1]
-        layout = self.layout(
-            shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
-            visible_until=visible_until, **self.layout_inputs(ids, embeds, shape[1]),
-        )  # fmt: skip
-        return self.run(embeds, layout, **options)
-
-    def image_features(self, pixel_values: Tensor, image_position_ids: Tensor) -> tuple[Tensor, ...]:
-        """The image tokens of each image, [tokens, C] each; the arguments are those of `forward`."""
-        counts = ((image_position_ids >= 0).all(-1).sum(1) // self.config.vision_config.pooled**2).tolist()
-        tokens = self.visual(pixel_values, image_position_ids)[: sum(counts)]  # padding is last
-        parts: tuple[Tensor, ...] = tokens.split(counts)
-        return parts
+        return self.run_with_images(input_ids, self._checked_images(pixel_values, image_position_ids), **options)
 
     def _checked_images(self, pixels: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return the patches and their positions, or None without images."""
@@ -157,68 +112,77 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
             )
         return (pixels, positions) if len(pixels) else None  # collators pass empty tensors for text-only batches
 
+    @property
+    def placeholder_id(self) -> int:
+        """See `ImageTokenModel.placeholder_id`."""
+        token: int = self.config.image_token_id
+        return token
+
+    @property
+    def images_are_bidirectional(self) -> bool:
+        """See `ImageTokenModel.images_are_bidirectional`."""
+        return bool(self.config.use_bidirectional_attention == "vision")
+
+    def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """The ids with the padding token at all placeholders, for which the embedding has no rows."""
+        return input_ids.masked_fill(places | self._refused(input_ids), max(self.config.pad_token_id or 0, 0))
+
     def _refused(self, input_ids: Tensor) -> Tensor:
         """Which tokens [B, T] are placeholders of audio or videos. Only generation can produce them."""
         refused: Tensor = (input_ids == self.config.audio_token_id) | (input_ids == self.config.video_token_id)
         return refused
 
-    def _nothing(self, embeds: Tensor) -> tuple[Tensor, Tensor]:
-        """An image of one token, for a rank without images."""
-        side = torch.arange(self.config.vision_config.pooled, device=embeds.device)
-        positions = torch.cartesian_prod(side, side).view(1, -1, 2)
-        return embeds.new_zeros(1, positions.shape[1], self.config.vision_config.patch_values), positions
-
-    def _check_counts(
-        self, input_ids: Tensor, here: Tensor, images: tuple[Tensor, Tensor] | None, cu_seqlens: Tensor | None
+    def check_images(
+        self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
     ) -> None:
-        """Raise ValueError unless placeholders and patches match. Synchronizes with the device once."""
+        """See `ImageTokenModel.check_images`."""
         vision = self.config.vision_config
-        positions = here.new_zeros((0, 1, 2), dtype=torch.int64) if images is None else images[1].to(input_ids.device)
+        positions = places.new_zeros((0, 1, 2), dtype=torch.int64) if images is None else images[1].to(places.device)
         # Patches of an image form a rectangle of whole image tokens, and padding follows them.
-        valid = (positions >= 0).all(-1)
-        count, size = valid.sum(1), positions.amax(1) + 1
+        valid = (positions >= 0).all(-1)  # [images, P]
+        count, size = valid.sum(1), positions.amax(1) + 1  # [images] and [images, 2]
         wrong = (
             (size.prod(1) != count).sum()
             + (size % vision.pooled != 0).sum()
             + (size > vision.position_embedding_size).sum()
             + (valid[:, 1:] & ~valid[:, :-1]).sum()
         )
-        tokens = count // vision.pooled**2
 
         # One wait for the device for all numbers.
-        other = self._refused(input_ids).sum()
-        torn = count_torn(here, tokens, tokens, cu_seqlens)
-        tokens_in_text, expected, others, wrong_ones, apart = torch.stack(
-            [here.sum(), tokens.sum(), other, wrong, torn]
-        ).tolist()
-        # The errors, with the numbers on the host.
+        tokens = count // vision.pooled**2
+        torn = count_torn(places, tokens, tokens, cu_seqlens)
+        numbers = [self._refused(input_ids).sum(), wrong, places.sum(), tokens.sum(), torn]
+        others, wrong_images, placeholders, expected, apart = torch.stack(numbers).tolist()
         if others != 0:
             raise ValueError(
                 f"forward: input_ids must have no placeholders of audio or videos, got {others}. The model takes texts "
                 "and images."
             )
-        if wrong_ones != 0:
+        if wrong_images != 0:
             raise ValueError(
                 "forward: image_position_ids must have column and row of each patch, below "
                 f"{vision.position_embedding_size}, of images whose rows and columns are multiples of {vision.pooled}, "
                 "and then -1 for padding, got others. Pass what the processor returns."
             )
-        check_placeholders(tokens_in_text, expected, apart, None if images is None else len(tokens))
+        check_placeholders(placeholders, expected, apart, None if images is None else len(tokens))
 
-    def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """`VisionLanguageModel.repeat_prompts`, where images are in the order of the text."""
-        images = "pixel_values", "image_position_ids"
-        rest = {name: x for name, x in inputs.items() if name not in images}
-        repeated = inputs | super().repeat_prompts(input_ids, rest, times)
-        positions = inputs.get("image_position_ids")
-        if isinstance(positions, Tensor) and len(positions):
-            # How many images belong to each prompt: those whose tokens end within its placeholders.
-            sizes = (positions >= 0).all(-1).sum(1) // self.config.vision_config.pooled**2
-            token_ends = (input_ids == self.config.image_token_id).sum(1).cumsum(0)
-            before = torch.searchsorted(sizes.to(token_ends.device).cumsum(0), token_ends, right=True).tolist()
-            chosen = repeated_items([n - m for n, m in zip(before, [0, *before], strict=False)], times)
-            repeated |= {name: inputs[name][chosen] for name in images}
-        return repeated
+    def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
+        """An image of one token; see `ImageTokenModel.blank_image`."""
+        side = torch.arange(self.config.vision_config.pooled, device=embeds.device)
+        positions = torch.cartesian_prod(side, side).view(1, -1, 2)
+        return embeds.new_zeros(1, positions.shape[1], self.config.vision_config.patch_values), positions
+
+    def token_counts(self, images: tuple[Tensor, ...]) -> Tensor:
+        """See `ImageTokenModel.token_counts`."""
+        counts: Tensor = (images[1] >= 0).all(-1).sum(1) // self.config.vision_config.pooled**2
+        return counts
+
+    def image_features(self, pixel_values: Tensor, image_position_ids: Tensor) -> tuple[Tensor, ...]:
+        """The image tokens of each image, [tokens, C] each; the arguments are those of `forward`."""
+        images = (pixel_values, image_position_ids)
+        counts = self.token_counts(images).tolist()
+        parts: tuple[Tensor, ...] = self.visual(*images)[: sum(counts)].split(counts)  # padding is last
+        return parts
 
 
 IGNORED_KEYS = (

@@ -16,7 +16,6 @@ from liger_models.arch.gemma4.images import Gemma4WithImages, Placeholders
 from liger_models.arch.gemma4.names import text_map
 from liger_models.arch.gemma4.tower import Gemma4Tower, Gemma4VisionConfig
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Expression, Rearrange, Stack, WeightMap
 
 
@@ -112,12 +111,10 @@ def weight_map(config: Gemma4Config) -> WeightMap:
 
 add_family(
     LigerGemma4,
-    CheckpointFormat(
-        model_type="gemma4",
-        hf_class="Gemma4ForConditionalGeneration",
-        weight_map=weight_map,
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="gemma4",
+    hf_class="Gemma4ForConditionalGeneration",
+    weight_map=weight_map,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
 )

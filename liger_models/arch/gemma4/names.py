@@ -6,7 +6,6 @@ from typing import Any
 from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.convert.weight_map import (
     Expression,
-    Name,
     WeightMap,
     decoder_map,
     fused_expert_rows,
@@ -88,67 +87,82 @@ def text_map(
     kept: Sequence[str] = (),
 ) -> WeightMap:
     """Maps the parameters of the language model to tensors under ``prefix``; the other arguments add entries."""
-    # Attention. Layers without keys and values of their own leave those of the checkpoint unread.
-    entries: dict[str, Expression | str] = {**(also or {})}
-    skip = []
-    for i in range(config.num_hidden_layers):
-        ours, theirs = f"layers.{i}.self_attn", f"{prefix}.layers.{i}.self_attn"
-        heads = {"heads": config.num_attention_heads, "kv_heads": config.kv_heads_of(i)}
-        size = config.head_size_of(i)
-        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
-            q, k, v = (f"{theirs}.{part}_proj.{kind}" for part in "qkv")
-            # Rows of q, k and v; of q alone if the layer shares another one's; of q and k if keys are values.
-            rows = qkv_rows(q, k, v, **heads, head_dim=size)
-            if config.shares(i):
-                rows = Name(q)
-                skip += [k, v]
-            elif config.keys_are_values(i):
-                rows = key_rows(q, k, **heads, head_dim=size)
-            entries[f"{ours}.qkv_proj.{kind}"] = rows
-        if config.shares(i):
-            skip.append(f"{theirs}.k_norm.weight")
-        else:
-            entries[f"{ours}.k_norm.weight"] = f"{theirs}.k_norm.weight"
-
-    # The rest of a block.
     block = f"{prefix}.layers.{{i}}"
-    entries["layers.{i}.layer_scalar.weight"] = f"{block}.layer_scalar"
     norms = [
         "input_layernorm", "self_attn.q_norm", "post_attention_layernorm", "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ]  # fmt: skip
-    # Experts beside the MLP, with further norms.
+    attention, skipped = _attention_entries(config, prefix)
+    entries = {**(also or {}), **attention, "layers.{i}.layer_scalar.weight": f"{block}.layer_scalar"}
     if config.enable_moe_block:
         norms += [f"{position}_feedforward_layernorm_{n}" for position, n in (("pre", 2), ("post", 1), ("post", 2))]
-        gate_up, down = fused_expert_rows(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj")
-        entries |= {
-            "layers.{i}.moe.gate.proj.weight": f"{block}.router.proj.weight",
-            "layers.{i}.moe.gate.norm.weight": f"{block}.router.scale",
-            "layers.{i}.moe.gate.per_expert_scale": f"{block}.router.per_expert_scale",
-            "layers.{i}.moe.gate_up_weight": gate_up,
-            "layers.{i}.moe.down_weight": down,
-        }
-    # The second inputs of the blocks, and the module that computes them.
+        entries |= _expert_entries(block)
     if config.hidden_size_per_layer_input:
-        entries |= {
-            "layers.{i}.per_layer.gate.weight": f"{block}.per_layer_input_gate.weight",
-            "layers.{i}.per_layer.projection.weight": f"{block}.per_layer_projection.weight",
-            "layers.{i}.per_layer.norm.weight": f"{block}.post_per_layer_input_norm.weight",
-            "per_layer.embed_tokens.weight": f"{prefix}.embed_tokens_per_layer.weight",
-            "per_layer.projection.weight": f"{prefix}.per_layer_model_projection.weight",
-            "per_layer.norm.weight": f"{prefix}.per_layer_projection_norm.weight",
-        }
+        entries |= {ours: f"{prefix}.{theirs}" for ours, theirs in PER_LAYER.items()}
 
-    # `decoder_map` has all other names; the projections above are in place of its own.
-    without = [f"self_attn.qkv_proj.{kind}" for kind in ("weight", "bias")]
+    # `decoder_map` has all other names. Its entry for the projection of q, k and v is removed.
     return decoder_map(
         config,
         o_bias=config.attention_bias,
         norms=norms,
-        instead=dict.fromkeys(without),
+        instead={"self_attn.qkv_proj.weight": None, "self_attn.qkv_proj.bias": None},
         also=entries,
         over=over,
-        skip=skip,
+        skip=skipped,
         kept=kept,
         prefix=prefix,
     )
+
+
+def _attention_entries(config: Gemma4TextConfig, prefix: str) -> tuple[dict[str, Expression | str], list[str]]:
+    """The projections and norms of all layers, and the tensors to skip.
+
+    Layers that use another layer's keys and values leave those of the checkpoint unread.
+    """
+    entries: dict[str, Expression | str] = {}
+    skipped: list[str] = []
+    for layer in range(config.num_hidden_layers):
+        ours, theirs = f"layers.{layer}.self_attn", f"{prefix}.layers.{layer}.self_attn"
+        k_norm = f"{theirs}.k_norm.weight"
+        sizes = {
+            "heads": config.num_attention_heads,
+            "kv_heads": config.kv_heads_of(layer),
+            "head_dim": config.head_size_of(layer),
+        }
+        for parameter in ("weight", "bias") if config.attention_bias else ("weight",):
+            q, k, v = (f"{theirs}.{part}_proj.{parameter}" for part in "qkv")
+            rows: Expression | str = qkv_rows(q, k, v, **sizes)
+            if config.shares(layer):
+                rows = q
+                skipped += [k, v]
+            elif config.keys_are_values(layer):
+                rows = key_rows(q, k, **sizes)
+            entries[f"{ours}.qkv_proj.{parameter}"] = rows
+        if config.shares(layer):
+            skipped.append(k_norm)
+        else:
+            entries[f"{ours}.k_norm.weight"] = k_norm
+    return entries, skipped
+
+
+def _expert_entries(block: str) -> dict[str, Expression | str]:
+    """The router and the experts of a block."""
+    gate_up, down = fused_expert_rows(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj")
+    return {
+        "layers.{i}.moe.gate.proj.weight": f"{block}.router.proj.weight",
+        "layers.{i}.moe.gate.norm.weight": f"{block}.router.scale",
+        "layers.{i}.moe.gate.per_expert_scale": f"{block}.router.per_expert_scale",
+        "layers.{i}.moe.gate_up_weight": gate_up,
+        "layers.{i}.moe.down_weight": down,
+    }
+
+
+PER_LAYER = {
+    "layers.{i}.per_layer.gate.weight": "layers.{i}.per_layer_input_gate.weight",
+    "layers.{i}.per_layer.projection.weight": "layers.{i}.per_layer_projection.weight",
+    "layers.{i}.per_layer.norm.weight": "layers.{i}.post_per_layer_input_norm.weight",
+    "per_layer.embed_tokens.weight": "embed_tokens_per_layer.weight",
+    "per_layer.projection.weight": "per_layer_model_projection.weight",
+    "per_layer.norm.weight": "per_layer_projection_norm.weight",
+}
+"""Parameters that compute or read the second inputs of the blocks -> names in the checkpoint, after the prefix."""

@@ -1,7 +1,12 @@
-"""The second embedding of Gemma 4 (E2B, E4B), from which each block gets a second input besides the stream."""
+"""The second embedding of Gemma 4 (E2B, E4B), from which each block gets a second input besides the stream.
+
+`PerLayerInputs` computes the inputs of all blocks before the first block, and `PerLayerBranch` is the part of a block
+that reads its input. `find_ids` serves callers that pass embeddings, because the second embedding needs ids.
+"""
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -77,3 +82,28 @@ class PerLayerBranch(Layer):
         """Map x [B, T, C] and per_layer [B, T, P] to [B, T, C]."""
         y: Tensor = self.norm(self.projection(F.gelu(self.gate(x), approximate="tanh") * per_layer))
         return y
+
+
+@torch.no_grad()
+def find_ids(embeds: Tensor, embedding: LigerEmbedding) -> Tensor:
+    """Find the token ids [B, T] of embeddings [B, T, C], which must equal rows of the embedding bit for bit.
+
+    Raises:
+        ValueError: an embedding does not belong to any token.
+    """
+    rows, table = embeds.flatten(0, 1), embedding.weight  # [B · T, C] and [V, C]
+    scale = 1.0 if embedding.scale is None else torch.tensor(embedding.scale, dtype=table.dtype)
+    # A random projection sorts the table: equal rows have equal values.
+    direction = torch.randn(table.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    direction = direction.to(table.device)
+    values, order = torch.cat([(part * scale).double() @ direction for part in table.split(4096)]).sort()
+    # Sums of another order may differ in the last bits, so the search starts a little below.
+    targets = rows.double() @ direction
+    nearest = torch.searchsorted(values, targets - 1e-9 * targets.abs()).clamp_max(len(values) - 1)
+    ids = order[nearest]
+    if not torch.equal(table[ids] * scale, rows.to(table.dtype)):
+        raise ValueError(
+            "forward: inputs_embeds must be embeddings of tokens as embed_tokens returns them, because this model "
+            "embeds the ids a second time, got others. Pass input_ids."
+        )
+    return ids.view(embeds.shape[:2])

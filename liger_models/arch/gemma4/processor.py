@@ -5,7 +5,6 @@ Source: transformers ``image_processing_pil_gemma4.py``, ``image_processing_gemm
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +23,7 @@ from liger_models.base.images import (
     settings_of,
     to_tensor,
 )
-from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions, image_tokens
+from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
@@ -156,8 +155,7 @@ class Gemma4Processor(Processor):
         pairs = each_once(self.images, one_list("Gemma4Processor", self.image, texts, images))
         # Each placeholder becomes as many tokens as its image has, between a begin and an end.
         patches = [int((positions >= 0).all(-1).sum()) for _, positions in pairs]
-        written = iter([self._written(count // self.images.pool**2) for count in patches])
-        edits = [[Edit(*match.span(), next(written)) for match in self.placeholder.finditer(text)] for text in texts]
+        edits = self.replace(texts, image=[self._written(count // self.images.pool**2) for count in patches])
         out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
         return out | self._stacked(pairs)
 
@@ -165,16 +163,6 @@ class Gemma4Processor(Processor):
     def _stacked(pairs: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
         names = ("pixel_values", "image_position_ids")
         return {name: torch.stack(column) for name, column in zip(names, zip(*pairs, strict=True), strict=bool(pairs))}
-
-    @property
-    def placeholders(self) -> dict[str, str]:
-        """See `Processor.placeholders`."""
-        return {"image": re.escape(self.image)}
-
-    @property
-    def media_tokens(self) -> tuple[str, ...]:
-        """See `Processor.media_tokens`."""
-        return (self.image,)
 
     def written(self, size: MediaSize) -> tuple[str, int]:
         """See `Processor.written`."""

@@ -1,24 +1,30 @@
-"""Gemma 4, the language models (E2B, E4B, 12B, 26B-A4B, 31B): model_type ``gemma4_text``.
+"""The language models of Gemma 4 without images.
 
-Differs from Gemma 3: norms scale by their weight instead of 1 + weight, and values are also normed, without a weight;
-scores are not scaled. Layers without a window have wider heads (``global_head_dim``). With ``attention_k_eq_v`` they
-also have their own number of KV heads and no projection for values, because the keys before norm and rotation are the
-values. In these layers only the first ``partial_rotary_factor`` of a head's pairs rotate. The last
-``num_kv_shared_layers`` layers attend to the keys and values of the last earlier layer of their type that computes its
-own. At its end a block multiplies the stream by a factor.
+``gemma4_text`` (E2B, E4B, 26B-A4B, 31B) differs from Gemma 3: norms scale by their weight instead of 1 + weight, and
+values are also normed, without a weight; scores are not scaled. Layers without a window have wider heads
+(``global_head_dim``). With ``attention_k_eq_v`` they also have their own number of KV heads and no projection for
+values, because the keys before norm and rotation are the values. In these layers only the first
+``partial_rotary_factor`` of a head's pairs rotate. The last ``num_kv_shared_layers`` layers attend to the keys and
+values of the last earlier layer of their type that computes its own. At its end a block multiplies the stream by a
+factor.
 
 E2B and E4B embed each token a second time, which gives each block a second input. This input gates a small projection
 of the stream that is added to the stream. 26B-A4B has experts beside the MLP of each block, and their router has its
 own norm.
 
-Source: transformers ``models/gemma4``.
+``gemma4_unified_text`` (12B) is ``gemma4_text`` without experts and without second inputs, with other defaults.
+
+Source: transformers ``models/gemma4``, ``models/gemma4_unified``.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.arch.gemma4.decoder import Gemma4Decoder
 from liger_models.arch.gemma4.names import IGNORED_KEYS, from_json, text_map, to_json
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 
 
 class LigerGemma4Text(Gemma4Decoder):
@@ -27,14 +33,43 @@ class LigerGemma4Text(Gemma4Decoder):
     config_class = Gemma4TextConfig
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gemma4UnifiedTextConfig(Gemma4TextConfig):
+    """Sizes and constants of a Gemma 4 Unified language model, as in `Gemma4TextConfig`."""
+
+    max_position_embeddings: int = 262144
+    sliding_window: int = 1024
+    use_bidirectional_attention: str | None = "vision"
+    hidden_size_per_layer_input: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.enable_moe_block or self.hidden_size_per_layer_input != 0:
+            raise ValueError(
+                "Gemma4UnifiedTextConfig: enable_moe_block must be False and hidden_size_per_layer_input 0, got "
+                f"{self.enable_moe_block} and {self.hidden_size_per_layer_input}. The architecture has neither."
+            )
+
+
+class LigerGemma4UnifiedText(Gemma4Decoder):
+    """A Gemma 4 Unified language model with its head."""
+
+    config_class = Gemma4UnifiedTextConfig
+
+
+def unified_to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """``to_json`` of ``gemma4_text``, without the keys that only ``gemma4_text`` has."""
+    absent = ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
+    return to_json({key: value for key, value in keys.items() if key not in absent})
+
+
+FORMAT: dict[str, Any] = {"weight_map": text_map, "from_json": from_json, "ignored_keys": IGNORED_KEYS}
+
+add_family(LigerGemma4Text, model_type="gemma4_text", hf_class="Gemma4ForCausalLM", to_json=to_json, **FORMAT)
 add_family(
-    LigerGemma4Text,
-    CheckpointFormat(
-        model_type="gemma4_text",
-        hf_class="Gemma4ForCausalLM",
-        weight_map=text_map,
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    LigerGemma4UnifiedText,
+    model_type="gemma4_unified_text",
+    hf_class="Gemma4UnifiedForCausalLM",
+    to_json=unified_to_json,
+    **FORMAT,
 )

@@ -20,6 +20,7 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.kernels.rope.qkv_norm_rope import qkv_norm_rope, qkv_norm_rope_reference
 from liger_models.layers.attention_backends import attention
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import check_values
 from liger_models.layers.frozen import dtype_of
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local
@@ -64,11 +65,7 @@ class Gemma4VisionConfig:
                 f"Gemma4VisionConfig: num_key_value_heads ({self.num_key_value_heads}) must be num_attention_heads "
                 f"({self.num_attention_heads}). The heads of the tower share no keys."
             )
-        if self.hidden_activation != "gelu_pytorch_tanh" or self.attention_dropout != 0.0:
-            raise ValueError(
-                "Gemma4VisionConfig: hidden_activation must be 'gelu_pytorch_tanh' and attention_dropout 0, got "
-                f"{self.hidden_activation!r} and {self.attention_dropout}. Nothing else is implemented."
-            )
+        check_values(self, hidden_activation=("gelu_pytorch_tanh",), attention_dropout=(0.0,))
 
     @property
     def patch_values(self) -> int:

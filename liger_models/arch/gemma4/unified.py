@@ -13,12 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.arch.gemma4 import images, unified_text
+from liger_models.arch.gemma4 import images
 from liger_models.arch.gemma4.images import Gemma4WithImages, Placeholders
 from liger_models.arch.gemma4.names import text_map
-from liger_models.arch.gemma4.unified_text import Gemma4UnifiedTextConfig
+from liger_models.arch.gemma4.text import Gemma4UnifiedTextConfig, unified_to_json
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Expression, Rearrange, WeightMap
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.linear import local
@@ -154,7 +153,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `from_json`."""
-    return images.to_json(keys, keys["vision_config"], unified_text.to_json)
+    return images.to_json(keys, keys["vision_config"], unified_to_json)
 
 
 def weight_map(config: Gemma4UnifiedConfig) -> WeightMap:
@@ -181,14 +180,12 @@ def _map(config: Gemma4UnifiedConfig, embedder: str, projection: str) -> WeightM
 
 add_family(
     LigerGemma4Unified,
-    CheckpointFormat(
-        model_type="gemma4_unified",
-        hf_class="Gemma4UnifiedForConditionalGeneration",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-        module="model.embed_vision.pos_norm",
-    ),
+    model_type="gemma4_unified",
+    hf_class="Gemma4UnifiedForConditionalGeneration",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
+    module="model.embed_vision.pos_norm",
 )

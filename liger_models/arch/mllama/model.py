@@ -12,16 +12,14 @@ The outputs of the tower and of some of its earlier blocks are concatenated alon
 Source: https://arxiv.org/abs/2407.21783, transformers ``models/mllama``.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
+from liger_models.arch.mllama.config import MllamaConfig
 from liger_models.arch.mllama.cross_attention import (
     IMAGES_SEEN,
     CrossLayout,
@@ -29,273 +27,27 @@ from liger_models.arch.mllama.cross_attention import (
     LigerCrossAttention,
     tiles_seen,
 )
+from liger_models.arch.mllama.names import IGNORED_KEYS, from_json, other_maps, to_json, weight_map
 from liger_models.arch.mllama.processor import MllamaProcessor
+from liger_models.arch.mllama.tower import MllamaTower
 from liger_models.arch.registry import add_family
 from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.common.errors import check_integers, check_tensors, is_traced
-from liger_models.convert.config_map import of_text
-from liger_models.convert.format import CheckpointFormat
-from liger_models.convert.weight_map import (
-    Cat,
-    Expression,
-    Rearrange,
-    Split,
-    WeightMap,
-    decoder_map,
-    qkv_rows,
-)
 from liger_models.distributed.collectives import Group
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import local, replicated
-from liger_models.layers.masks import parts_mask
-from liger_models.layers.mlp import ACTIVATIONS, LigerMLP, LigerSwiGLUMLP
-from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
-from liger_models.layers.vision import VisionBlock
+from liger_models.layers.linear import replicated
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
 
-PATCHES_MULTIPLE = 8
-"""The tokens of a tile are padded to a multiple of this. Tokens attend to the padding, so it affects the result."""
 PLACEHOLDERS = 8
 """Number of embedding rows after the vocabulary; the first of them is the image placeholder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MllamaVisionConfig:
-    """Sizes of the vision tower.
-
-    Raises:
-        ValueError: the sizes do not fit together, or the activation is not supported.
-    """
-
-    hidden_size: int = 1280
-    intermediate_size: int = 5120
-    num_hidden_layers: int = 32
-    num_global_layers: int = 8
-    attention_heads: int = 16
-    num_channels: int = 3
-    image_size: int = 448
-    patch_size: int = 14
-    max_num_tiles: int = 4
-    hidden_act: str = "gelu"
-    norm_eps: float = 1e-5
-    vision_output_dim: int = 7680
-    intermediate_layers_indices: list[int] = field(default_factory=lambda: [3, 7, 15, 23, 30])
-    supported_aspect_ratios: list[list[int]] = field(
-        default_factory=lambda: [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]
-    )
-    initializer_range: float = 0.02
-
-    def __post_init__(self) -> None:
-        name, C, layers = type(self).__name__, self.hidden_size, self.intermediate_layers_indices
-        if C % self.attention_heads != 0:
-            raise ValueError(
-                f"{name}: hidden_size ({C}) must be a multiple of attention_heads ({self.attention_heads}). Check "
-                "config.json."
-            )
-        if self.image_size % self.patch_size != 0:
-            raise ValueError(
-                f"{name}: image_size ({self.image_size}) must be a multiple of patch_size ({self.patch_size}). Check "
-                "config.json."
-            )
-        if layers != sorted(set(layers)) or not all(0 <= layer < self.num_hidden_layers for layer in layers):
-            raise ValueError(
-                f"{name}: intermediate_layers_indices must ascend and be below num_hidden_layers "
-                f"({self.num_hidden_layers}), got {layers}. Check config.json."
-            )
-        if self.vision_output_dim != (1 + len(layers)) * C:
-            raise ValueError(
-                f"{name}: vision_output_dim ({self.vision_output_dim}) must be hidden_size ({C}) times 1 plus the "
-                f"number of intermediate_layers_indices ({len(layers)}). Check config.json."
-            )
-        if not all(
-            len(ratio) == 2 and math.prod(ratio) <= self.max_num_tiles for ratio in self.supported_aspect_ratios
-        ):
-            raise ValueError(
-                f"{name}: supported_aspect_ratios must be rows and columns of at most max_num_tiles "
-                f"({self.max_num_tiles}) tiles, got {self.supported_aspect_ratios}. Check config.json."
-            )
-        if self.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh"):
-            raise ValueError(
-                f"{name}: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', got {self.hidden_act!r}. The "
-                "tower has no other activation."
-            )
-
-    @property
-    def tokens_per_tile(self) -> int:
-        """Number of tokens of a tile, which are its patches and its class token."""
-        return (self.image_size // self.patch_size) ** 2 + 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class MllamaConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a Llama 3.2 Vision model; ``vision_config`` holds the sizes of the tower."""
-
-    vocab_size: int = 128256
-    intermediate_size: int = 14336
-    num_hidden_layers: int = 40
-    num_key_value_heads: int | None = 8
-    max_position_embeddings: int = 131072
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
-    bos_token_id: int | None = 128000
-    eos_token_id: int | list[int] | None = 128001
-    pad_token_id: int | None = 128004
-    cross_attention_layers: list[int] = field(default_factory=lambda: [3, 8, 13, 18, 23, 28, 33, 38])
-    image_token_index: int = 128256
-    vision_config: MllamaVisionConfig = field(default_factory=MllamaVisionConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_values(self, tie_word_embeddings=(False,))
-        crossing, layers = self.cross_attention_layers, self.num_hidden_layers
-        if len(set(crossing)) != len(crossing) or not all(0 <= layer < layers for layer in crossing):
-            raise ValueError(
-                f"MllamaConfig: cross_attention_layers must be distinct and below num_hidden_layers ({layers}), got "
-                f"{crossing}. Check config.json."
-            )
-
-
-class MllamaGlobalBlock(VisionBlock):
-    """``h += tanh(a) · attention(norm(h)); h += tanh(b) · mlp(norm(h))`` with learned gates a and b."""
-
-    def __init__(self, config: MllamaVisionConfig, norm: partial[LigerLayerNorm], kernels: KernelOptions) -> None:
-        super().__init__(config.hidden_size, config.attention_heads, norm, _mlp(config, kernels), kernels,
-                         rotary=None, bias=False)  # fmt: skip
-        self.std = config.initializer_range
-        self.gate_attn, self.gate_ffn = (nn.Parameter(torch.empty(1)) for _ in range(2))
-
-    def reset_parameters(self) -> None:
-        """Initialize the gates close to 0."""
-        nn.init.normal_(self.gate_attn, std=self.std)
-        nn.init.normal_(self.gate_ffn, std=self.std)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [n, N, C]; return the next ``(x, residual)``."""
-        # Each gate scales the result of a branch before it joins the residual stream.
-        y, residual = self.attn.add_norm(self.norm1, x, residual, layout)
-        y, residual = self.mlp.add_norm(self.norm2, y * local(self.gate_attn).tanh(), residual)
-        return y * local(self.gate_ffn).tanh(), residual
-
-
-def _mlp(config: MllamaVisionConfig, kernels: KernelOptions) -> LigerMLP:
-    act = ACTIVATIONS[config.hidden_act]
-    return LigerMLP(config.hidden_size, config.intermediate_size, act=act, kernel=kernels.swiglu)
-
-
-class MllamaTower(nn.Module):
-    """The vision tower: tiled images to image tokens.
-
-    Args:
-        config: sizes of the language model and the tower.
-        kernels: which parts run on fused kernels.
-
-    Attributes:
-        intermediate: "outputs" uses the outputs of the blocks in ``intermediate_layers_indices``, as in transformers 5;
-            "inputs" uses their inputs, as in the authors' code and early versions of transformers.
-    """
-
-    def __init__(self, config: MllamaConfig, kernels: KernelOptions) -> None:
-        super().__init__()
-        vision = config.vision_config
-        C, tiles, ratios = vision.hidden_size, vision.max_num_tiles, len(vision.supported_aspect_ratios) + 1
-        self.config, self.intermediate = vision, "outputs"
-        norm = partial(LigerLayerNorm, C, vision.norm_eps, kernel=kernels.layer_norm)
-        # The norms before and after the first blocks have a fixed eps.
-        around = partial(LigerLayerNorm, C, 1e-5, kernel=kernels.layer_norm)
-        self.patch_embed = nn.Linear(vision.num_channels * vision.patch_size**2, C, bias=False)
-        self.class_embed = nn.Parameter(torch.empty(C))
-        self.pos_embed = nn.Embedding(vision.tokens_per_tile, C)
-        self.tile_pos_embed = nn.Embedding(ratios, tiles * vision.tokens_per_tile * C)
-        self.pre_tile_embed, self.post_tile_embed = (nn.Embedding(ratios, tiles * C) for _ in range(2))
-        self.pos_gate, self.pre_tile_gate, self.post_tile_gate = (nn.Parameter(torch.empty(1)) for _ in range(3))
-        self.layernorm_pre, self.layernorm_post = around(), around()
-        # Blocks of the tower, then blocks whose branches have a gate.
-        local = (
-            VisionBlock(C, vision.attention_heads, norm, _mlp(vision, kernels), kernels, rotary=None, bias=False)
-            for _ in range(vision.num_hidden_layers)
-        )
-        gated = (MllamaGlobalBlock(vision, norm, kernels) for _ in range(vision.num_global_layers))
-        self.blocks = nn.ModuleList([*local, *gated])
-        self.projection = nn.Linear(vision.vision_output_dim, config.hidden_size)
-
-    def reset_parameters(self) -> None:
-        """Set the gates to 0 and draw the class token. `Decoder.reset_parameters` initializes the rest."""
-        nn.init.normal_(self.class_embed, std=self.config.initializer_range)
-        for gate in (self.pos_gate, self.pre_tile_gate, self.post_tile_gate):
-            nn.init.zeros_(gate)
-
-    def forward(self, pixels: Tensor, ratio: Tensor, used: Tensor) -> Tensor:
-        """Compute image tokens.
-
-        Args:
-            pixels: [n, tiles, channels, image_size, image_size].
-            ratio: [n] int64, 1 + index of the image's aspect ratio in ``supported_aspect_ratios``.
-            used: [n, tiles] bool, whether the aspect ratio uses each tile.
-
-        Returns:
-            [n, tiles · tokens_per_tile, C].
-        """
-        P, side = self.config.tokens_per_tile, self.config.patch_size
-        n, tiles = used.shape
-        patches = rearrange(pixels, "n t c (h y) (w x) -> n t (h w) (c y x)", y=side, x=side)
-        x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
-        x = self._add_tile(x, ratio, self.pre_tile_embed, self.pre_tile_gate)  # [n, tiles, patches, C]
-        # Each tile has a class token in front: [n, tiles, P, C].
-        x = torch.cat([local(self.class_embed).expand(n, tiles, 1, -1), x], 2)
-        # Positions within a tile, and by the gate those that depend on the place of the tile.
-        gate = local(self.pos_gate).tanh()
-        x = x + (1 - gate) * local(self.pos_embed.weight)
-        x = x + gate * nn.functional.embedding(ratio, local(self.tile_pos_embed.weight)).view(n, tiles, P, -1)
-        residual = nn.functional.pad(self.layernorm_pre(x), (0, 0, 0, -P % PATCHES_MULTIPLE)).flatten(1, 2)
-        layout = self._layout(used)
-
-        # The first blocks, of some of which the inputs or outputs are features of the image tokens.
-        intermediate = []
-        x = None
-        blocks, count = list(self.blocks), self.config.num_hidden_layers
-        for layer, block in enumerate(blocks[:count]):
-            take = layer in self.config.intermediate_layers_indices
-            if take and self.intermediate == "inputs":
-                intermediate.append(residual if x is None else residual + x)
-            x, residual = block(x, residual, layout)
-            if take and self.intermediate == "outputs":
-                intermediate.append(residual + x)
-
-        # The last, gated blocks, on the normed stream.
-        normed = self.layernorm_post.add(x, residual)[0].unflatten(1, (tiles, -1))  # [n, tiles, N, C]
-        x, residual = None, self._add_tile(normed, ratio, self.post_tile_embed, self.post_tile_gate).flatten(1, 2)
-        for block in blocks[count:]:
-            x, residual = block(x, residual, layout)
-        last = residual if x is None else residual + x
-        # [n, tiles, P, (1 + intermediate) · C], without the padding
-        features = torch.cat([last, *intermediate], -1).unflatten(1, (tiles, -1))[:, :, :P]
-        tokens: Tensor = self.projection(features.flatten(1, 2))
-        return tokens
-
-    def _add_tile(self, x: Tensor, ratio: Tensor, table: nn.Embedding, gate: Tensor) -> Tensor:
-        """Add to x [n, tiles, N, C] the gated embedding of each tile, which depends on the image's aspect ratio."""
-        added = nn.functional.embedding(ratio, local(table.weight)).view(len(x), x.shape[1], 1, -1)
-        y: Tensor = x + added * local(gate).tanh()
-        return y
-
-    def _layout(self, used: Tensor) -> BatchLayout:
-        """All tokens of an image attend to each other, but padding and unused tiles not among themselves."""
-        P = self.config.tokens_per_tile
-        tiles = used.shape[1]
-        padded = P + -P % PATCHES_MULTIPLE
-        parts = torch.stack([used, torch.zeros_like(used)], 2).flatten(1)  # two parts per tile: tokens, padding
-        lengths = torch.tensor([P, padded - P] * tiles, device=used.device)
-        part = torch.arange(2 * tiles, device=used.device).repeat_interleave(lengths, output_size=tiles * padded)
-        mask = parts_mask(parts[:, part, None] | parts[:, None], part, segments=True, recurring=True)
-        positions = torch.arange(tiles * padded, device=used.device)[None]
-        return BatchLayout(positions, {}, masks={None: mask}, causal=False)
 
 
 class MllamaBlock(nn.Module):
@@ -553,120 +305,13 @@ class LigerMllama(VisionLanguageModel):
         return sum(images)
 
 
-IGNORED_KEYS = ("tie_word_embeddings",)  # in vision_config
-TOP = ("image_token_index", "vision_config")
-"""Keys of config.json that do not belong to the language model."""
-
-
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, and rename ``dropout`` to ``attention_dropout``."""
-    text = {"attention_dropout" if key == "dropout" else key: value for key, value in hf["text_config"].items()}
-    # transformers never ties the head, whatever the file says
-    return of_text(MllamaConfig, hf, text, TOP) | {"tie_word_embeddings": False}
-
-
-def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`, which moves the language model's keys back into ``text_config``."""
-    text = {"dropout" if key == "attention_dropout" else key: value for key, value in keys.items() if key not in TOP}
-    return {key: keys[key] for key in TOP} | {"text_config": text}
-
-
-def weight_map(config: MllamaConfig) -> WeightMap:
-    """Maps the parameters of Llama 3.2 Vision to the tensors of a Hugging Face checkpoint."""
-    return _map(config, "language_model.model", "", "language_model.lm_head.weight")
-
-
-def other_maps(config: MllamaConfig) -> list[WeightMap]:
-    """The layout of transformers' modules since 4.52, which some of its versions also wrote to checkpoints."""
-    return [_map(config, "model.language_model", "model.", "lm_head.weight")]
-
-
-def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
-    vision, visual, projector = config.vision_config, f"{prefix}vision_model", f"{prefix}multi_modal_projector"
-    C, intermediate = vision.hidden_size, len(vision.intermediate_layers_indices)
-    own, cross, kinds = f"{text}.layers.{{own}}", f"{text}.layers.{{cross}}", ("weight", "bias")
-
-    # The tower, the blocks with self-attention, and those with cross-attention.
-    tower: dict[str, Expression | str] = {
-        "visual.patch_embed.weight": Rearrange(
-            "c p y x -> c (p y x)", f"{visual}.patch_embedding.weight", p=vision.num_channels, y=vision.patch_size
-        ),
-        "visual.class_embed": f"{visual}.class_embedding",
-        "visual.pos_embed.weight": f"{visual}.gated_positional_embedding.embedding",
-        "visual.pos_gate": f"{visual}.gated_positional_embedding.gate",
-        "visual.tile_pos_embed.weight": f"{visual}.gated_positional_embedding.tile_embedding.weight",
-        "visual.projection.bias": f"{projector}.bias",
-        # In the checkpoint the intermediate layers are the inner axis of the input features; here they are the outer.
-        "visual.projection.weight": Split(
-            f"{projector}.weight", 1, {"last": C, "between": intermediate * C},
-            Cat(["last", Rearrange("o (c l) -> o (l c)", "between", l=intermediate)], 1, [C, intermediate * C]),
-        ) if intermediate else f"{projector}.weight",
-        **{f"visual.layernorm_{at}.{k}": f"{visual}.layernorm_{at}.{k}" for at in ("pre", "post") for k in kinds},
-    }  # fmt: skip
-    # Embeddings of the tile's position, before and after the first blocks.
-    for at in ("pre", "post"):
-        tower[f"visual.{at}_tile_embed.weight"] = f"{visual}.{at}_tile_positional_embedding.embedding.weight"
-        tower[f"visual.{at}_tile_gate"] = f"{visual}.{at}_tile_positional_embedding.gate"
-    for layer in range(vision.num_hidden_layers):
-        tower |= _tower_block(config, layer, f"{visual}.transformer.layers.{layer}")
-    # Blocks with gates follow the others.
-    for layer in range(vision.num_global_layers):
-        number, theirs = vision.num_hidden_layers + layer, f"{visual}.global_transformer.layers.{layer}"
-        tower |= _tower_block(config, number, theirs)
-        tower |= {f"visual.blocks.{number}.{gate}": f"{theirs}.{gate}" for gate in ("gate_attn", "gate_ffn")}
-    # A layer has self-attention or cross-attention, so neither is in the map that all layers share.
-    return decoder_map(
-        config,
-        instead={"self_attn.qkv_proj.weight": None, "self_attn.o_proj.weight": None},
-        prefix=text,
-        head=head,
-        also={
-            "layers.{own}.self_attn.qkv_proj.weight": qkv_rows(
-                *(f"{own}.self_attn.{part}_proj.weight" for part in "qkv"),
-                heads=config.num_attention_heads,
-                kv_heads=config.kv_heads,
-                head_dim=config.head_size,
-            ),
-            "layers.{own}.self_attn.o_proj.weight": f"{own}.self_attn.o_proj.weight",
-            **{
-                f"layers.{{cross}}.cross_attn.{part}.weight": f"{cross}.cross_attn.{part}.weight"
-                for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-            },
-            "layers.{cross}.attn_gate": f"{cross}.cross_attn_attn_gate",
-            "layers.{cross}.mlp_gate": f"{cross}.cross_attn_mlp_gate",
-            **tower,
-        },
-        over={
-            "own": [i for i in range(config.num_hidden_layers) if i not in config.cross_attention_layers],
-            "cross": config.cross_attention_layers,
-        },
-    )
-
-
-def _tower_block(config: MllamaConfig, number: int, theirs: str) -> dict[str, Expression | str]:
-    heads, width = config.vision_config.attention_heads, config.vision_config.hidden_size
-    block, kinds = f"visual.blocks.{number}", ("weight", "bias")
-    norms = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-    return {
-        f"{block}.attn.qkv_proj.weight": qkv_rows(
-            *(f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv"),
-            heads=heads, kv_heads=heads, head_dim=width // heads,
-        ),
-        f"{block}.attn.o_proj.weight": f"{theirs}.self_attn.o_proj.weight",
-        **{f"{block}.{norm}.{k}": f"{theirs}.{name}.{k}" for norm, name in norms.items() for k in kinds},
-        **{f"{block}.mlp.{fc}.{k}": f"{theirs}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
-    }  # fmt: skip
-
-
 add_family(
     LigerMllama,
-    CheckpointFormat(
-        model_type="mllama",
-        hf_class="MllamaForConditionalGeneration",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=from_json,
-        to_json=to_json,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="mllama",
+    hf_class="MllamaForConditionalGeneration",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
 )

@@ -4,7 +4,6 @@ Source: transformers ``image_processing_pil_mllama.py``, ``processing_mllama.py`
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -188,16 +187,6 @@ class MllamaProcessor(Processor):
         lengths = torch.tensor([1, *(math.prod(ratio) for ratio in self.images.ratios)])
         used = (torch.arange(tiles) < lengths[kinds][..., None]).long()
         return out | {"pixel_values": pixels, "aspect_ratio_ids": kinds, "aspect_ratio_mask": used}
-
-    @property
-    def placeholders(self) -> dict[str, str]:
-        """See `Processor.placeholders`."""
-        return {"image": re.escape(self.image)}
-
-    @property
-    def media_tokens(self) -> tuple[str, ...]:
-        """See `Processor.media_tokens`."""
-        return (self.image,)
 
     def written(self, size: MediaSize) -> tuple[str, int]:
         """See `Processor.written`; an image of any size is one token."""

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerGatedAttention
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_multiple
 from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
 from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
+from liger_models.layers.qk_norm_attention import LigerGatedAttention
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -46,13 +46,8 @@ class HybridConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name, keys, values = type(self).__name__, self.linear_num_key_heads, self.linear_num_value_heads
-        check_layer_types(name, self.layer_types, self.num_hidden_layers, (LINEAR, FULL))
-        if values % keys != 0:
-            raise ValueError(
-                f"{name}: linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys}). Check "
-                "config.json."
-            )
+        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers, (LINEAR, FULL))
+        check_multiple(self, linear_num_value_heads="linear_num_key_heads")
 
     def is_linear(self, layer: int) -> bool:
         """Whether a layer has linear attention."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig
+from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig, check_decoder
 from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import IGNORED_KEYS, read_multimodal, write_qwen3_vl
-from liger_models.arch.qwen3_5.block import HybridConfig, HybridModel, HybridMoeConfig
+from liger_models.arch.qwen3_5.block import HybridModel
 from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, check_gate, multimodal_maps
+from liger_models.arch.qwen3_5.text import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,38 +37,29 @@ class Qwen3_5VisionConfig(Qwen3VLVisionConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3_5Config(HybridConfig):
+class Qwen3_5Config(Qwen3_5TextConfig):
     """Sizes and constants of a Qwen3.5 model; ``vision_config`` holds the sizes of the tower."""
 
-    vocab_size: int = 248320
-    intermediate_size: int = 12288
-    num_key_value_heads: int | None = 4
-    mrope_section: list[int] = field(default_factory=lambda: [11, 11, 10])
     image_token_id: int = 248056
     video_token_id: int = 248057
     vision_config: Qwen3_5VisionConfig = field(default_factory=Qwen3_5VisionConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.vision_config.check_decoder(type(self).__name__, self.hidden_size, self.num_hidden_layers)
+        check_decoder(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3_5MoeConfig(HybridMoeConfig):
-    """Sizes and constants of a Qwen3.5 model; ``vision_config`` holds the sizes of the tower."""
+class Qwen3_5MoeConfig(Qwen3_5MoeTextConfig):
+    """Sizes and constants of a Qwen3.5 model with experts; ``vision_config`` holds the sizes of the tower."""
 
-    vocab_size: int = 248320
-    num_hidden_layers: int = 40
-    num_experts_per_tok: int = 8
-    num_experts: int = 256
-    mrope_section: list[int] = field(default_factory=lambda: [11, 11, 10])
     image_token_id: int = 248056
     video_token_id: int = 248057
     vision_config: Qwen3_5VisionConfig = field(default_factory=Qwen3_5VisionConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.vision_config.check_decoder(type(self).__name__, self.hidden_size, self.num_hidden_layers)
+        check_decoder(self)
 
 
 class LigerQwen3_5(MRopeModel, HybridModel):
@@ -115,28 +106,25 @@ def write_moe(keys: Mapping[str, Any]) -> dict[str, Any]:
     return write_qwen3_vl({key: value for key, value in keys.items() if key != "intermediate_size"})
 
 
-add_family(
-    LigerQwen3_5,
-    CheckpointFormat(
-        model_type="qwen3_5",
-        hf_class="Qwen3_5ForConditionalGeneration",
-        weight_map=lambda config: multimodal_maps(config)[0],
-        other_maps=lambda config: multimodal_maps(config)[1:],
-        from_json=partial(read, Qwen3_5Config),
-        to_json=write_qwen3_vl,
-        ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
-    ),
-)
+FORMAT: dict[str, Any] = {
+    "weight_map": lambda config: multimodal_maps(config)[0],
+    "other_maps": lambda config: multimodal_maps(config)[1:],
+    "ignored_keys": (*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
+}
 
 add_family(
+    LigerQwen3_5,
+    model_type="qwen3_5",
+    hf_class="Qwen3_5ForConditionalGeneration",
+    from_json=partial(read, Qwen3_5Config),
+    to_json=write_qwen3_vl,
+    **FORMAT,
+)
+add_family(
     LigerQwen3_5MoE,
-    CheckpointFormat(
-        model_type="qwen3_5_moe",
-        hf_class="Qwen3_5MoeForConditionalGeneration",
-        weight_map=lambda config: multimodal_maps(config)[0],
-        other_maps=lambda config: multimodal_maps(config)[1:],
-        from_json=partial(read, Qwen3_5MoeConfig),
-        to_json=write_moe,
-        ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
-    ),
+    model_type="qwen3_5_moe",
+    hf_class="Qwen3_5MoeForConditionalGeneration",
+    from_json=partial(read, Qwen3_5MoeConfig),
+    to_json=write_moe,
+    **FORMAT,
 )

@@ -14,7 +14,6 @@ from typing import Any
 from liger_models.arch.qwen3_5.block import HybridModel, HybridMoeConfig
 from liger_models.arch.qwen3_5.names import check_gate, hybrid_map
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap
 
 
@@ -64,11 +63,9 @@ def other_maps(config: Qwen3NextConfig) -> list[WeightMap]:
 
 add_family(
     LigerQwen3Next,
-    CheckpointFormat(
-        model_type="qwen3_next",
-        hf_class="Qwen3NextForCausalLM",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=from_json,
-    ),
+    model_type="qwen3_next",
+    hf_class="Qwen3NextForCausalLM",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=from_json,
 )

@@ -14,7 +14,6 @@ from torch import nn
 from liger_models.arch.qwen3_5.block import HybridConfig, HybridModel, HybridMoeConfig
 from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, read_text, text_maps, write_text
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 from liger_models.layers.rope import MultimodalRotaryEmbedding
 
 
@@ -70,30 +69,14 @@ class LigerQwen3_5MoEText(LigerQwen3_5Text):
     replays_routing = True
 
 
-add_family(
-    LigerQwen3_5Text,
-    CheckpointFormat(
-        model_type="qwen3_5_text",
-        hf_class="Qwen3_5ForCausalLM",
-        weight_map=lambda config: text_maps(config)[0],
-        other_maps=lambda config: text_maps(config)[1:],
-        from_json=read_text,
-        to_json=write_text,
-        ignored_keys=TEXT_IGNORED_KEYS,
-        module="model.norm",
-    ),
-)
+FORMAT: dict[str, Any] = {
+    "weight_map": lambda config: text_maps(config)[0],
+    "other_maps": lambda config: text_maps(config)[1:],
+    "from_json": read_text,
+    "to_json": write_text,
+    "ignored_keys": TEXT_IGNORED_KEYS,
+    "module": "model.norm",
+}
 
-add_family(
-    LigerQwen3_5MoEText,
-    CheckpointFormat(
-        model_type="qwen3_5_moe_text",
-        hf_class="Qwen3_5MoeForCausalLM",
-        weight_map=lambda config: text_maps(config)[0],
-        other_maps=lambda config: text_maps(config)[1:],
-        from_json=read_text,
-        to_json=write_text,
-        ignored_keys=TEXT_IGNORED_KEYS,
-        module="model.norm",
-    ),
-)
+add_family(LigerQwen3_5Text, model_type="qwen3_5_text", hf_class="Qwen3_5ForCausalLM", **FORMAT)
+add_family(LigerQwen3_5MoEText, model_type="qwen3_5_moe_text", hf_class="Qwen3_5MoeForCausalLM", **FORMAT)

@@ -14,19 +14,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig
+from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig, check_decoder
 from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import IGNORED_KEYS, qwen3_vl_map, read_multimodal, write_qwen3_vl
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import WeightMap
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Qwen3VLConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.vision_config.check_decoder(type(self).__name__, self.hidden_size, self.num_hidden_layers)
+        check_decoder(self)
 
 
 class Qwen3VLBlock(nn.Module):
@@ -102,13 +101,11 @@ def other_maps(config: Qwen3VLConfig) -> list[WeightMap]:
 
 add_family(
     LigerQwen3VL,
-    CheckpointFormat(
-        model_type="qwen3_vl",
-        hf_class="Qwen3VLForConditionalGeneration",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=partial(read_multimodal, Qwen3VLConfig),
-        to_json=write_qwen3_vl,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="qwen3_vl",
+    hf_class="Qwen3VLForConditionalGeneration",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=partial(read_multimodal, Qwen3VLConfig),
+    to_json=write_qwen3_vl,
+    ignored_keys=IGNORED_KEYS,
 )

@@ -13,7 +13,6 @@ from typing import Any
 from liger_models.arch._qwen_vl import names
 from liger_models.arch.qwen3_vl.dense import Qwen3VLBlock, Qwen3VLConfig, Qwen3VLModel
 from liger_models.arch.registry import add_family
-from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, fused_expert_rows, sparse_mlps
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.mlp import LigerSwiGLUMLP
@@ -108,13 +107,11 @@ def _map(config: Qwen3VLMoeConfig, gate_up: Expression, down: Expression) -> Wei
 
 add_family(
     LigerQwen3VLMoE,
-    CheckpointFormat(
-        model_type="qwen3_vl_moe",
-        hf_class="Qwen3VLMoeForConditionalGeneration",
-        weight_map=weight_map,
-        other_maps=other_maps,
-        from_json=from_json,
-        to_json=names.write_qwen3_vl,
-        ignored_keys=IGNORED_KEYS,
-    ),
+    model_type="qwen3_vl_moe",
+    hf_class="Qwen3VLMoeForConditionalGeneration",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=from_json,
+    to_json=names.write_qwen3_vl,
+    ignored_keys=IGNORED_KEYS,
 )

@@ -25,13 +25,13 @@ queries and heads at a time, and plain matrix products read the tiles: 2 product
 The kernels, in their order::
 
     forward                                             backward
-    _weights_kernel        tiles of exp2(s − m)         _row_products_kernel        δ
-    _sums_kernel           m, 1 / Σ                     _score_gradients_kernel     tiles of p and ds
-    _sum_over_keys_kernel  o = weights · v / Σ          _sum_over_keys_kernel       dq = ds · k
-                                                        _sum_over_queries_kernel    dk = dsᵀ · q, dv = pᵀ · do
+    weights_kernel         tiles of exp2(s − m)         row_products_kernel         δ
+    sums_kernel            m, 1 / Σ                     score_gradients_kernel      tiles of p and ds
+    sum_over_keys_kernel   o = weights · v / Σ          sum_over_keys_kernel        dq = ds · k
+                                                        sum_over_queries_kernel     dk = dsᵀ · q, dv = pᵀ · do
 
-`workspace.py` has the layout of the workspace. A tile has BLOCK_M queries and BLOCK_N keys, and GROUP query heads share
-a KV head.
+`causal_attention_kernels.py` has the kernels, and `workspace.py` the layout of the workspace. This file has the tiles
+of each kind of device, what the launches share (`Plan`), forward and backward of the op, and the public function.
 
 The forward writes exp2(s_ij − m), with m and the sum of each row of a tile. m is 0 where the largest s of the row is
 within ±64, and otherwise the largest s, rounded up: bf16 and fp32 hold weights around 2^64 as well as weights around 1.
@@ -44,40 +44,71 @@ Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
-from liger_models.kernels.attention.heads import LOG2_E, check_heads
-from liger_models.kernels.attention.workspace import VARYING, Launch, Part, first_place, launches, slot_head, tile_at
+from liger_models.kernels.attention.causal_attention_kernels import (
+    row_products_kernel,
+    score_gradients_kernel,
+    sum_over_keys_kernel,
+    sum_over_queries_kernel,
+    sums_kernel,
+    weights_kernel,
+)
+from liger_models.kernels.attention.heads import check_heads
+from liger_models.kernels.attention.workspace import Launch, launches
 from liger_models.kernels.dispatch import (
     TensorDescriptor,
     fitting_stages,
     num_programs,
     on_device_of,
-    tl,
     triton,
     use_triton,
 )
 from liger_models.kernels.tiles import dot_precision
 
-LARGE, SMALL = 2, 4
-"""Keys of the tables below: half precision with 226 KB of shared memory (Hopper, Blackwell), and everything else."""
 
-TILE = {LARGE: (128, 128, 64), SMALL: (64, 64, 32)}
-WEIGHTS_LAUNCH = {LARGE: {"num_warps": 4, "num_stages": 3}, SMALL: {"num_warps": 8, "num_stages": 2}}
-SCORES_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 3}, SMALL: {"num_warps": 4, "num_stages": 2}}
-"""Queries and keys of a tile of weights, or of p and ds, and columns of the heads of a step; launches of the forward
-and the backward. In the forward two programs take 208 KB of a Hopper multiprocessor's 227 KB of shared memory: one
-computes exponentials while the other multiplies."""
+class Tiles(NamedTuple):
+    """Sizes of tiles and launch options for one kind of device.
 
-PRODUCT_COLUMNS = {LARGE: 256, SMALL: 64}
-PRODUCT_STEP = {LARGE: 64, SMALL: 32}
-PRODUCT_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 4}, SMALL: {"num_warps": 4, "num_stages": 2}}
-"""Columns of a tile of o, dq, dk and dv, and queries or keys of a step."""
+    Attributes:
+        block_m, block_n: queries and keys of a tile of weights, or of p and ds.
+        block_d: columns of the heads in a step of the kernels that write these tiles.
+        weights, scores: options of the launches that write these tiles in the forward and in the backward.
+        columns: columns of a tile of o, dq, dk and dv.
+        step: queries or keys in a step of the kernels that write o, dq, dk and dv.
+        products: options of the launches of these kernels.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    weights: Mapping[str, int]
+    scores: Mapping[str, int]
+    columns: int
+    step: int
+    products: Mapping[str, int]
+
+
+LARGE = Tiles(
+    128, 128, 64,
+    weights={"num_warps": 4, "num_stages": 3}, scores={"num_warps": 8, "num_stages": 3},
+    columns=256, step=64, products={"num_warps": 8, "num_stages": 4},
+)  # fmt: skip
+"""For half precision with 226 KB of shared memory (Hopper, Blackwell). In the forward two programs take 208 KB of a
+Hopper multiprocessor's 227 KB: one computes exponentials while the other multiplies."""
+
+SMALL = Tiles(
+    64, 64, 32,
+    weights={"num_warps": 8, "num_stages": 2}, scores={"num_warps": 4, "num_stages": 2},
+    columns=64, step=32, products={"num_warps": 4, "num_stages": 2},
+)  # fmt: skip
+"""For everything else."""
 
 FAR = {torch.float32: 64.0, torch.bfloat16: 64.0, torch.float16: -1.0}
 """Where m is 0: the largest of a row's scores in a tile, times log2 e, is within ± this. float16 doesn't hold 2^64."""
@@ -85,6 +116,11 @@ FAR = {torch.float32: 64.0, torch.bfloat16: 64.0, torch.float16: -1.0}
 PARTS = 64
 SUMS_PROGRAMS = 4
 """Tiles of keys whose sums are loaded at a time, and programs that the tiles of weights of a tile of queries have."""
+
+
+def choose_tiles(x: Tensor) -> Tiles:
+    """The tiles for the dtype and device of x."""
+    return LARGE if x.element_size() == 2 and fitting_stages(x, 2, 113 * 2**10) == 2 else SMALL
 
 
 def causal_attention_reference(
@@ -103,301 +139,7 @@ def causal_attention_reference(
     return (weights @ v).transpose(1, 2)
 
 
-@triton.jit
-def _scale_and_mask(
-    scores, scale, position, key, S, window, documents_ptr, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Turn q · kᵀ [BLOCK_M, BLOCK_N] into s, with -inf where a query doesn't see a key."""
-    # log2 e: the exponentials are powers of 2, which the hardware computes.
-    scores *= scale * LOG2_E
-    # Without bounds, tiles below the diagonal are visible as a whole.
-    if HAS_DOCUMENTS or HAS_WINDOW or key + BLOCK_N > position:
-        positions = position + tl.arange(0, BLOCK_M)
-        keys = key + tl.arange(0, BLOCK_N)
-        visible = (positions[:, None] >= keys[None, :]) & (keys < S)[None, :]  # [BLOCK_M, BLOCK_N]
-        if HAS_WINDOW:
-            visible = visible & (positions[:, None] - keys[None, :] < window)
-        if HAS_DOCUMENTS:
-            # The two fill values differ, so that what lies past the last token is never in one document.
-            document = tl.load(documents_ptr + positions, mask=positions < S, other=-3)
-            key_document = tl.load(documents_ptr + keys, mask=keys < S, other=-2)
-            visible = visible & (document[:, None] == key_document[None, :])
-        scores = tl.where(visible, scores, float("-inf"))
-    return scores
-
-
-@triton.jit
-def _load_tile(x, batch, head, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load a tile [ROWS, COLUMNS] of a head from a descriptor of [B, heads, rows, D]; 0 outside."""
-    return x.load([batch, head, row, column]).reshape(ROWS, COLUMNS)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _weights_kernel(
-    q, k, weights_ptr, tile_m_ptr, tile_sum_ptr, documents_ptr, low_ptr, window, scale,
-    T, S, kv_head, query_head, query_heads, query, tiles, width, slots,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Write tiles of exp2(s − m), and m and the sum of each row of a tile; a program writes many tiles."""
-    BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
-    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
-    places = slots * ((tiles + 1) // 2) * width
-    rows = tl.arange(0, BLOCK_M)
-    for place in tl.range(tl.program_id(0), places, tl.num_programs(0), flatten=not BOUNDED):
-        batch, head, first_query, key, visible = tile_at(place, part, low_ptr, H, GROUP, BOUNDED, BLOCK_M, BLOCK_N)
-        position = first_query + S - T
-        if not BOUNDED or visible:
-            # s = scale · log2 e · q · kᵀ, summed over BLOCK_D columns of the heads at a time.
-            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for column in range(0, D, BLOCK_D):
-                q_tile = _load_tile(q, batch, head, first_query, column, BLOCK_M, BLOCK_D)
-                k_tile = _load_tile(k, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
-                scores = tl.dot(q_tile, tl.trans(k_tile), scores, input_precision=PRECISION)
-            scores = _scale_and_mask(
-                scores, scale, position, key, S, window, documents_ptr + batch * S, HAS_DOCUMENTS, HAS_WINDOW,
-                BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-
-            # m of each row [BLOCK_M]: 0 unless the row's largest score is far from 0, and -inf if it sees no key.
-            largest = tl.max(scores, 1)
-            near = (tl.abs(largest) <= FAR) | (largest == float("-inf"))
-            m = tl.where(near, 0.0, tl.ceil(largest))
-            p = tl.exp2(scores - m[:, None])  # [BLOCK_M, BLOCK_N]
-
-            tl.store(tile_m_ptr + place * BLOCK_M + rows, tl.where(largest == float("-inf"), largest, m))
-            tl.store(tile_sum_ptr + place * BLOCK_M + rows, tl.sum(p, 1))
-            entries = (place * BLOCK_M + rows).to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            tl.store(weights_ptr + entries, p.to(weights_ptr.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _sums_kernel(
-    weights_ptr, tile_m_ptr, tile_sum_ptr, m_ptr, inverse_ptr, low_ptr,
-    T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
-    BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Write one m for all weights of a query, and the inverse of their sum, [B, H, T] each.
-
-    Each of the SUMS_PROGRAMS programs of a tile of queries computes both. They split the rescaling of weights that were
-    written with another m.
-    """
-    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
-    slot = tl.program_id(1)
-    tile = tl.program_id(2)
-    batch, head = slot_head(slot, part, H, GROUP)
-    place = first_place(slot, tile, part, BLOCK_M, BLOCK_N)
-    position = query + tile * BLOCK_M + S - T
-
-    # Tiles of keys that the queries see.
-    begin = 0
-    if BOUNDED:
-        begin = tl.load(low_ptr + batch * S + position) // BLOCK_N
-    end = tl.cdiv(tl.minimum(position + BLOCK_M, S), BLOCK_N)
-
-    # m, the sum of exp2(s − m), and the largest |m| of a tile: [BLOCK_M] each, over PARTS tiles at a time.
-    rows = tl.arange(0, BLOCK_M)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    far = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(begin, end, PARTS):
-        key_tile = start + tl.arange(0, PARTS)[:, None]
-        entries = (place + key_tile) * BLOCK_M + rows[None, :]  # [PARTS, BLOCK_M]
-        tile_m = tl.load(tile_m_ptr + entries, mask=key_tile < end, other=float("-inf"))
-        sums = tl.load(tile_sum_ptr + entries, mask=key_tile < end, other=0.0)
-        far = tl.maximum(far, tl.max(tl.where(tile_m == float("-inf"), 0.0, tl.abs(tile_m)), 0))
-        larger = tl.maximum(m, tl.max(tile_m, 0))
-        finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has seen no key yet
-        total = total * tl.exp2(m - finite) + tl.sum(sums * tl.exp2(tile_m - finite[None, :]), 0)
-        m = larger
-    m = tl.where(total == 0.0, 0.0, m)  # rows past the last query
-    total = tl.where(total == 0.0, 1.0, total)
-
-    if tl.program_id(0) == 0:
-        queries = query + tile * BLOCK_M + rows
-        entries = (batch.to(tl.int64) * H + head) * T + queries
-        tl.store(m_ptr + entries, m, mask=queries < T)
-        tl.store(inverse_ptr + entries, 1.0 / total, mask=queries < T)
-
-    # Tiles with another m than the query's are multiplied by a power of 2.
-    if tl.max(far) > 0.0:
-        for key_tile in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-            entries = (place + key_tile) * BLOCK_M + rows
-            tile_m = tl.load(tile_m_ptr + entries)
-            factor = tl.where(tile_m == float("-inf"), 1.0, tl.exp2(tile_m - m))
-            if tl.min(factor) < 1.0:
-                pointers = weights_ptr + entries.to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                p = tl.load(pointers)  # [BLOCK_M, BLOCK_N]
-                tl.store(pointers, (p * factor[:, None]).to(p.dtype))
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _sum_over_keys_kernel(
-    weights, factors, out_ptr, inverse_ptr, low_ptr,
-    T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, HAS_INVERSE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Write o = weights · v / Σ or dq = ds · k [B, T, H, D], BLOCK_M queries and BLOCK_D columns per program."""
-    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
-    slot = tl.program_id(1)
-    tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
-    batch, head = slot_head(slot, part, H, GROUP)
-    place = first_place(slot, tile, part, BLOCK_M, BLOCK_N)
-    position = query + tile * BLOCK_M + S - T
-    begin = 0
-    if BOUNDED:
-        begin = tl.load(low_ptr + batch * S + position) // BLOCK_N * BLOCK_N
-
-    queries = query + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    inverse = 1.0
-    if HAS_INVERSE:
-        entries = (batch.to(tl.int64) * H + head) * T + queries
-        inverse = tl.load(inverse_ptr + entries, mask=queries < T, other=0.0)[:, None]  # [BLOCK_M, 1]
-
-    # The product, STEP keys at a time. In fp32 a sum over all keys in turn would err by more than the differences of
-    # do · v and δ in the backward.
-    BY_STEP: tl.constexpr = HAS_INVERSE and out_ptr.dtype.element_ty == tl.float32
-    column = tl.program_id(0) * BLOCK_D
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for key in range(begin, tl.minimum(position + BLOCK_M, S), STEP):
-        strip = weights.load([(place + key // BLOCK_N) * BLOCK_M, key % BLOCK_N])  # [BLOCK_M, STEP]
-        factor = _load_tile(factors, batch, head // GROUP, key, column, STEP, BLOCK_D)
-        if BY_STEP:
-            total += tl.dot(strip, factor, input_precision=PRECISION) * inverse
-        else:
-            total = tl.dot(strip, factor, total, input_precision=PRECISION)
-    if HAS_INVERSE and not BY_STEP:
-        total *= inverse
-
-    columns = column + tl.arange(0, BLOCK_D)
-    out = out_ptr + ((batch.to(tl.int64) * T + queries) * H + head)[:, None] * D + columns[None, :]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(queries < T)[:, None] & (columns < D)[None, :])
-
-
-@triton.jit
-def _row_products_kernel(
-    out_ptr, d_out_ptr, delta_ptr, N, T, d_b, d_t, d_h, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Write δ [B, H, T] from o [B, T, H, D] and do, ROWS of the N = B · T · H vectors per program."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    head = row % H
-    token = row // H
-    batch = token // T
-    position = token % T
-    column = tl.arange(0, BLOCK_D)[None, :]
-    inside = (row < N)[:, None] & (column < D)  # [ROWS, BLOCK_D]
-    out = tl.load(out_ptr + row[:, None] * D + column, mask=inside, other=0.0).to(tl.float32)
-    start = batch * d_b + position * d_t + head * d_h
-    d_out = tl.load(d_out_ptr + start[:, None] + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + (batch * H + head) * T + position, tl.sum(out * d_out, 1), mask=row < N)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _score_gradients_kernel(
-    q, k, v, d_out, p_ptr, ds_ptr, m_ptr, inverse_ptr, delta_ptr, documents_ptr, low_ptr, window, scale,
-    T, S, kv_head, query_head, query_heads, query, tiles, width, slots,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Write tiles of p and ds, in the layout of the forward's weights."""
-    BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
-    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
-    places = slots * ((tiles + 1) // 2) * width
-    rows = tl.arange(0, BLOCK_M)
-    for place in tl.range(tl.program_id(0), places, tl.num_programs(0), flatten=not BOUNDED):
-        batch, head, first_query, key, visible = tile_at(place, part, low_ptr, H, GROUP, BOUNDED, BLOCK_M, BLOCK_N)
-        position = first_query + S - T
-        if not BOUNDED or visible:
-            # s = scale · log2 e · q · kᵀ and dp = do · vᵀ, [BLOCK_M, BLOCK_N] each.
-            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for column in range(0, D, BLOCK_D):
-                q_tile = _load_tile(q, batch, head, first_query, column, BLOCK_M, BLOCK_D)
-                k_tile = _load_tile(k, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
-                scores = tl.dot(q_tile, tl.trans(k_tile), scores, input_precision=PRECISION)
-                do_tile = _load_tile(d_out, batch, head, first_query, column, BLOCK_M, BLOCK_D)
-                v_tile = _load_tile(v, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
-                dp = tl.dot(do_tile, tl.trans(v_tile), dp, input_precision=PRECISION)
-            scores = _scale_and_mask(
-                scores, scale, position, key, S, window, documents_ptr + batch * S, HAS_DOCUMENTS, HAS_WINDOW,
-                BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-
-            # m, 1 / Σ and δ of the queries, [BLOCK_M] each.
-            entries = (batch.to(tl.int64) * H + head) * T + first_query + rows
-            inside = (first_query + rows >= 0) & (first_query + rows < T)
-            m = tl.load(m_ptr + entries, mask=inside, other=0.0)
-            inverse = tl.load(inverse_ptr + entries, mask=inside, other=0.0)
-            delta = tl.load(delta_ptr + entries, mask=inside, other=0.0)
-
-            p = tl.exp2(scores - m[:, None]) * inverse[:, None]
-            ds = p * (dp - delta[:, None]) * scale
-            entries = (place * BLOCK_M + rows).to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            tl.store(p_ptr + entries, p.to(p_ptr.dtype.element_ty))
-            tl.store(ds_ptr + entries, ds.to(ds_ptr.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _sum_over_queries_kernel(
-    weights, factors, out_ptr, sum_ptr, last_ptr,
-    T, S, kv_head, query_head, query_heads, query, tiles, width, later, finished, H: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Write dv = pᵀ · do or dk = dsᵀ · q for BLOCK_N keys and BLOCK_D columns, summed over a group's query heads.
-
-    Later launches add to sum_ptr. Tiles of keys from ``finished`` on are complete after this launch.
-    """
-    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
-    key_tile = tl.program_id(2)
-    key = key_tile * BLOCK_N
-    batch, first_head = slot_head(tl.program_id(1) * query_heads, part, H, GROUP)
-
-    # The queries whose tiles were written for these keys, counted from the part's first query.
-    begin = tl.maximum(key - (S - T) - query, 0) // BLOCK_M * BLOCK_M
-    end = tl.minimum(tiles * BLOCK_M, T - query)
-    if BOUNDED:
-        last = tl.load(last_ptr + batch * S + tl.minimum(key + BLOCK_N, S) - 1)
-        end = tl.minimum(end, last + 1 - (S - T) - query)
-
-    # The product, STEP queries of a query head at a time, and one query head after the other.
-    steps = tl.maximum((end - begin + STEP - 1) // STEP, 0)
-    column = tl.program_id(0) * BLOCK_D
-    total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for i in range(0, query_heads * steps):
-        group_head = i // steps
-        row = begin + i % steps * STEP
-        slot = tl.program_id(1) * query_heads + group_head
-        place = first_place(slot, row // BLOCK_M, part, BLOCK_M, BLOCK_N) + key_tile
-        strip = weights.load([place * BLOCK_M + row % BLOCK_M, 0])  # [STEP, BLOCK_N]
-        factor = _load_tile(factors, batch, first_head + group_head, query + row, column, STEP, BLOCK_D)
-        total = tl.dot(tl.trans(strip), factor, total, input_precision=PRECISION)
-
-    # Sums stay in fp32 until the last launch that sees the keys.
-    keys = key + tl.arange(0, BLOCK_N)
-    columns = column + tl.arange(0, BLOCK_D)
-    entries = ((batch.to(tl.int64) * S + keys) * (H // GROUP) + first_head // GROUP)[:, None] * D + columns[None, :]
-    inside = (keys < S)[:, None] & (columns < D)[None, :]  # [BLOCK_N, BLOCK_D]
-    if later != 0:
-        total += tl.load(sum_ptr + entries, mask=inside, other=0.0)
-    if key_tile >= finished:
-        # This launch is the last one with these keys, so the sum is rounded once.
-        tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty), mask=inside)
-    else:
-        tl.store(sum_ptr + entries, total, mask=inside)
-
-
-def _tier(x: Tensor) -> int:
-    """Key of the tables of tile sizes, for the dtype and device of ``x``."""
-    return LARGE if x.element_size() == 2 and fitting_stages(x, 2, 113 * 2**10) == 2 else SMALL
-
-
-def _bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: Tensor) -> tuple[Tensor, ...]:
+def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: Tensor) -> tuple[Tensor, ...]:
     """Return ``(documents, low, last)``, [B, S] int32 each; without documents and window they are empty and not read.
 
     No token from i on sees a key before low[i], and last[j] is the last token i with low[i] <= j.
@@ -421,18 +163,50 @@ def _bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: 
     return documents.int().contiguous(), low.int().contiguous(), last.int().contiguous()
 
 
-def _constants(
-    q: Tensor, k: Tensor, documents: Tensor | None, window: int | None
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Constants of all kernels; constants of kernels that mask scores; constants and options of workspace products."""
-    tier, D = _tier(q), q.shape[3]
-    block_m, block_n, _ = TILE[tier]
-    shared = {"H": q.shape[2], "GROUP": q.shape[2] // k.shape[2], "D": D, "PRECISION": dot_precision(q)}
-    shared |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
-    masks = {"HAS_DOCUMENTS": documents is not None, "HAS_WINDOW": window is not None}
-    columns = min(PRODUCT_COLUMNS[tier], max(triton.next_power_of_2(D), 16))
-    product = {"BOUNDED": any(masks.values()), "BLOCK_D": columns, "STEP": PRODUCT_STEP[tier], **shared}
-    return shared, masks, product | PRODUCT_LAUNCH[tier]
+class Plan:
+    """The launches of an op, and the bounds, tiles and constants that their kernels share.
+
+    Args:
+        q, k: [B, T, H, D] and [B, S, G, D].
+        documents, window: as in `causal_attention`.
+        backward: whether the launches are those of the backward.
+
+    Attributes:
+        launches: what each launch computes.
+        room: places of the workspace, which all launches share.
+        documents, low, last: see `bounds`.
+        score_constants: of the kernels that compute scores.
+        sum_constants: of the kernel that adds the sums of tiles.
+        product_constants: of the kernels that multiply the tiles of the workspace.
+        columns, across: columns of a tile of o, dq, dk and dv, and the number of such tiles in a head.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, window: int | None, *, backward: bool) -> None:
+        (B, _, H, D), (_, S, G, _) = q.shape, k.shape
+        self.tiles = tiles = choose_tiles(q)
+        self.launches = launches(q, k, tiles.block_m, tiles.block_n, backward)
+        self.room = max(launch.places for launch in self.launches)
+        self.documents, self.low, self.last = bounds(documents, window, B, S, q)
+        self.bounded = documents is not None or window is not None
+        self.columns = min(tiles.columns, max(triton.next_power_of_2(D), 16))
+        self.across = triton.cdiv(D, self.columns)
+
+        common: dict[str, Any] = {"H": H, "GROUP": H // G, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+        heads = {**common, "D": D, "PRECISION": dot_precision(q)}
+        masks = {"HAS_DOCUMENTS": documents is not None, "HAS_WINDOW": window is not None}
+        self.score_constants = {**heads, **masks, "BLOCK_D": tiles.block_d}
+        self.sum_constants = {**common, "BOUNDED": self.bounded, "PARTS": PARTS, "num_warps": 8}
+        self.product_constants = {
+            **heads, "BOUNDED": self.bounded, "BLOCK_D": self.columns, "STEP": tiles.step, **tiles.products
+        }  # fmt: skip
+
+    def programs(self, q: Tensor, launch: Launch, per_sm: int) -> int:
+        """How many programs write a workspace. With bounds tiles take unequal times, so each tile has a program."""
+        return launch.places if self.bounded else min(launch.places, num_programs(q, per_sm))
+
+    def workspace(self, like: Tensor) -> Tensor:
+        """An empty workspace [places · BLOCK_M, BLOCK_N]."""
+        return like.new_empty(self.room * self.tiles.block_m, self.tiles.block_n)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -446,11 +220,6 @@ def _heads(x: Tensor, rows: int, columns: int) -> Any:
     """Describe an aligned x [B, T, H, D] as [B, H, T, D], to load ``rows`` x ``columns`` of a head at a time."""
     x = x.transpose(1, 2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
-
-
-def _programs(q: Tensor, per_sm: int, launch: Launch, bounded: bool) -> int:
-    """How many programs write a workspace. With bounds tiles take unequal times, so each tile has a program."""
-    return launch.places if bounded else min(launch.places, num_programs(q, per_sm))
 
 
 def _strips(x: Tensor, rows: int, columns: int) -> Any:
@@ -472,42 +241,36 @@ LIBRARY.define(
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (B, T, H, D), (_, S, G, _) = q.shape, k.shape
+    """o [B, T, H, D], and m and 1 / Σ [B, H, T]."""
+    B, T, H, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     m, inverse = (torch.empty(B, H, T, dtype=torch.float32, device=q.device) for _ in range(2))
     if not out.numel():
         return out, m, inverse
-    tier = _tier(q)
-    block_m, block_n, block_d = TILE[tier]
-    document_numbers, low, _ = _bounds(documents, window, B, S, q)
-    shared, masks, product = _constants(q, k, documents, window)
-    step, columns, bounded = product["STEP"], product["BLOCK_D"], product["BOUNDED"]
+    plan = Plan(q, k, documents, window, backward=False)
+    tiles = plan.tiles
 
     with on_device_of(q):
-        # Descriptors: tiles of q and k for the weights, and of v for the product with them.
-        parts = launches(q, k, block_m, block_n, backward=False)
+        # Tiles of q and k for the weights, and of v for the product with them.
         q, k, v = map(_aligned, (q, k, v))
-        queries, keys = _heads(q, block_m, block_d), _heads(k, block_n, block_d)
-        values = _heads(v, step, columns)
+        queries, keys = _heads(q, tiles.block_m, tiles.block_d), _heads(k, tiles.block_n, tiles.block_d)
+        values = _heads(v, tiles.step, plan.columns)
 
-        # The workspace, which all launches share, and m and the sum of each row of its tiles.
-        room = max(launch.places for launch in parts)
-        weights = torch.empty(room * block_m, block_n, dtype=q.dtype, device=q.device)
-        tile_m, tile_sums = torch.empty(2, room, block_m, dtype=torch.float32, device=q.device)
-        strips = _strips(weights, block_m, step)
+        # The workspace, m and the sum of each row of its tiles, and strips of the weights for the product.
+        weights = plan.workspace(q)
+        tile_m, tile_sums = torch.empty(2, plan.room, tiles.block_m, dtype=torch.float32, device=q.device)
+        strips = _strips(weights, tiles.block_m, tiles.step)
 
-        for launch in parts:
-            tiles = launch.part.tiles
-            _weights_kernel[(_programs(q, 2, launch, bounded),)](
-                queries, keys, weights, tile_m, tile_sums, document_numbers, low, window or 0, scale, *launch.part,
-                launch.slots, FAR=FAR[q.dtype], BLOCK_D=block_d, **shared, **masks, **WEIGHTS_LAUNCH[tier],
+        for launch in plan.launches:
+            weights_kernel[(plan.programs(q, launch, 2),)](
+                queries, keys, weights, tile_m, tile_sums, plan.documents, plan.low, window or 0, scale, *launch.part,
+                launch.slots, FAR=FAR[q.dtype], **plan.score_constants, **tiles.weights,
             )  # fmt: skip
-            _sums_kernel[(SUMS_PROGRAMS, launch.slots, tiles)](
-                weights, tile_m, tile_sums, m, inverse, low, *launch.part, H=H, GROUP=H // G, BOUNDED=bounded,
-                BLOCK_M=block_m, BLOCK_N=block_n, PARTS=PARTS, num_warps=8,
-            )  # fmt: skip
-            _sum_over_keys_kernel[(triton.cdiv(D, columns), launch.slots, tiles)](
-                strips, values, out, inverse, low, *launch.part, HAS_INVERSE=True, **product
+            sums_kernel[(SUMS_PROGRAMS, launch.slots, launch.part.tiles)](
+                weights, tile_m, tile_sums, m, inverse, plan.low, *launch.part, **plan.sum_constants
+            )
+            sum_over_keys_kernel[(plan.across, launch.slots, launch.part.tiles)](
+                strips, values, out, inverse, plan.low, *launch.part, HAS_INVERSE=True, **plan.product_constants
             )
     return out, m, inverse
 
@@ -517,59 +280,54 @@ def _causal_attention_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, m: Tensor, inverse: Tensor,
     documents: Tensor | None, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    out = out.contiguous()
-    (B, T, H, D), S = q.shape, k.shape[1]
+    """dq, dk and dv, from the results of the forward."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not out.numel():
         return dq, dk.zero_(), dv.zero_()
-    tier = _tier(q)
-    block_m, block_n, block_d = TILE[tier]
-    document_numbers, low, last = _bounds(documents, window, B, S, q)
-    shared, masks, product = _constants(q, k, documents, window)
-    step, columns, bounded = product["STEP"], product["BLOCK_D"], product["BOUNDED"]
-    across = triton.cdiv(D, columns)
+    plan = Plan(q, k, documents, window, backward=True)
+    tiles, step, columns = plan.tiles, plan.tiles.step, plan.columns
 
     with on_device_of(q):
-        parts = launches(q, k, block_m, block_n, backward=True)
-        # Descriptors need rows that begin at multiples of 16 bytes.
+        # The workspace of p and of ds. If several launches add to dk and dv, their sums are in fp32 until the last one.
         q, k, v, d_out = map(_aligned, (q, k, v, d_out))
-
-        # The workspace, which all launches share, and sums of dk and dv over launches.
-        room = max(launch.places for launch in parts) * block_m
-        p, ds = (torch.empty(room, block_n, dtype=q.dtype, device=q.device) for _ in range(2))
-        several = any(launch.later for launch in parts)
-        sums = [torch.empty(x.shape if several else 0, dtype=torch.float32, device=x.device) for x in (dk, dv)]
-
-        # Descriptors: tiles for p and ds; then both factors of dq = ds · k, of dk = dsᵀ · q and of dv = pᵀ · do.
-        queries, d_queries = (_heads(x, block_m, block_d) for x in (q, d_out))
-        keys, values = (_heads(x, block_n, block_d) for x in (k, v))
-        ds_rows, k_rows = _strips(ds, block_m, step), _heads(k, step, columns)
-        ds_columns, p_columns = (_strips(x, step, block_n) for x in (ds, p))
-        q_rows, do_rows = (_heads(x, step, columns) for x in (q, d_out))
-
-        # δ of all queries.
-        delta = torch.empty_like(m)
-        vectors, block = B * T * H, max(triton.next_power_of_2(D), 16)
-        _row_products_kernel[(triton.cdiv(vectors, 4),)](
-            out, d_out, delta, vectors, T, *d_out.stride()[:3], H=H, D=D, BLOCK_D=block, ROWS=4
+        p, ds = plan.workspace(q), plan.workspace(q)
+        several = any(launch.later for launch in plan.launches)
+        dk_sum, dv_sum = (
+            torch.empty(x.shape if several else 0, dtype=torch.float32, device=x.device) for x in (dk, dv)
         )
 
-        for launch in parts:
-            _score_gradients_kernel[(_programs(q, 1, launch, bounded),)](
-                queries, keys, values, d_queries, p, ds, m, inverse, delta, document_numbers, low, window or 0, scale,
-                *launch.part, launch.slots, BLOCK_D=block_d, **shared, **masks, **SCORES_LAUNCH[tier],
+        # Tiles for p and ds; then both factors of dq = ds · k, of dk = dsᵀ · q and of dv = pᵀ · do.
+        queries, d_queries = (_heads(x, tiles.block_m, tiles.block_d) for x in (q, d_out))
+        keys, values = (_heads(x, tiles.block_n, tiles.block_d) for x in (k, v))
+        dq_factors = _strips(ds, tiles.block_m, step), _heads(k, step, columns)
+        dk_factors = _strips(ds, step, tiles.block_n), _heads(q, step, columns)
+        dv_factors = _strips(p, step, tiles.block_n), _heads(d_out, step, columns)
+
+        delta = _row_products(out.contiguous(), d_out, m)
+        for launch in plan.launches:
+            score_gradients_kernel[(plan.programs(q, launch, 1),)](
+                queries, keys, values, d_queries, p, ds, m, inverse, delta, plan.documents, plan.low, window or 0,
+                scale, *launch.part, launch.slots, **plan.score_constants, **tiles.scores,
             )  # fmt: skip
-            _sum_over_keys_kernel[(across, launch.slots, launch.part.tiles)](
-                ds_rows, k_rows, dq, inverse, low, *launch.part, HAS_INVERSE=False, **product
+            sum_over_keys_kernel[(plan.across, launch.slots, launch.part.tiles)](
+                *dq_factors, dq, inverse, plan.low, *launch.part, HAS_INVERSE=False, **plan.product_constants
             )
-            for weights, factors, total, sum_ in (
-                (ds_columns, q_rows, dk, sums[0]),
-                (p_columns, do_rows, dv, sums[1]),
-            ):
-                _sum_over_queries_kernel[(across, launch.kv_heads, launch.key_tiles)](
-                    weights, factors, total, sum_, last, *launch.part, int(launch.later), launch.finished, **product
-                )
+            for factors, gradient, total in ((dk_factors, dk, dk_sum), (dv_factors, dv, dv_sum)):
+                sum_over_queries_kernel[(plan.across, launch.kv_heads, launch.key_tiles)](
+                    *factors, gradient, total, plan.last, *launch.part, int(launch.later), launch.finished,
+                    **plan.product_constants,
+                )  # fmt: skip
     return dq, dk, dv
+
+
+def _row_products(out: Tensor, d_out: Tensor, like: Tensor) -> Tensor:
+    """δ of all queries, [B, H, T] like ``like``, from o and do [B, T, H, D]."""
+    B, T, H, D = out.shape
+    delta, vectors = torch.empty_like(like), B * T * H
+    row_products_kernel[(triton.cdiv(vectors, 4),)](
+        out, d_out, delta, vectors, T, *d_out.stride()[:3], H=H, D=D, BLOCK_D=max(triton.next_power_of_2(D), 16), ROWS=4
+    )
+    return delta
 
 
 @torch.library.register_fake("liger_models::causal_attention", lib=LIBRARY)

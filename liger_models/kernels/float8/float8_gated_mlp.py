@@ -37,7 +37,6 @@ from liger_models.kernels.float8.float8_product import FLOAT8, Float8Product
 from liger_models.kernels.linear.gated_mlp import (
     GatedMLPGradients,
     GatedMLPInputs,
-    GatedMLPNeeds,
     GatedMLPOutputs,
     GatedMLPSaved,
     GatedMLPUpstream,
@@ -91,16 +90,13 @@ class Float8GatedMLPSaved(NamedTuple):
     down_gathered: Annotated[Float8 | None, FLOAT8] = None
 
 
-class Float8GatedMLPNeeds(NamedTuple):
-    """Which inputs need a gradient."""
-
-    mlp: GatedMLPNeeds
-
-
 class Float8GatedMLPGradients(NamedTuple):
-    """Gradients of the inputs."""
+    """For each input its gradient, or in `Float8GatedMLPNeeds` whether it needs one."""
 
     mlp: GatedMLPGradients
+
+
+Float8GatedMLPNeeds = Annotated[Float8GatedMLPGradients, bool]
 
 
 class Float8GatedMLPUpstream(NamedTuple):

@@ -41,7 +41,6 @@ from liger_models.kernels.float8.float8_product import FLOAT8, Float8Product
 from liger_models.kernels.linear.norm_linear import (
     NormLinearGradients,
     NormLinearInputs,
-    NormLinearNeeds,
     NormLinearOutputs,
     NormLinearSaved,
     NormLinearUpstream,
@@ -134,16 +133,13 @@ class Float8NormLinearSaved(NamedTuple):
     gathered: Annotated[Float8 | None, FLOAT8] = None
 
 
-class Float8NormLinearNeeds(NamedTuple):
-    """Which inputs need a gradient."""
-
-    linear: NormLinearNeeds
-
-
 class Float8NormLinearGradients(NamedTuple):
-    """Gradients of the inputs."""
+    """For each input its gradient, or in `Float8NormLinearNeeds` whether it needs one."""
 
     linear: NormLinearGradients
+
+
+Float8NormLinearNeeds = Annotated[Float8NormLinearGradients, bool]
 
 
 class Float8NormLinearUpstream(NamedTuple):

@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels.dispatch import cuda_capability, on_device_of, tl, triton, use_triton
-from liger_models.kernels.frozen.weight import FORMATS, Format, FrozenWeight, quantized_linear, register
+from liger_models.kernels.frozen.products import quantized_linear
+from liger_models.kernels.frozen.weight import FORMATS, Format, FrozenWeight, register
 from liger_models.kernels.matmul.row_linear import LowRank, are_few, row_linear_forward
 
 DTYPE = torch.float8_e4m3fn

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.frozen.nf4_rows import Packed, nf4_rows, nf4_scale, takes_nf4_rows
-from liger_models.kernels.frozen.weight import Format, FrozenWeight, quantized_linear, register
+from liger_models.kernels.frozen.products import quantized_linear
+from liger_models.kernels.frozen.weight import Format, FrozenWeight, register
 from liger_models.kernels.matmul.row_linear import LowRank
 
 NF4_BLOCK, MOST_SCALES = 64, 256

@@ -23,13 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY, register_autograd
-from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.matmul import batch_invariance
-from liger_models.kernels.matmul.row_linear import LowRank, row_linear_forward, takes_low_rank, takes_row
+from liger_models.kernels.matmul.row_linear import LowRank
 
 MAX_TENSORS = 5
-"""Number of tensors that a format may have: the codes and those in `SCHEMA`."""
+"""Number of tensors that a format may have: the codes and those in `WEIGHT`."""
 
 
 class FrozenWeight(NamedTuple):
@@ -288,6 +285,11 @@ FORMATS: dict[str, Format] = {}
 _NUMBERS: dict[int, Format] = {}
 
 
+def format_numbered(number: int) -> Format:
+    """The format with a number."""
+    return _NUMBERS[number]
+
+
 def register(format_class: type[Format]) -> type[Format]:
     """Register a format; a decorator of its class. Raises ValueError if the name or number is taken."""
     if format_class.name in FORMATS or format_class.number in _NUMBERS:
@@ -296,137 +298,3 @@ def register(format_class: type[Format]) -> type[Format]:
         )
     FORMATS[format_class.name] = _NUMBERS[format_class.number] = format_class()
     return format_class
-
-
-Weight = Tensor | FrozenWeight
-"""A weight as ops take it: dense, or one that they dequantize for each product."""
-
-SCHEMA = (
-    "Tensor? {0}scales=None, Tensor? {0}factors=None, Tensor? {0}mean=None, Tensor? {0}table=None, int[] {0}layout=[],"
-    " ScalarType? {0}dtype=None"
-)
-"""Arguments of an op besides a weight. If they are given, the weight is a tensor of codes.
-
-The tensors have the names of NF4; tensors that the format lacks are None. The layout holds the number of the format,
-the number of dimensions, the shape, and the layout of the format.
-"""
-
-
-def weight_for_op(weight: Weight) -> tuple[Tensor, tuple[Any, ...]]:
-    """A weight as arguments of an op: the tensor, and the further arguments in `SCHEMA`."""
-    if isinstance(weight, Tensor):
-        return weight, (None, None, None, None, [], None)
-    # An op has a fixed number of arguments: None stands for tensors that the format does not have.
-    codes, *others = weight.tensors
-    missing = [None] * (MAX_TENSORS - len(weight.tensors))
-    layout = [weight.format.number, len(weight.shape), *weight.shape, *weight.layout]
-    return codes, (*others, *missing, layout, weight.dtype)
-
-
-def weight_from_op(weight: Tensor, rest: Sequence[Any]) -> Weight:
-    """The inverse of `weight_for_op`; ``rest`` is empty if the dispatcher left out defaults."""
-    if not rest or rest[0] is None:
-        return weight
-    # The layout tells the format and where the shape ends.
-    *others, (number, dims, *sizes), dtype = rest
-    tensors = weight, *(tensor for tensor in others if tensor is not None)
-    return FrozenWeight(_NUMBERS[number], tensors, torch.Size(sizes[:dims]), sizes[dims:], dtype)
-
-
-def dense(weight: Weight) -> Tensor:
-    """The weight as a dense tensor, which the caller multiplies with and frees."""
-    return weight if isinstance(weight, Tensor) else weight.dense()
-
-
-def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """``x @ Wᵀ + bias`` inside an op, for x [..., C] and bias in the dtype of the weight."""
-    if isinstance(weight, Tensor) or batch_invariance.is_batch_invariant():
-        return batch_invariance.product(x, dense(weight), bias)
-    return weight.product(x, bias)
-
-
-def few_rows(
-    x: Tensor, weight: Weight, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
-) -> tuple[Tensor, Tensor] | None:
-    """`product` with a low-rank term, and ``act(gate) · up``, by one kernel; None if there is no such kernel."""
-    if not (takes_low_rank(x, low_rank) and use_triton(x)):
-        return None
-    if not isinstance(weight, Tensor):
-        return weight.format.few_rows(weight, x, bias, act, low_rank)
-    return row_linear_forward(x, weight, bias, act, low_rank=low_rank) if takes_row(x, weight, bias) else None
-
-
-def input_product(dy: Tensor, weight: Weight) -> Tensor:
-    """``dy @ W`` inside an op, for dy [..., O] in the dtype of the weight."""
-    return dy @ weight if isinstance(weight, Tensor) else weight.format.input_product(weight, dy)
-
-
-LIBRARY.define(f"quantized_linear(Tensor x, Tensor weight, Tensor? bias, {SCHEMA.format('')}) -> Tensor")
-LIBRARY.define(f"quantized_linear_backward(Tensor dy, Tensor weight, {SCHEMA.format('')}) -> Tensor")
-
-
-@torch.library.impl(LIBRARY, "quantized_linear", "CompositeExplicitAutograd")
-def _quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    return product(x, weight_from_op(weight, rest), bias)
-
-
-@torch.library.impl(LIBRARY, "quantized_linear_backward", "CompositeExplicitAutograd")
-def _quantized_linear_backward(dy: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return input_product(dy, weight_from_op(weight, rest))
-
-
-@torch.library.register_fake("liger_models::quantized_linear", lib=LIBRARY)
-def _quantized_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight_from_op(weight, rest).shape[0])
-
-
-@torch.library.register_fake("liger_models::quantized_linear_backward", lib=LIBRARY)
-def _quantized_linear_backward_fake(dy: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return dy.new_empty(*dy.shape[:-1], weight_from_op(weight, rest).shape[1])
-
-
-def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, codes, bias, *rest = inputs
-    ctx.has_bias, ctx.constants = bias is not None, rest[4:]
-    ctx.save_for_backward(codes, *rest[:4])
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    needs_x, _, needs_bias, *_ = ctx.needs_input_grad
-    # x is not saved: a frozen weight has no gradient, and dx needs only dy and W.
-    weight = *ctx.saved_tensors, *ctx.constants
-    dx = torch.ops.liger_models.quantized_linear_backward(dy, *weight) if needs_x else None
-    return dx, None, dy.flatten(0, -2).sum(0) if ctx.has_bias and needs_bias else None, *[None] * 6
-
-
-register_autograd("quantized_linear", _backward, _setup)
-
-
-def quantized_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
-    """``x @ Wᵀ + bias`` with a frozen weight in fewer bits.
-
-    Args:
-        x: [..., C]; under autocast it is cast to autocast's dtype.
-        weight: [O, C], which gets no gradient.
-        bias: [O] or None.
-
-    Returns:
-        [..., O] in the dtype of x.
-
-    Raises:
-        ValueError: the shapes do not match.
-    """
-    rows, columns = weight.shape
-    if x.shape[-1] != columns:
-        raise ValueError(
-            f"quantized_linear: x must be [..., {columns}] for a weight [{rows}, {columns}], got {list(x.shape)}."
-        )
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    # The weight is dequantized to the dtype of x.
-    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    if not use_triton(x):
-        return F.linear(x, weight.dense(), bias)
-    codes, rest = weight_for_op(weight)
-    y: Tensor = torch.ops.liger_models.quantized_linear(x, codes, bias, *rest)
-    return y

@@ -19,7 +19,7 @@ Saved: x and W. Saving a as well would cost F more numbers per token.
 Source: https://arxiv.org/abs/1606.08415, relu2 https://arxiv.org/abs/2109.08668.
 """
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -118,20 +118,15 @@ class ActLinearSaved(NamedTuple):
     act: str
 
 
-class ActLinearNeeds(NamedTuple):
-    """Which inputs need a gradient."""
-
-    x: bool
-    weight: bool
-    bias: bool
-
-
 class ActLinearGradients(NamedTuple):
-    """Gradients of the inputs."""
+    """For each input its gradient, or in `ActLinearNeeds` whether it needs one."""
 
-    x: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+    x: Any
+    weight: Any
+    bias: Any
+
+
+ActLinearNeeds = Annotated[ActLinearGradients, bool]
 
 
 class ActLinearUpstream(NamedTuple):

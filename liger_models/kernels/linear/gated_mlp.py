@@ -30,6 +30,8 @@ and dn is summed over the ranks before N'. With ``ranks.sequence`` each rank als
 gathered before its products with Wgu and du, and dn is reduce-scattered. y covers all tokens, and h only the rank's
 own.
 
+`_forward_rows` and `_backward_rows` are these formulas; the functions before them cut the tokens into chunks.
+
 Source: https://arxiv.org/abs/2002.05202; recomputation as in https://arxiv.org/abs/2205.05198.
 """
 
@@ -49,7 +51,7 @@ from liger_models.distributed.collectives import (
 )
 from liger_models.kernels.activation.gated_act import check_act, gated_act_reference
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.frozen.weight import Weight
+from liger_models.kernels.frozen.products import Weight
 from liger_models.kernels.linear.norm_linear import (
     NormLinearGradients,
     NormLinearNeeds,
@@ -59,11 +61,9 @@ from liger_models.kernels.linear.norm_linear import (
 from liger_models.kernels.linear.projection import (
     RANKS,
     NormGradients,
-    NormNeeds,
     Product,
     Projection,
     ProjectionGradients,
-    ProjectionNeeds,
     check_linear,
     check_low_rank,
     linear,
@@ -160,24 +160,20 @@ class GatedMLPSaved(NamedTuple):
     ranks: Annotated[Group | None, RANKS] = None
 
 
-class GatedMLPNeeds(NamedTuple):
-    """Which inputs need a gradient."""
-
-    x: bool
-    residual: bool
-    norm: NormNeeds
-    gate_up: ProjectionNeeds
-    down: ProjectionNeeds
-
-
 class GatedMLPGradients(NamedTuple):
-    """Gradients of the inputs. The backward op returns the stream's gradient as ``residual`` and leaves ``x`` None."""
+    """For each input its gradient, or in `GatedMLPNeeds` whether it needs one.
 
-    x: Tensor | None = None
-    residual: Tensor | None = None
+    The backward op returns the stream's gradient as ``residual`` and leaves ``x`` None.
+    """
+
+    x: Any = None
+    residual: Any = None
     norm: NormGradients = NormGradients()
     gate_up: ProjectionGradients = ProjectionGradients()
     down: ProjectionGradients = ProjectionGradients()
+
+
+GatedMLPNeeds = Annotated[GatedMLPGradients, bool]
 
 
 class GatedMLPUpstream(NamedTuple):
@@ -205,32 +201,16 @@ def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: b
 
 def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
     """The forward with any kind of product."""
-    x, residual, norm, _, _, _, recompute, result, ranks = inputs
-    down_weight, C, shape = products.down.weight, residual.shape[-1], residual.shape[:-1]
-    N = shape.numel()
+    x, residual, norm, ranks = inputs.x, inputs.residual, inputs.norm, inputs.ranks
+    shape, C = residual.shape[:-1], residual.shape[-1]
 
-    # The tokens as rows [N, C].
-    x, residual = None if x is None else x.reshape(-1, C), residual.reshape(-1, C)
-    rows, copies = split_rows(N, products.gate_up.weight, ranks, recompute)
-    if rows >= N:
-        y, h, statistics, u = _forward_rows(x, residual, inputs, products)
+    # The tokens as rows [N, C], all of them or in chunks.
+    inputs = inputs._replace(x=None if x is None else x.reshape(-1, C), residual=residual.reshape(-1, C))
+    rows, copies = split_rows(shape.numel(), products.gate_up.weight, ranks, inputs.recompute)
+    if rows >= shape.numel():
+        y, h, statistics, u = _forward_rows(inputs, products)
     else:
-        # Chunks of rows. Where each rank has its own tokens, y has those of all R ranks: [R, N, O].
-        parts = down_weight.new_empty(copies, N, down_weight.shape[0])
-        h = None if x is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
-        statistics = residual.new_empty(norm.statistics_shape((N,)), dtype=torch.float32)
-        u = None
-        for start in range(0, N, rows):
-            chunk = slice(start, start + rows)
-            outputs = _forward_rows(None if x is None else x[chunk], residual[chunk], inputs, products)
-            statistics[chunk] = outputs.statistics
-            if h is not None and outputs.h is not None:
-                h[chunk] = outputs.h
-            if result:
-                parts[:, chunk] = outputs.y.unflatten(0, (copies, -1))
-            del outputs
-        y = parts.flatten(0, 1)
-
+        y, h, statistics, u = _forward_chunks(inputs, products, rows, copies)
     return GatedMLPOutputs(
         y=rows_in_order(y, shape, ranks),
         h=None if h is None else h.view(*shape, C),
@@ -239,14 +219,33 @@ def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOut
     )
 
 
-def _forward_rows(x: Tensor | None, residual: Tensor, inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
-    """The outputs of rows x and residual [N, C], which are all rows or a chunk."""
-    gate_up, down = products
-    ranks = inputs.ranks
-    rows, stream, statistics = gate_up.normed(inputs.norm, x, residual)
-    h = None if x is None else stream
+def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, copies: int) -> GatedMLPOutputs:
+    """The outputs of rows [N, C], of which ``rows`` are computed at a time. u is not saved."""
+    x, residual, weight = inputs.x, inputs.residual, products.down.weight
+    N = len(residual)
+    y = weight.new_empty(copies, N, weight.shape[0])  # of the tokens of all R ranks, if each has its own: [R, N, O]
+    h = None if x is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
+    statistics = residual.new_empty(inputs.norm.statistics_shape((N,)), dtype=torch.float32)
+    for start in range(0, N, rows):
+        chunk = slice(start, start + rows)
+        part = inputs._replace(x=None if x is None else x[chunk], residual=residual[chunk])
+        outputs = _forward_rows(part, products)
+        statistics[chunk] = outputs.statistics
+        if h is not None and outputs.h is not None:
+            h[chunk] = outputs.h
+        if inputs.result:
+            y[:, chunk] = outputs.y.unflatten(0, (copies, -1))
+        del outputs
+    return GatedMLPOutputs(y.flatten(0, 1), h, statistics, None)
+
+
+def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
+    """The outputs of rows [N, C], which are all rows or a chunk."""
+    (gate_up, down), ranks = products, inputs.ranks
+    rows, stream, statistics = gate_up.normed(inputs.norm, inputs.x, inputs.residual)
+    h = None if inputs.x is None else stream
     if inputs.recompute and not inputs.result:
-        y = down.weight.new_empty(*gathered_shape(residual.shape[:-1], ranks), down.weight.shape[0])
+        y = down.weight.new_empty(*gathered_shape(inputs.residual.shape[:-1], ranks), down.weight.shape[0])
         return GatedMLPOutputs(y, h, statistics, None)
 
     rows = gather_rows(rows, ranks)
@@ -259,38 +258,48 @@ def _forward_rows(x: Tensor | None, residual: Tensor, inputs: GatedMLPInputs, pr
     return GatedMLPOutputs(down.forward(product), h, statistics, kept)
 
 
-def gated_mlp_backward(inputs: GatedMLPUpstream, products: Products) -> GatedMLPGradients:
+def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedMLPGradients:
     """The backward with any kind of product."""
-    dy, dh, saved, needs = inputs
-    h, statistics, u, norm, gate_up, down, act, ranks = saved
-    shape, C = h.shape, h.shape[-1]
+    dy, dh, saved, needs = upstream
+    shape, C, u, ranks = saved.h.shape, saved.h.shape[-1], saved.u, saved.ranks
     N = shape[:-1].numel()
 
-    # The tokens as rows: dy [N, O] and u [N, 2 F], of all ranks' tokens; dh, h [N, C].
-    dy = rows_by_rank(dy, ranks)
-    dh = None if dh is None else dh.reshape(-1, C)
-    h, statistics = h.reshape(-1, C), statistics.reshape(norm.statistics_shape((N,)))
-    u = None if u is None else u.reshape(-1, u.shape[-1])
+    # The tokens as rows: dy [N, O] and u [N, 2 F], of all ranks' tokens; dh, h [N, C]. All of them, or in chunks.
+    upstream = GatedMLPUpstream(
+        dy=rows_by_rank(dy, ranks),
+        dh=None if dh is None else dh.reshape(-1, C),
+        saved=saved._replace(
+            h=saved.h.reshape(-1, C),
+            statistics=saved.statistics.reshape(saved.norm.statistics_shape((N,))),
+            u=None if u is None else u.reshape(-1, u.shape[-1]),
+        ),
+        needs=needs,
+    )
+    rows, copies = split_rows(N, saved.gate_up.weight, ranks, u is None)
+    gradients = _backward_rows(upstream, products) if rows >= N else _backward_chunks(upstream, products, rows, copies)
+    dx = gradients.residual
+    return gradients._replace(residual=None if dx is None else dx.view(shape))
 
-    rows, copies = split_rows(N, gate_up.weight, ranks, u is None)
-    if rows >= N:
-        saved = GatedMLPSaved(h, statistics, u, norm, gate_up, down, act, ranks)
-        _, dx, d_norm, d_gate_up, d_down = _backward_rows(GatedMLPUpstream(dy, dh, saved, needs), products)
-        return GatedMLPGradients(None, None if dx is None else dx.view(shape), d_norm, d_gate_up, d_down)
 
-    # Chunks of rows, whose gradients of the parameters are summed.
-    dx = h.new_empty(N, C) if needs.x or needs.residual else None
+def _backward_chunks(upstream: GatedMLPUpstream, products: Products, rows: int, copies: int) -> GatedMLPGradients:
+    """The gradients of all rows, ``rows`` at a time. Those of the parameters are summed over the chunks."""
+    dy, dh, saved, needs = upstream
+    dy = dy.unflatten(0, (copies, -1))  # [R, N, O]
+    dx = torch.empty_like(saved.h, memory_format=torch.contiguous_format) if needs.x or needs.residual else None
     totals = GatedMLPGradients()
-    for start in range(0, N, rows):
+    for start in range(0, len(saved.h), rows):
         chunk = slice(start, start + rows)
-        saved = GatedMLPSaved(h[chunk], statistics[chunk], None, norm, gate_up, down, act, ranks)
-        d_part = dy.unflatten(0, (copies, -1))[:, chunk].reshape(-1, dy.shape[-1])
-        dh_part = None if dh is None else dh[chunk]
-        totals = _backward_rows(GatedMLPUpstream(d_part, dh_part, saved, needs), products, totals)
+        part = GatedMLPUpstream(
+            dy=dy[:, chunk].reshape(-1, dy.shape[-1]),
+            dh=None if dh is None else dh[chunk],
+            saved=saved._replace(h=saved.h[chunk], statistics=saved.statistics[chunk]),
+            needs=needs,
+        )
+        totals = _backward_rows(part, products, totals)
         if dx is not None and totals.residual is not None:
             dx[chunk] = totals.residual
         totals = totals._replace(residual=None)  # frees it
-    return _rounded(totals, norm, products.gate_up.dtype)._replace(residual=None if dx is None else dx.view(shape))
+    return _rounded(totals, saved.norm, products.gate_up.dtype)._replace(residual=dx)
 
 
 def _backward_rows(
@@ -305,13 +314,13 @@ def _backward_rows(
     h, statistics, u, norm, _, _, act, ranks = saved
     gate_up, down = products
     need_dn = needs.x or needs.residual or needs.norm.weight or needs.norm.bias
-    need_du = need_dn or needs.gate_up.rows or needs.gate_up.bias
+    need_du = need_dn or needs.gate_up.by_rows or needs.gate_up.bias
     d_norm, d_gate_up = NormGradients(), ProjectionGradients()
     dx = du = g = product = None
 
     # u once more, bit for bit as in the forward.
     recomputed = u is None
-    if recomputed and (need_du or needs.down.rows):
+    if recomputed and (need_du or needs.down.by_rows):
         u = gate_up.forward(gather_rows(gate_up.normed_again(norm, h, statistics, for_weight=False), ranks))
 
     # Through the down projection and the activation, whose kernel also writes the gated product. Where u is not saved,
@@ -320,11 +329,11 @@ def _backward_rows(
     if u is not None and need_du:
         d_product, g = down.rows_gradient(upstream)  # [N, F]
         du, product = gate_up.gated_backward(
-            d_product, u, act, down, for_rows=need_dn, needs=needs.gate_up, need_product=needs.down.rows,
+            d_product, u, act, down, for_rows=need_dn, needs=needs.gate_up, need_product=needs.down.by_rows,
             overwrite_gate_up=recomputed,
         )  # fmt: skip
         del d_product
-    elif u is not None and needs.down.rows:
+    elif u is not None and needs.down.by_rows:
         product = down.gated_again(u, act)
     del u
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_models.common.ops import Op
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.frozen.weight import Weight
+from liger_models.kernels.frozen.products import Weight
 from liger_models.kernels.linear.projection import Projection, check_linear, check_low_rank, linear, linear_forward
 from liger_models.kernels.matmul.row_linear import LowRank
 

@@ -46,15 +46,13 @@ from liger_models.distributed.collectives import (
     sum_rows,
 )
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.frozen.weight import Weight
+from liger_models.kernels.frozen.products import Weight
 from liger_models.kernels.linear.projection import (
     RANKS,
     NormGradients,
-    NormNeeds,
     Product,
     Projection,
     ProjectionGradients,
-    ProjectionNeeds,
     check_linear,
     check_low_rank,
     linear,
@@ -150,22 +148,19 @@ class NormLinearSaved(NamedTuple):
     ranks: Annotated[Group | None, RANKS] = None
 
 
-class NormLinearNeeds(NamedTuple):
-    """Which inputs need a gradient."""
-
-    x: bool
-    residual: bool
-    norm: NormNeeds
-    projection: ProjectionNeeds
-
-
 class NormLinearGradients(NamedTuple):
-    """Gradients of the inputs. The backward op returns the stream's gradient as ``residual`` and leaves ``x`` None."""
+    """For each input its gradient, or in `NormLinearNeeds` whether it needs one.
 
-    x: Tensor | None = None
-    residual: Tensor | None = None
+    The backward op returns the stream's gradient as ``residual`` and leaves ``x`` None.
+    """
+
+    x: Any = None
+    residual: Any = None
     norm: NormGradients = NormGradients()
     projection: ProjectionGradients = ProjectionGradients()
+
+
+NormLinearNeeds = Annotated[NormLinearGradients, bool]
 
 
 class NormLinearUpstream(NamedTuple):
@@ -214,13 +209,13 @@ def norm_linear_backward(
         dn, g = product.rows_gradient(dy)
         dx, d_norm_weight, d_norm_bias, rows = norm.backward(
             sum_rows(dn, ranks).view(h.shape), dh, h, statistics, need_weight=needs.norm.weight,
-            need_bias=needs.norm.bias, rows_dtype=product.normed_dtype if needs.projection.rows else None,
+            need_bias=needs.norm.bias, rows_dtype=product.normed_dtype if needs.projection.by_rows else None,
             sum_dtype=sum_dtype(product.dtype, chunked),
         )  # fmt: skip
         del dn
 
     # The parameters of the projection.
-    if needs.projection.rows:
+    if needs.projection.by_rows:
         if rows is None:
             rows = product.normed_again(norm, h, statistics, for_weight=True)
         else:

@@ -21,16 +21,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import Argument
 from liger_models.distributed.collectives import for_op, ranks_from_op
 from liger_models.kernels.activation.gated_act import gated_act_backward, gated_act_forward
-from liger_models.kernels.frozen.weight import (
-    SCHEMA,
-    Weight,
-    dense,
-    few_rows,
-    input_product,
-    product,
-    weight_for_op,
-    weight_from_op,
-)
+from liger_models.kernels.frozen.products import WEIGHT, Weight, dense, few_rows, input_product, product
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.row_linear import LowRank, low_rank_pair
 from liger_models.kernels.norm.fused_norm import FusedNorm
@@ -39,19 +30,7 @@ from liger_models.kernels.tiles import accumulate
 Gradients = TypeVar("Gradients", bound=tuple[Any, ...])
 
 
-def _weight_for_op(weight: Weight) -> tuple[Any, ...] | None:
-    if isinstance(weight, Tensor):
-        return None
-    codes, stored = weight_for_op(weight)
-    return codes, *stored
-
-
-# How ops take the parts of a projection, and the ranks that hold its shards.
-WEIGHT = Argument(
-    f"Tensor {{0}}, {SCHEMA.format('{0}_')}",
-    _weight_for_op,
-    lambda weight, *stored: weight_from_op(weight, stored),
-)
+# How ops take the low-rank term of a projection, and the ranks that hold its shards.
 LOW_RANK = Argument("Tensor? {0}_A=None, Tensor? {0}_B=None", tuple, low_rank_pair)
 RANKS = Argument("str {0}_group='', int {0}_size=1, bool {0}_sequence=False", for_op, ranks_from_op)
 
@@ -74,45 +53,35 @@ class Projection(NamedTuple):
         return self if self.bias is None else Projection(self.weight, None, self.low_rank)
 
 
-class ProjectionNeeds(NamedTuple):
-    """Which parameters of a projection need a gradient."""
+class ProjectionGradients(NamedTuple):
+    """For each parameter of a projection its gradient, or in `ProjectionNeeds` whether it needs one."""
 
-    weight: bool
-    bias: bool
-    low_rank_A: bool
-    low_rank_B: bool
+    weight: Any = None
+    bias: Any = None
+    low_rank_A: Any = None
+    low_rank_B: Any = None
 
     @property
-    def rows(self) -> bool:
-        """Whether one of these gradients is computed from the rows that the projection multiplies."""
-        return self.weight or self.low_rank_A or self.low_rank_B
-
-
-class ProjectionGradients(NamedTuple):
-    """Gradients of the parameters of a projection."""
-
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    low_rank_A: Tensor | None = None
-    low_rank_B: Tensor | None = None
+    def by_rows(self) -> bool:
+        """Whether a gradient is needed that is computed from the rows that the projection multiplies."""
+        return bool(self.weight or self.low_rank_A or self.low_rank_B)
 
     def to(self, dtype: torch.dtype) -> "ProjectionGradients":
         """The gradients in ``dtype``."""
         return ProjectionGradients(*(None if gradient is None else gradient.to(dtype) for gradient in self))
 
 
-class NormNeeds(NamedTuple):
-    """Which parameters of a norm need a gradient."""
-
-    weight: bool
-    bias: bool
+ProjectionNeeds = Annotated[ProjectionGradients, bool]
 
 
 class NormGradients(NamedTuple):
-    """Gradients of the parameters of a norm."""
+    """For each parameter of a norm its gradient, or in `NormNeeds` whether it needs one."""
 
-    weight: Tensor | None = None
-    bias: Tensor | None = None
+    weight: Any = None
+    bias: Any = None
+
+
+NormNeeds = Annotated[NormGradients, bool]
 
 
 def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Tensor | None) -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import Op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, final_logits, token_scale, write_zeros
 from liger_models.kernels.loss.row_chunks import (
@@ -40,10 +40,12 @@ from liger_models.kernels.loss.row_chunks import (
     write_logits,
 )
 from liger_models.kernels.loss.scalar_loss import (
+    HeadGradients,
+    HeadNeeds,
     fused_loss,
     fused_loss_fake,
+    save_scalar_loss,
     scalar_loss_backward,
-    scalar_loss_setup,
     without_exponent,
 )
 from liger_models.kernels.tiles import exp, num_warps, scale_and_cap
@@ -408,44 +410,62 @@ def divergence_of_rows(
     return soft, hard
 
 
-LIBRARY.define(
-    "linear_divergence(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor teacher_x, Tensor teacher_weight,"
-    " Tensor? teacher_bias, Tensor factors, str kind, float beta, float temperature, float soft_weight,"
-    " float hard_weight, int ignore_index, float? softcap, float logit_scale, float? teacher_softcap,"
-    " float teacher_logit_scale, int rows, bool need_dx, bool need_dw, bool need_db)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+class LinearDivergenceInputs(NamedTuple):
+    """Inputs of the op `linear_divergence`; ``factors`` [N] are those of each row's loss."""
+
+    x: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    teacher_x: Tensor
+    teacher_weight: Tensor
+    teacher_bias: Tensor | None
+    factors: Tensor
+    options: DivergenceOptions
+    rows: int
+    needs: HeadNeeds
 
 
-@torch.library.impl(LIBRARY, "linear_divergence", "CompositeExplicitAutograd")
-def _forward(x, weight, target, bias, teacher_x, teacher_weight, teacher_bias, factors, *rest) -> tuple[Tensor, ...]:
-    options, rows, need = DivergenceOptions(*rest[:-4]), rest[-4], rest[-3:]
-    x, teacher_x, target = x.contiguous(), teacher_x.contiguous(), target.contiguous()
+class LinearDivergenceOutputs(NamedTuple):
+    """Outputs of the op, as in `HandOver`."""
+
+    loss: Tensor
+    soft: Tensor
+    hard: Tensor
+    gradients: HeadGradients
+    scale: Tensor
+
+
+def _forward(inputs: LinearDivergenceInputs) -> LinearDivergenceOutputs:
+    x, teacher_x, target = inputs.x.contiguous(), inputs.teacher_x.contiguous(), inputs.target.contiguous()
+    weight, factors, options, needs = inputs.weight, inputs.factors, inputs.options, inputs.needs
     wide = torch.promote_types(x.dtype, torch.float32)
     shares, scale = without_exponent(factors, x.dtype)
     # The teacher's logits have a buffer of their own, in fp32; it is reused by all chunks.
-    teacher = logits_buffer(x, len(weight), rows, wide)
+    teacher = logits_buffer(x, len(weight), inputs.rows, wide)
 
     def divergence(student: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor, Tensor]:
         logits = teacher[: len(student)]
-        write_logits(teacher_x[part], teacher_weight, teacher_bias, logits)
-        return divergence_of_rows(student, logits, gradient if any(need) else None, target[part], shares[part], options)
+        write_logits(teacher_x[part], inputs.teacher_weight, inputs.teacher_bias, logits)
+        out = gradient if any(needs) else None
+        return divergence_of_rows(student, logits, out, target[part], shares[part], options)
 
-    results, *gradients = walk_chunks(x, weight, bias, rows, need, divergence, wide, TOGETHER)
+    results, *gradients = walk_chunks(x, weight, inputs.bias, inputs.rows, needs, divergence, wide, TOGETHER)
     soft, hard = ((losses * factors).sum() for losses in results) if results else factors.new_zeros(2).unbind()
     loss = options.soft_weight * soft
     if options.hard_weight:
         loss = loss + options.hard_weight * hard
-    return loss, soft.clone(), hard.clone(), *gradients, scale
+    return LinearDivergenceOutputs(loss, soft.clone(), hard.clone(), HeadGradients(*gradients), scale)
 
 
-@torch.library.register_fake("liger_models::linear_divergence", lib=LIBRARY)
-def _fake(x, weight, target, bias, teacher_x, teacher_weight, teacher_bias, factors, *rest) -> tuple[Tensor, ...]:
-    losses = (x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(3))
-    return *losses, *fused_loss_fake(x, weight, rest[-3:])
+def _fake(inputs: LinearDivergenceInputs) -> LinearDivergenceOutputs:
+    x, wide = inputs.x, torch.promote_types(inputs.x.dtype, torch.float32)
+    loss, soft, hard = (x.new_empty((), dtype=wide) for _ in range(3))
+    return LinearDivergenceOutputs(loss, soft, hard, *fused_loss_fake(x, inputs.weight, inputs.needs))
 
 
-register_autograd("linear_divergence", scalar_loss_backward, scalar_loss_setup)
+LINEAR_DIVERGENCE = Op("linear_divergence", _forward, _fake)
+LINEAR_DIVERGENCE.differentiable(save_scalar_loss, scalar_loss_backward)
 
 
 def linear_divergence(
@@ -528,10 +548,10 @@ def linear_divergence(
         kind_or_limit(divergence, beta), beta, temperature, soft_weight, hard_weight, ignore_index,
         softcap, logit_scale, teacher_softcap, teacher_logit_scale,
     )  # fmt: skip
-    teacher = teacher_x.flatten(0, -2), teacher_weight, teacher_bias
-    loss, soft, hard, *_ = fused_loss(
-        torch.ops.liger_models.linear_divergence,
-        (x.flatten(0, -2), weight, y, bias, *(None if part is None else part.detach() for part in teacher), factors),
-        *options, chunk_rows(len(y), V, size, workspace_mib),
+    inputs = LinearDivergenceInputs(
+        x.flatten(0, -2), weight, y, bias, teacher_x.detach().flatten(0, -2), teacher_weight.detach(),
+        None if teacher_bias is None else teacher_bias.detach(), factors, options,
+        chunk_rows(len(y), V, size, workspace_mib), HeadGradients(),
     )  # fmt: skip
+    loss, soft, hard, *_ = fused_loss(LINEAR_DIVERGENCE, inputs)
     return DivergenceOutput(loss, soft, hard)

@@ -29,13 +29,14 @@ https://arxiv.org/abs/1909.08053 for the sharded vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import Argument, Op
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.loss.cross_entropy import (
     CrossEntropyOutput,
@@ -55,12 +56,15 @@ from liger_models.kernels.loss.row_chunks import (
     walk_chunks,
 )
 from liger_models.kernels.loss.scalar_loss import (
+    HeadGradients,
+    HeadNeeds,
     fused_loss,
     fused_loss_fake,
     gradients_fake,
+    save_scalar_loss,
     scalar_loss_backward,
-    scalar_loss_setup,
     scaled,
+    where_needed,
     without_exponent,
 )
 
@@ -156,161 +160,183 @@ def _local_target(target: Tensor, ignore_index: int, vocab_shard: VocabShard) ->
     return torch.where(target == ignore_index, IGNORED, (target - vocab_shard.start).where(in_shard, -1))
 
 
-def _shard_of_op(group: str = "", size: int = 1, rank: int = 0, vocabulary: int = 0) -> VocabShard | None:
-    """`VocabShard` from the arguments of an op; None without a sharded vocabulary."""
-    return VocabShard(Group(group, size, rank), vocabulary) if vocabulary else None
+def _shard_from_op(name: str, size: int, rank: int, vocabulary: int) -> VocabShard:
+    return VocabShard(Group(name, size, rank), vocabulary)
 
+
+SHARD = Argument(
+    "str {0}_group='', int {0}_ranks=1, int {0}_rank=0, int {0}_vocabulary=0",
+    lambda shard: (shard.ranks.name, shard.ranks.size, shard.ranks.rank, shard.vocabulary),
+    _shard_from_op,
+)
+"""A `VocabShard` as arguments of an op; the defaults are no sharded vocabulary."""
 
 IGNORED = -100
 """Replaces ``ignore_index``, which may be any number, even the -1 that marks a word of another rank."""
 
 
+class LinearCrossEntropyInputs(NamedTuple):
+    """Inputs of the op `linear_cross_entropy`; ``factors`` [N] are those of each token's loss."""
+
+    x: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    class_weight: Tensor | None
+    factors: Tensor
+    options: LossOptions
+    rows: int
+    predict: bool
+    needs: HeadNeeds
+    shard: Annotated[VocabShard | None, SHARD] = None
+
+
+class LinearCrossEntropyOutputs(NamedTuple):
+    """Outputs of the op, as in `HandOver`."""
+
+    loss: Tensor
+    z_loss: Tensor
+    predicted: Tensor
+    gradients: HeadGradients
+    scale: Tensor
+
+
+class TokensInputs(NamedTuple):
+    """Inputs of the op `linear_cross_entropy_tokens`. Its outputs are `TokenStatistics`."""
+
+    x: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    class_weight: Tensor | None
+    options: LossOptions
+    rows: int
+    predict: bool
+    shard: Annotated[VocabShard | None, SHARD] = None
+
+
+class TokensSaved(NamedTuple):
+    """What the forward of the tokens saves for the backward: its inputs, and log Σ exp(z) of each row."""
+
+    inputs: TokensInputs
+    lse: Tensor
+
+
+class TokensUpstream(NamedTuple):
+    """Inputs of the op `linear_cross_entropy_tokens_backward`: the gradients a of losses and c of log-probabilities."""
+
+    a: Tensor | None
+    c: Tensor | None
+    saved: TokensSaved
+    needs: HeadNeeds
+
+
 def _walk_chunks(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    options: LossOptions,
-    rows: int,
+    inputs: LinearCrossEntropyInputs | TokensInputs,
+    needs: HeadNeeds,
     *,
     predict: bool = False,
     a: Tensor | None = None,
     c: Tensor | None = None,
     lse: Tensor | None = None,
-    need: tuple[bool, bool, bool] = (False, False, False),
-    vocab_shard: VocabShard | None = None,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Compute the statistics of every row unless ``lse`` is given, and dx, dweight and dbias if needed."""
+) -> tuple[list[Tensor], HeadGradients]:
+    """Compute the statistics of every row unless ``lse`` is given, and dx, dweight and dbias if needed.
+
+    ``a`` [N] and ``c`` [N] are the gradients of the losses and of the log-probabilities.
+    """
+    x, target, shard, options = inputs.x.contiguous(), inputs.target.contiguous(), inputs.shard, inputs.options
     local_target, local_options, vocabulary = target, options, None
-    if vocab_shard is not None:
-        local_target = _local_target(target, options.ignore_index, vocab_shard)
-        local_options, vocabulary = options._replace(ignore_index=IGNORED), vocab_shard.vocabulary
+    if shard is not None:
+        local_target = _local_target(target, options.ignore_index, shard)
+        local_options, vocabulary = options._replace(ignore_index=IGNORED), shard.vocabulary
 
     def statistics(logits: Tensor, part: slice, gradient: Tensor) -> Sequence[Tensor] | None:
         results, part_lse = None, None if lse is None else lse[part]
-        if vocab_shard is not None and part_lse is None:
-            results = _vocab_parallel_statistics(logits, target[part], options, vocab_shard)
+        if shard is not None and part_lse is None:
+            results = _vocab_parallel_statistics(logits, target[part], options, shard)
             part_lse = results.lse
 
         # With a sharded vocabulary this launch computes only the gradient.
-        if part_lse is None or any(need):
+        if part_lse is None or any(needs):
             local_results = token_statistics(
-                logits, local_target[part], class_weight, *local_options, predict=predict, lse=part_lse,
+                logits, local_target[part], inputs.class_weight, *local_options, predict=predict, lse=part_lse,
                 a=None if a is None else a[part], c=None if c is None else c[part],
-                gradient=gradient if any(need) else None, vocabulary=vocabulary,
+                gradient=gradient if any(needs) else None, vocabulary=vocabulary,
             )  # fmt: skip
             results = local_results if results is None else results
         return results
 
-    results, dx, dweight, dbias = walk_chunks(x, weight, bias, rows, need, statistics)
+    results, *gradients = walk_chunks(x, inputs.weight, inputs.bias, inputs.rows, needs, statistics)
     if lse is None and not results:
         empty = lambda *size: x.new_empty(0, *size, dtype=torch.promote_types(x.dtype, torch.float32))
         results = [empty(), empty(), empty(), empty(2), target.new_empty(0)]  # an op's outputs must differ
-    return results, dx, dweight, dbias
+    return results, HeadGradients(*gradients)
 
 
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, int rows"
-_INPUTS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
-_WORDS = "str group='', int ranks=1, int rank=0, int vocabulary=0"
-LIBRARY.define(
-    f"linear_cross_entropy({_INPUTS}, Tensor factors, {_OPTIONS},"
-    f" bool predict, bool need_dx, bool need_dw, bool need_db, {_WORDS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    f"linear_cross_entropy_tokens({_INPUTS}, {_OPTIONS}, bool predict, {_WORDS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    f"linear_cross_entropy_tokens_backward(Tensor? a, Tensor? c, {_INPUTS}, Tensor lse, {_OPTIONS},"
-    f" bool need_dx, bool need_dw, bool need_db, {_WORDS}) -> (Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "linear_cross_entropy", "CompositeExplicitAutograd")
-def _loss(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
-    options, (rows, predict) = LossOptions(*rest[:5]), rest[5:7]
-    need, vocab_shard = rest[7:10], _shard_of_op(*rest[10:])
-    a, scale = without_exponent(factors, x.dtype)
-    statistics, dx, dweight, dbias = _walk_chunks(
-        x.contiguous(), weight, target.contiguous(), bias, class_weight, options, rows,
-        predict=predict, a=a, need=need, vocab_shard=vocab_shard,
-    )  # fmt: skip
+def _loss(inputs: LinearCrossEntropyInputs) -> LinearCrossEntropyOutputs:
+    a, scale = without_exponent(inputs.factors, inputs.x.dtype)
+    statistics, gradients = _walk_chunks(inputs, inputs.needs, predict=inputs.predict, a=a)
     loss, z_loss, _, _, predicted = statistics
-    loss = (loss * factors).sum()
-    z_loss = (z_loss * factors).sum() if options.z_loss else torch.zeros_like(loss)
-    return loss, z_loss, predicted, dx, dweight, dbias, scale
+    loss = (loss * inputs.factors).sum()
+    z_loss = (z_loss * inputs.factors).sum() if inputs.options.z_loss else torch.zeros_like(loss)
+    return LinearCrossEntropyOutputs(loss, z_loss, predicted, gradients, scale)
 
 
-@torch.library.register_fake("liger_models::linear_cross_entropy", lib=LIBRARY)
-def _loss_fake(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
-    predict, needs = rest[6], rest[7:10]
+def _loss_fake(inputs: LinearCrossEntropyInputs) -> LinearCrossEntropyOutputs:
+    x = inputs.x
     loss, z_loss = (x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(2))
-    return loss, z_loss, target.new_empty(x.shape[0] if predict else 0), *fused_loss_fake(x, weight, needs)
+    predicted = inputs.target.new_empty(x.shape[0] if inputs.predict else 0)
+    return LinearCrossEntropyOutputs(loss, z_loss, predicted, *fused_loss_fake(x, inputs.weight, inputs.needs))
 
 
-register_autograd("linear_cross_entropy", scalar_loss_backward, scalar_loss_setup)
+LINEAR_CROSS_ENTROPY = Op("linear_cross_entropy", _loss, _loss_fake)
+LINEAR_CROSS_ENTROPY.differentiable(save_scalar_loss, scalar_loss_backward)
 
 
-@torch.library.impl(LIBRARY, "linear_cross_entropy_tokens", "CompositeExplicitAutograd")
-def _tokens(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, ...]:
-    options, (rows, predict), vocab_shard = LossOptions(*rest[:5]), rest[5:7], _shard_of_op(*rest[7:])
-    statistics, *_ = _walk_chunks(
-        x.contiguous(), weight, target.contiguous(), bias, class_weight, options, rows,
-        predict=predict, vocab_shard=vocab_shard,
-    )  # fmt: skip
-    return tuple(statistics)
+def _tokens(inputs: TokensInputs) -> TokenStatistics:
+    statistics, _ = _walk_chunks(inputs, HeadGradients(False, False, False), predict=inputs.predict)
+    return TokenStatistics(*statistics)
 
 
-@torch.library.register_fake("liger_models::linear_cross_entropy_tokens", lib=LIBRARY)
-def _tokens_fake(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, ...]:
+def _tokens_fake(inputs: TokensInputs) -> TokenStatistics:
+    x = inputs.x
     row = lambda *size: x.new_empty(x.shape[0], *size, dtype=torch.promote_types(x.dtype, torch.float32))
-    return row(), row(), row(), row(2), target.new_empty(x.shape[0] if rest[6] else 0)
+    predicted = inputs.target.new_empty(x.shape[0] if inputs.predict else 0)
+    return TokenStatistics(row(), row(), row(), row(2), predicted)
 
 
-@torch.library.impl(LIBRARY, "linear_cross_entropy_tokens_backward", "CompositeExplicitAutograd")
-def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, ...]:
-    options, rows, need, vocab_shard = LossOptions(*rest[:5]), rest[5], rest[6:9], _shard_of_op(*rest[9:])
-
+def _tokens_backward(upstream: TokensUpstream) -> HeadGradients:
+    (inputs, lse), a, c = upstream.saved, upstream.a, upstream.c
+    dtypes = inputs.x.dtype, inputs.weight.dtype, inputs.weight.dtype
     # One power of two for both upstream gradients.
     a = lse.new_zeros(len(lse)) if a is None else a
-    factors, scale = without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]), x.dtype)
+    factors, scale = without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]), dtypes[0])
     a, c = factors[: len(a)], None if c is None else factors[len(a) :]
-    _, dx, dweight, dbias = _walk_chunks(
-        x.contiguous(), weight, target.contiguous(), bias, class_weight, options, rows,
-        a=a, c=c, lse=lse, need=need, vocab_shard=vocab_shard,
-    )  # fmt: skip
-    return scaled((dx, dweight, dbias), scale, (x.dtype, weight.dtype, weight.dtype))
+    _, gradients = _walk_chunks(inputs, upstream.needs, a=a, c=c, lse=lse)
+    return HeadGradients(*scaled(gradients, scale, dtypes))
 
 
-@torch.library.register_fake("liger_models::linear_cross_entropy_tokens_backward", lib=LIBRARY)
-def _tokens_backward_fake(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    return gradients_fake(x, weight, rest[6:9])
+def _tokens_backward_fake(upstream: TokensUpstream) -> HeadGradients:
+    return gradients_fake(upstream.saved.inputs.x, upstream.saved.inputs.weight, upstream.needs)
 
 
-def _tokens_setup(ctx, inputs, output):
-    x, weight, target, bias, class_weight, *options = inputs
-    ctx.options, ctx.vocab_shard = options[:6], options[7:]
-    _, z_loss, _, lse, predicted = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(z_loss, lse, predicted)
-    ctx.save_for_backward(x, weight, target, bias, class_weight, lse)
+def _save_tokens(ctx: Any, inputs: TokensInputs, outputs: TokenStatistics, needs: HeadNeeds) -> TokensSaved:
+    ctx.mark_non_differentiable(outputs.z_loss, outputs.lse, outputs.predicted)
+    return TokensSaved(inputs, outputs.lse)
 
 
-def _tokens_grad(ctx, a, _z_loss, c, _lse, _predicted):
+def _tokens_gradients(saved: TokensSaved, needs: HeadNeeds, upstream: Any) -> HeadGradients:
+    a, c = upstream.loss, upstream.log_probs
     if a is None and c is None:
-        return (None,) * 16
-    *inputs, lse = ctx.saved_tensors
-    need = [ctx.needs_input_grad[index] for index in (0, 1, 3)]
-    gradients = torch.ops.liger_models.linear_cross_entropy_tokens_backward(
-        a, c, *inputs, lse, *ctx.options, *need, *ctx.vocab_shard
-    )
-    dx, dweight, dbias = (g if needed else None for g, needed in zip(gradients, need, strict=True))
-    return dx, dweight, None, dbias, *(None,) * 12
+        return HeadGradients()
+    return where_needed(LINEAR_CROSS_ENTROPY_TOKENS_BACKWARD(TokensUpstream(a, c, saved, needs)), needs)
 
 
-register_autograd("linear_cross_entropy_tokens", _tokens_grad, _tokens_setup)
+LINEAR_CROSS_ENTROPY_TOKENS = Op("linear_cross_entropy_tokens", _tokens, _tokens_fake)
+LINEAR_CROSS_ENTROPY_TOKENS_BACKWARD = Op(
+    "linear_cross_entropy_tokens_backward", _tokens_backward, _tokens_backward_fake
+)
+LINEAR_CROSS_ENTROPY_TOKENS.differentiable(_save_tokens, _tokens_gradients)
 
 
 def linear_cross_entropy(
@@ -381,11 +407,7 @@ def linear_cross_entropy(
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
 
     # Rows per chunk, the same on all ranks: they communicate after each chunk.
-    shard: tuple[str | int, ...] = ()
-    words = V
-    if vocab_shard is not None:
-        ranks, words = vocab_shard.ranks, vocab_shard.shard_size
-        shard = ranks.name, ranks.size, ranks.rank, V
+    words = V if vocab_shard is None else vocab_shard.shard_size
     rows = chunk_rows(flat.shape[0], words, x.element_size(), workspace_mib)
 
     # The factor of each token's loss under the reduction, [N].
@@ -396,17 +418,17 @@ def linear_cross_entropy(
 
     # A scalar loss computes its gradient in the forward; results per token recompute the logits in the backward.
     if reduction == "none" or return_log_probs:
-        loss, z_part, log_probs, _, predicted = torch.ops.liger_models.linear_cross_entropy_tokens(
-            flat, weight, y, bias, class_weight, *options, rows, predict, *shard
+        loss, z_part, log_probs, _, predicted = LINEAR_CROSS_ENTROPY_TOKENS(
+            TokensInputs(flat, weight, y, bias, class_weight, options, rows, predict, vocab_shard)
         )
         loss = reduce(loss * factors, reduction, target.shape)
         z_part = reduce(z_part * factors, reduction, target.shape)
         log_probs = log_probs.view(target.shape)
     else:
-        loss, z_part, predicted, *_ = fused_loss(
-            torch.ops.liger_models.linear_cross_entropy, (flat, weight, y, bias, class_weight, factors),
-            *options, rows, predict, shard=shard,
-        )  # fmt: skip
+        inputs = LinearCrossEntropyInputs(
+            flat, weight, y, bias, class_weight, factors, options, rows, predict, HeadGradients(), vocab_shard
+        )
+        loss, z_part, predicted, *_ = fused_loss(LINEAR_CROSS_ENTROPY, inputs)
         log_probs = None
     return CrossEntropyOutput(
         loss=loss,

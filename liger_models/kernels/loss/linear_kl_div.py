@@ -16,12 +16,14 @@ difference of them. The probabilities are read in place, in their own dtype, and
 Source: https://arxiv.org/abs/1503.02531.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import Op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, final_logits, token_scale, write_zeros
 from liger_models.kernels.loss.divergence import load_logits
@@ -32,16 +34,28 @@ from liger_models.kernels.loss.row_chunks import (
     walk_chunks,
 )
 from liger_models.kernels.loss.scalar_loss import (
+    HeadGradients,
+    HeadNeeds,
     fused_loss,
     fused_loss_fake,
+    save_scalar_loss,
     scalar_loss_backward,
-    scalar_loss_setup,
     without_exponent,
 )
 from liger_models.kernels.tiles import exp, num_warps
 
 REDUCTIONS = ("batchmean", "mean", "sum")
 MAX_BLOCK = 8192
+
+
+class KLDivOptions(NamedTuple):
+    """Constants of a row's divergence, as in `linear_kl_div`."""
+
+    temperature: float
+    eps: float
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
 
 
 def linear_kl_div_reference(
@@ -159,41 +173,54 @@ def _rows(logits, p, gradient, target, factors, options) -> Tensor:
     return loss
 
 
-LIBRARY.define(
-    "linear_kl_div(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor probabilities, Tensor factors,"
-    " float temperature, float eps, int ignore_index, float? softcap, float logit_scale, int rows,"
-    " bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+class LinearKLDivInputs(NamedTuple):
+    """Inputs of the op `linear_kl_div`; ``factors`` [N] are those of each row's divergence."""
+
+    x: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    probabilities: Tensor
+    factors: Tensor
+    options: KLDivOptions
+    rows: int
+    needs: HeadNeeds
 
 
-@torch.library.impl(LIBRARY, "linear_kl_div", "CompositeExplicitAutograd")
-def _forward(x, weight, target, bias, probabilities, factors, *rest) -> tuple[Tensor, ...]:
-    *options, rows, need_dx, need_dw, need_db = rest
-    need = need_dx, need_dw, need_db
-    x, target = x.contiguous(), target.contiguous()
+class LinearKLDivOutputs(NamedTuple):
+    """Outputs of the op, as in `HandOver`."""
+
+    loss: Tensor
+    gradients: HeadGradients
+    scale: Tensor
+
+
+def _forward(inputs: LinearKLDivInputs) -> LinearKLDivOutputs:
+    x, target, factors, needs = inputs.x.contiguous(), inputs.target.contiguous(), inputs.factors, inputs.needs
     # The kernel takes any stride between rows; only the words of a row must be adjacent.
+    probabilities = inputs.probabilities
     if probabilities.stride(-1) != 1:
         probabilities = probabilities.contiguous()
-    wide = torch.promote_types(x.dtype, torch.float32)
     # A gradient in fp16 could underflow: the exponent that the factors share is applied at the end.
     shares, scale = without_exponent(factors, x.dtype)
 
     def divergence(logits: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor]:
-        out = gradient if any(need) else None
-        return (_rows(logits, probabilities[part], out, target[part], shares[part], options),)
+        out = gradient if any(needs) else None
+        return (_rows(logits, probabilities[part], out, target[part], shares[part], inputs.options),)
 
-    results, *gradients = walk_chunks(x, weight, bias, rows, need, divergence, wide)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    results, *gradients = walk_chunks(x, inputs.weight, inputs.bias, inputs.rows, needs, divergence, wide)
     loss = (results[0] * factors).sum() if results else factors.new_zeros(())
-    return loss, *gradients, scale
+    return LinearKLDivOutputs(loss, HeadGradients(*gradients), scale)
 
 
-@torch.library.register_fake("liger_models::linear_kl_div", lib=LIBRARY)
-def _fake(x, weight, target, bias, probabilities, factors, *rest) -> tuple[Tensor, ...]:
-    loss = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
-    return loss, *fused_loss_fake(x, weight, rest[-3:])
+def _fake(inputs: LinearKLDivInputs) -> LinearKLDivOutputs:
+    loss = inputs.x.new_empty((), dtype=torch.promote_types(inputs.x.dtype, torch.float32))
+    return LinearKLDivOutputs(loss, *fused_loss_fake(inputs.x, inputs.weight, inputs.needs))
 
 
-register_autograd("linear_kl_div", scalar_loss_backward, scalar_loss_setup)
+LINEAR_KL_DIV = Op("linear_kl_div", _forward, _fake)
+LINEAR_KL_DIV.differentiable(save_scalar_loss, scalar_loss_backward)
 
 
 def linear_kl_div(
@@ -257,9 +284,10 @@ def linear_kl_div(
     factors = token_scale(y, None, None, ignore_index, "sum" if reduction == "sum" else "mean", None, wide)
     if reduction == "mean":
         factors = factors / V
-    loss, *_ = fused_loss(
-        torch.ops.liger_models.linear_kl_div,
-        (x.flatten(0, -2), weight, y, bias, probabilities.detach().flatten(0, -2), factors),
-        temperature, eps, ignore_index, softcap, logit_scale, chunk_rows(len(y), V, size, workspace_mib),
+    options = KLDivOptions(temperature, eps, ignore_index, softcap, logit_scale)
+    inputs = LinearKLDivInputs(
+        x.flatten(0, -2), weight, y, bias, probabilities.detach().flatten(0, -2), factors, options,
+        chunk_rows(len(y), V, size, workspace_mib), HeadGradients(),
     )  # fmt: skip
+    loss: Tensor = fused_loss(LINEAR_KL_DIV, inputs)[0]
     return loss

@@ -24,14 +24,14 @@ Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from liger_models.common.errors import is_traced
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import Op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.cross_entropy import (
     LOWEST,
@@ -51,7 +51,16 @@ from liger_models.kernels.loss.row_chunks import (
     walk_chunks,
     write_logits,
 )
-from liger_models.kernels.loss.scalar_loss import HandOver, gradients_fake, scale_, scaled, without_exponent
+from liger_models.kernels.loss.scalar_loss import (
+    HandOver,
+    HeadGradients,
+    HeadNeeds,
+    gradients_fake,
+    scale_,
+    scaled,
+    where_needed,
+    without_exponent,
+)
 from liger_models.kernels.tiles import exp, num_warps, scale_and_cap
 
 More = TypeVar("More")
@@ -159,136 +168,148 @@ def _log_probs_kernel(
         tl.store(entropy_ptr + row, log_total - weighted / total)
 
 
-def _rows_in_torch(
-    logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _rows_in_torch(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return z, log p, log p of the target, and the entropy, in plain torch and without autograd."""
-    z = final_logits(logits, logit_scale, softcap)
+    z = final_logits(logits, options.logit_scale, options.softcap)
     log_p = z.log_softmax(-1)
-    valid = target != ignore_index
+    valid = target != options.ignore_index
     log_prob = log_p.gather(-1, target.where(valid, 0)[:, None])[:, 0].where(valid, 0)
     return z, log_p, log_prob, torch.special.entr(log_p.exp()).sum(-1).where(valid, 0)
 
 
-def _statistics(
-    logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
-) -> Sequence[Tensor]:
+def _statistics(logits: Tensor, target: Tensor, options: LossOptions) -> Sequence[Tensor]:
     """Return log-probability, entropy, and the two summands of lse ([N, 2]) of each row."""
     if not use_triton(logits):
-        z, _, log_prob, entropy = _rows_in_torch(logits, target, ignore_index, softcap, logit_scale)
+        z, _, log_prob, entropy = _rows_in_torch(logits, target, options)
         # lse as two summands, because their rounded sum would lose digits of confident rows.
         maximum = z.amax(-1)
         lse = torch.stack([maximum, z.logsumexp(-1) - maximum], 1)
-        return log_prob, entropy, lse.where((target != ignore_index)[:, None], 0)
+        return log_prob, entropy, lse.where((target != options.ignore_index)[:, None], 0)
     log_prob, entropy, *_ = outputs = torch.empty(2, len(logits), device=logits.device)
     lse = torch.empty(len(logits), 2, device=logits.device)
-    _launch(logits, logits, target, outputs, lse, log_prob, entropy, ignore_index, softcap, logit_scale, False)
+    _launch(logits, target, outputs, lse, log_prob, entropy, options, backward=False)
     return log_prob, entropy, lse
 
 
 def _gradient(
-    logits: Tensor,
-    target: Tensor,
-    c: Tensor,
-    h: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    ignore_index: int,
-    softcap: float | None,
-    logit_scale: float,
+    logits: Tensor, target: Tensor, c: Tensor, h: Tensor, lse: Tensor, entropy: Tensor, options: LossOptions
 ) -> None:
     """Overwrite the logits with their gradient."""
     if use_triton(logits):
-        _launch(logits, logits, target, (c, h), lse, c, entropy, ignore_index, softcap, logit_scale, True)
+        _launch(logits, target, (c, h), lse, c, entropy, options, backward=True)
         return
-    z, log_p, _, entropy = _rows_in_torch(logits, target, ignore_index, softcap, logit_scale)
+    z, log_p, _, entropy = _rows_in_torch(logits, target, options)
     # As in the kernel: dz = c · ([column = y] − p) − h · p · (log p + H).
     dz = -log_p.exp() * (c[:, None] + h[:, None] * (log_p.clamp_min(LOWEST) + entropy[:, None]))
-    valid = target != ignore_index
+    valid = target != options.ignore_index
     dz.scatter_add_(-1, target.where(valid, 0)[:, None], c[:, None].to(dz.dtype))
-    if softcap is not None:
-        dz *= 1 - (z / softcap).square()
-    logits.copy_((dz * logit_scale).where(valid[:, None], 0))
+    if options.softcap is not None:
+        dz *= 1 - (z / options.softcap).square()
+    logits.copy_((dz * options.logit_scale).where(valid[:, None], 0))
 
 
-def _launch(logits, gradient, target, upstream, lse, log_prob, entropy, ignore_index, softcap, logit_scale, backward):
-    N, V = logits.shape
+def _launch(logits, target, upstream, lse, log_prob, entropy, options, *, backward):
+    """Compute the statistics of each row, or overwrite the logits with their gradient."""
+    (N, V), softcap = logits.shape, options.softcap
     block = min(triton.next_power_of_2(V), MAX_BLOCK)
     if N:
         with on_device_of(logits):
             _log_probs_kernel[(N,)](
-                logits, gradient, target, upstream[0], upstream[1], lse, log_prob, entropy,
-                logits.stride(0), gradient.stride(0), V, ignore_index, 0.0 if softcap is None else softcap, logit_scale,
+                logits, logits, target, upstream[0], upstream[1], lse, log_prob, entropy,
+                logits.stride(0), logits.stride(0), V, options.ignore_index, 0.0 if softcap is None else softcap,
+                options.logit_scale,
                 HAS_SOFTCAP=softcap is not None, GRADIENT=backward, LOWEST=LOWEST, BLOCK=block,
                 num_warps=num_warps(block, 32),
             )  # fmt: skip
 
 
-_INPUTS = "Tensor x, Tensor weight, Tensor target, Tensor? bias"
-_OPTIONS = "int ignore_index, float? softcap, float logit_scale, int rows"
-LIBRARY.define(f"linear_logprobs({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
-LIBRARY.define(
-    f"linear_logprobs_backward(Tensor? c, Tensor? h, {_INPUTS}, Tensor lse, Tensor entropy, {_OPTIONS},"
-    " bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)"
-)
+class LinearLogprobsInputs(NamedTuple):
+    """Inputs of the op `linear_logprobs`."""
+
+    x: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    options: LossOptions
+    rows: int
 
 
-@torch.library.impl(LIBRARY, "linear_logprobs", "CompositeExplicitAutograd")
-def _forward(x, weight, target, bias, *rest) -> tuple[Tensor, ...]:
-    *options, rows = rest
-    target = target.contiguous()
+class LinearLogprobsOutputs(NamedTuple):
+    """Outputs of the op; ``lse`` [N, 2] holds the two summands of log Σ exp(z) and has no gradient."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    lse: Tensor
+
+
+class LinearLogprobsSaved(NamedTuple):
+    """What the forward saves for the backward: its inputs, and the statistics of each row."""
+
+    inputs: LinearLogprobsInputs
+    lse: Tensor
+    entropy: Tensor
+
+
+class LinearLogprobsUpstream(NamedTuple):
+    """Inputs of the op `linear_logprobs_backward`: the gradients c of log-probabilities and h of entropies, [N]."""
+
+    c: Tensor | None
+    h: Tensor | None
+    saved: LinearLogprobsSaved
+    needs: HeadNeeds
+
+
+def _forward(inputs: LinearLogprobsInputs) -> LinearLogprobsOutputs:
+    x, target = inputs.x.contiguous(), inputs.target.contiguous()
     results, *_ = walk_chunks(
-        x.contiguous(), weight, bias, rows, (False, False, False),
-        lambda logits, part, _: _statistics(logits, target[part], *options),
+        x, inputs.weight, inputs.bias, inputs.rows, HeadGradients(False, False, False),
+        lambda logits, part, _: _statistics(logits, target[part], inputs.options),
     )  # fmt: skip
     empty = lambda *size: x.new_empty(0, *size, dtype=torch.promote_types(x.dtype, torch.float32))
-    return tuple(results) or (empty(), empty(), empty(2))
+    return LinearLogprobsOutputs(*(results or (empty(), empty(), empty(2))))
 
 
-@torch.library.register_fake("liger_models::linear_logprobs", lib=LIBRARY)
-def _forward_fake(x, *_) -> tuple[Tensor, ...]:
+def _fake(inputs: LinearLogprobsInputs) -> LinearLogprobsOutputs:
+    x = inputs.x
     row = lambda *size: x.new_empty(x.shape[0], *size, dtype=torch.promote_types(x.dtype, torch.float32))
-    return row(), row(), row(2)
+    return LinearLogprobsOutputs(row(), row(), row(2))
 
 
-@torch.library.impl(LIBRARY, "linear_logprobs_backward", "CompositeExplicitAutograd")
-def _backward(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tensor, ...]:
-    *options, rows, need_dx, need_dw, need_db = rest
-    target = target.contiguous()
+def _backward(upstream: LinearLogprobsUpstream) -> HeadGradients:
+    (inputs, lse, entropy), needs = upstream.saved, upstream.needs
+    x, weight, target = inputs.x.contiguous(), inputs.weight, inputs.target.contiguous()
     # Both upstream gradients share one exponent, which fp16 gradients get at the end.
-    both = torch.stack([torch.zeros_like(entropy) if u is None else u for u in (c, h)])
+    both = torch.stack([torch.zeros_like(entropy) if u is None else u for u in (upstream.c, upstream.h)])
     (c, h), scale = without_exponent(both, x.dtype)
 
     def gradient(logits: Tensor, part: slice, _: Tensor) -> None:
-        _gradient(logits, target[part], c[part], h[part], lse[part], entropy[part], *options)
+        _gradient(logits, target[part], c[part], h[part], lse[part], entropy[part], inputs.options)
 
-    _, *gradients = walk_chunks(x.contiguous(), weight, bias, rows, (need_dx, need_dw, need_db), gradient)
-    return scaled(gradients, scale, (x.dtype, weight.dtype, weight.dtype))
-
-
-@torch.library.register_fake("liger_models::linear_logprobs_backward", lib=LIBRARY)
-def _backward_fake(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    return gradients_fake(x, weight, rest[-3:])
+    _, *gradients = walk_chunks(x, weight, inputs.bias, inputs.rows, needs, gradient)
+    return HeadGradients(*scaled(gradients, scale, (x.dtype, weight.dtype, weight.dtype)))
 
 
-def _setup(ctx, inputs, output):
-    x, weight, target, bias, *ctx.options = inputs
-    _, entropy, lse = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(x, weight, target, bias, lse, entropy)
+def _backward_fake(upstream: LinearLogprobsUpstream) -> HeadGradients:
+    return gradients_fake(upstream.saved.inputs.x, upstream.saved.inputs.weight, upstream.needs)
 
 
-def _grad(ctx, c, h, _lse):
+def _save(
+    ctx: Any, inputs: LinearLogprobsInputs, outputs: LinearLogprobsOutputs, needs: HeadNeeds
+) -> LinearLogprobsSaved:
+    ctx.mark_non_differentiable(outputs.lse)
+    return LinearLogprobsSaved(inputs, outputs.lse, outputs.entropy)
+
+
+def _gradients(saved: LinearLogprobsSaved, needs: HeadNeeds, upstream: Any) -> HeadGradients:
+    c, h, _ = upstream
     if c is None and h is None:
-        return (None,) * 8
-    need = [ctx.needs_input_grad[index] for index in (0, 1, 3)]
-    gradients = torch.ops.liger_models.linear_logprobs_backward(c, h, *ctx.saved_tensors, *ctx.options, *need)
-    dx, dweight, dbias = (g if needed else None for g, needed in zip(gradients, need, strict=True))
-    return dx, dweight, None, dbias, *(None,) * 4
+        return HeadGradients()
+    return where_needed(LINEAR_LOGPROBS_BACKWARD(LinearLogprobsUpstream(c, h, saved, needs)), needs)
 
 
-register_autograd("linear_logprobs", _grad, _setup)
+LINEAR_LOGPROBS = Op("linear_logprobs", _forward, _fake)
+LINEAR_LOGPROBS_BACKWARD = Op("linear_logprobs_backward", _backward, _backward_fake)
+LINEAR_LOGPROBS.differentiable(_save, _gradients)
 
 
 @overload
@@ -380,9 +401,8 @@ def fused_linear_logprobs(
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     rows = chunk_rows(flat.shape[0], V, x.element_size(), workspace_mib)
-    log_probs, entropy, _ = torch.ops.liger_models.linear_logprobs(
-        flat, weight, y, bias, ignore_index, softcap, logit_scale, rows
-    )
+    options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
+    log_probs, entropy, _ = LINEAR_LOGPROBS(LinearLogprobsInputs(flat, weight, y, bias, options, rows))
     return log_probs.view(target.shape), entropy.view(target.shape)
 
 
@@ -423,14 +443,13 @@ def loss_of_log_probs(
         ValueError, TypeError: as in `fused_linear_logprobs`.
     """
     # Without gradients, in fp16 and in compiled graphs the gradient is computed in the backward.
-    options = {"bias": bias, "ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
+    options: dict[str, Any] = {"bias": bias, "ignore_index": ignore_index, "softcap": softcap}
+    options |= {"logit_scale": logit_scale, "temperature": temperature, "workspace_mib": workspace_mib}
     need = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     half = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     # In fp16 one power of two scales the gradients of all tokens; it must be known before the first is computed.
     if not any(need) or half == torch.float16 or target.numel() == 0 or is_traced():
-        return loss_of(
-            fused_linear_logprobs(x, weight, target, temperature=temperature, workspace_mib=workspace_mib, **options)  # type: ignore[call-overload]
-        )
+        return loss_of(fused_linear_logprobs(x, weight, target, **options))
 
     op = "loss_of_log_probs"
     if not temperature > 0:
@@ -488,7 +507,7 @@ def _loss_and_gradients(
     units = B // together
     x, target = x.contiguous().view(together, units, T, C), target.reshape(together, units, T)
     groups = [slice(start, start + group_units) for start in range(0, units, group_units)]
-    gradients = Gradients(x.view(N, C), weight, need, len(groups) * -(-group_rows // step))  # type: ignore[arg-type]
+    gradients = Gradients(x.view(N, C), weight, need, len(groups) * -(-group_rows // step))
     dx = gradients.dx.view(x.shape) if need[0] else None
     buffer = logits_buffer(x.view(N, C), V, group_rows if group_rows <= most_rows else most_rows // step * step)
     # Log-probabilities that are not known yet are −1.
@@ -555,7 +574,7 @@ def _one_unit(
     """
     (B, T, C), V = x.shape, len(weight)
     parts = [slice(start, min(start + step, T)) for start in range(0, T, step)]
-    gradients = Gradients(x.view(B * T, C), weight, need, B * len(parts))  # type: ignore[arg-type]
+    gradients = Gradients(x.view(B * T, C), weight, need, B * len(parts))
     dx = gradients.dx.view(x.shape) if need[0] else None
     buffer = logits_buffer(x.view(B * T, C), V, step if B == 1 else T)
     log_probs = x.new_empty(B, T, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -129,7 +129,7 @@ class Gradients:
         chunks: number of chunks.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, need: tuple[bool, bool, bool], chunks: int) -> None:
+    def __init__(self, x: Tensor, weight: Tensor, need: Sequence[bool], chunks: int) -> None:
         self._weight, self._need, self._begun = weight, need, False
         self.dx = torch.empty_like(x) if need[0] else x.new_empty(0)
         self._dweight, self._sums = _allocate_sums(weight, chunks) if need[1] else (x.new_empty(0), [])
@@ -166,7 +166,7 @@ def walk_chunks(
     weight: Tensor,
     bias: Tensor | None,
     rows: int,
-    need: tuple[bool, bool, bool],
+    need: Sequence[bool],
     of_logits: Callable[[Tensor, slice, Tensor], Sequence[Tensor] | None],
     logits_dtype: torch.dtype | None = None,
     together: int = 1,

@@ -7,13 +7,13 @@ reads and writes nothing.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_models.common.errors import is_traced
-from liger_models.common.ops import LIBRARY
+from liger_models.common.ops import LIBRARY, Op
 from liger_models.kernels.dispatch import num_programs, on_device_of, tl, triton, use_triton
 
 BLOCK = 4096
@@ -67,65 +67,90 @@ def _scale_cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
-def fused_loss(
-    op: Callable[..., Any], tensors: Sequence[Tensor | None], *options: Any, shard: Sequence[Any] = ()
-) -> tuple[Tensor, ...]:
+class HeadGradients(NamedTuple):
+    """For x, weight and bias of a linear layer the gradient, or in `HeadNeeds` whether one is needed."""
+
+    x: Any = None
+    weight: Any = None
+    bias: Any = None
+
+
+HeadNeeds = Annotated[HeadGradients, bool]
+
+
+class ScalarLossSaved(NamedTuple):
+    """The gradients of the forward, the scale by which they must be multiplied, and the dtypes of the inputs."""
+
+    gradients: HeadGradients
+    scale: Tensor
+    x_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+
+
+def fused_loss(op: Op[Any, Any], inputs: Any) -> tuple[Any, ...]:
     """Run the op of a scalar loss of a linear layer, and return the loss and its other results.
 
     Args:
-        op: takes ``tensors`` (first x, weight, target and bias), the options, whether x, weight and bias need a
-            gradient, and the shard. Its results are described in `HandOver`.
+        op: its inputs begin with all tensors, of which the first are x, weight, target and bias; they also have
+            ``needs``. Its outputs are described in `HandOver`.
+        inputs: the inputs of the op. Their ``needs`` are replaced.
     """
-    x, weight, _, bias, *_ = tensors
     training = torch.is_grad_enabled()
-    needs = (training and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
-    run = op if is_traced() else partial(HandOver.apply, op, len(tensors), (0, 1, 3))
-    results: tuple[Tensor, ...] = run(*tensors, *options, *needs, *shard)
+    needs = (
+        training and tensor is not None and tensor.requires_grad for tensor in (inputs.x, inputs.weight, inputs.bias)
+    )
+    arguments = op.inputs.flatten(inputs._replace(needs=HeadGradients(*needs)))
+    run = op.run if is_traced() else partial(HandOver.apply, op.run, sum(op.inputs.is_tensor), (0, 1, 3))
+    results: tuple[Any, ...] = run(*arguments)
     return results
 
 
-def fused_loss_fake(x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+def fused_loss_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> tuple[HeadGradients, Tensor]:
     """Fake gradients of x, weight and bias for such an op, each in the dtype of its sum, and the fake scale."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    need_dx, need_dw, need_db = needs
     dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
-    return (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
-        weight.new_empty(weight.shape, dtype=dw_dtype) if need_dw else x.new_empty(0),
-        weight.new_empty(weight.shape[0], dtype=wide) if need_db else x.new_empty(0),
-        x.new_empty((), dtype=wide),
+    gradients = HeadGradients(
+        torch.empty_like(x, memory_format=torch.contiguous_format) if needs.x else x.new_empty(0),
+        weight.new_empty(weight.shape, dtype=dw_dtype) if needs.weight else x.new_empty(0),
+        weight.new_empty(weight.shape[0], dtype=wide) if needs.bias else x.new_empty(0),
     )
+    return gradients, x.new_empty((), dtype=wide)
 
 
-def gradients_fake(x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+def gradients_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> HeadGradients:
     """Fake gradients of x, weight and bias for an op of token losses, in the dtypes of the inputs."""
-    need_dx, need_dw, need_db = needs
-    return (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
-        weight.new_empty(weight.shape if need_dw else 0),
-        weight.new_empty(weight.shape[0] if need_db else 0),
+    return HeadGradients(
+        torch.empty_like(x, memory_format=torch.contiguous_format) if needs.x else x.new_empty(0),
+        weight.new_empty(weight.shape if needs.weight else 0),
+        weight.new_empty(weight.shape[0] if needs.bias else 0),
     )
 
 
-def scalar_loss_setup(ctx, inputs, output):
-    """``setup_context`` of an op as in `HandOver`, for compiled graphs; only the loss has a gradient."""
-    x, weight, _, bias, *_ = inputs
-    *_, dx, dweight, dbias, scale = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.dtypes, ctx.inputs = (x.dtype, weight.dtype, None if bias is None else bias.dtype), len(inputs)
-    ctx.save_for_backward(dx, dweight, dbias, scale)
+def where_needed(gradients: HeadGradients, needs: HeadNeeds) -> HeadGradients:
+    """The gradients of the inputs that need one, and None for the others."""
+    return HeadGradients(*(g if needed else None for g, needed in zip(gradients, needs, strict=True)))
 
 
-def scalar_loss_backward(ctx, upstream, *_):
-    """The gradients saved by `scalar_loss_setup`, times the upstream factor."""
-    gradients = [None] * ctx.inputs
-    if upstream is not None:
-        *saved, scale = ctx.saved_tensors
-        for index, gradient, dtype in zip((0, 1, 3), saved, ctx.dtypes, strict=True):
-            if ctx.needs_input_grad[index]:
-                gradients[index] = torch.ops.liger_models.scale_cast(gradient, upstream * scale, dtype)
-    return tuple(gradients)
+def save_scalar_loss(ctx: Any, inputs: Any, outputs: Any, needs: HeadNeeds) -> ScalarLossSaved:
+    """What an op as in `HandOver` saves in compiled graphs; only the loss has a gradient."""
+    _, *others, gradients, scale = outputs
+    ctx.mark_non_differentiable(*others, *gradients, scale)
+    dtypes = (None if tensor is None else tensor.dtype for tensor in (inputs.x, inputs.weight, inputs.bias))
+    return ScalarLossSaved(gradients, scale, *dtypes)  # type: ignore[arg-type]
+
+
+def scalar_loss_backward(saved: ScalarLossSaved, needs: HeadNeeds, upstream: Any) -> HeadGradients:
+    """The gradients saved by `save_scalar_loss`, times the upstream factor."""
+    if upstream[0] is None:
+        return HeadGradients()
+    gradients, scale, *dtypes = saved
+    return HeadGradients(
+        *(
+            torch.ops.liger_models.scale_cast(gradient, upstream[0] * scale, dtype) if needed else None
+            for gradient, dtype, needed in zip(gradients, dtypes, needs, strict=True)
+        )
+    )
 
 
 class HandOver(torch.autograd.Function):

@@ -54,8 +54,8 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import Argument, Op
 from liger_models.kernels.activation.gated_act import ACTIVATIONS, _load_pairs, gated_act_forward
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.frozen.weight import dense
-from liger_models.kernels.linear.projection import LOW_RANK, WEIGHT, ProjectionGradients, ProjectionNeeds
+from liger_models.kernels.frozen.products import WEIGHT, dense
+from liger_models.kernels.linear.projection import LOW_RANK, ProjectionGradients, ProjectionNeeds
 from liger_models.kernels.matmul.row_linear import LowRank
 from liger_models.kernels.moe.dropout import draw_seed, drop
 from liger_models.kernels.moe.expert_act import _expert_act, check_expert_act, expert_act_reference
@@ -391,22 +391,16 @@ class MoESaved(NamedTuple):
     dropout: float
 
 
-class MoENeeds(NamedTuple):
-    """Which inputs need a gradient."""
-
-    x: bool
-    weights: bool
-    gate_up: ProjectionNeeds
-    down: ProjectionNeeds
-
-
 class MoEGradients(NamedTuple):
-    """Gradients of the inputs."""
+    """For each input its gradient, or in `MoENeeds` whether it needs one."""
 
-    x: Tensor | None = None
-    weights: Tensor | None = None
+    x: Any = None
+    weights: Any = None
     gate_up: ProjectionGradients = ProjectionGradients()
     down: ProjectionGradients = ProjectionGradients()
+
+
+MoENeeds = Annotated[MoEGradients, bool]
 
 
 class MoEUpstream(NamedTuple):
@@ -464,7 +458,7 @@ def _backward(inputs: MoEUpstream) -> MoEGradients:
     N, S, dtype = dy.shape[0], len(order), gate_up.weight.dtype
     library = library_runs(gate_up.weight, down.weight)
     drop_in, drop_out = _drops(order, seed, dropout, weights.shape[1])
-    need_du = needs.x or needs.gate_up.rows or needs.gate_up.bias
+    need_du = needs.x or needs.gate_up.by_rows or needs.gate_up.bias
     rows = g = h = dx = d_rows = None
 
     # u once more, bit for bit as in the forward.
@@ -473,7 +467,7 @@ def _backward(inputs: MoEUpstream) -> MoEGradients:
         assert x is not None
         rows = permute(x, slot, S, dtype)  # [S, C]
         u = _product(rows, gate_up.weight, gate_up.low_rank, ends, library, drop_in)  # [S, 2 F]
-        if not needs.gate_up.rows:
+        if not needs.gate_up.by_rows:
             rows = None
 
     # Through the down projection and the activation. Where u is not saved, du takes its place.
@@ -482,7 +476,7 @@ def _backward(inputs: MoEUpstream) -> MoEGradients:
         g, h = _input_gradient(dy_rows, down.weight, down.low_rank, ends, library, drop_out)  # [S, F]
     du, product, d_weights = _act_backward(
         g, u, weights, order, ends, dy_rows, gate_up.bias, down.bias, act, limit, need_d_gate_up=need_du,
-        need_product=needs.down.rows, need_d_weights=needs.weights, overwrite_gate_up=recomputed,
+        need_product=needs.down.by_rows, need_d_weights=needs.weights, overwrite_gate_up=recomputed,
     )  # fmt: skip
     del g, u
 
@@ -502,7 +496,7 @@ def _backward(inputs: MoEUpstream) -> MoEGradients:
     d_weight = d_bias = h = None
     if gate_up.bias is not None and needs.gate_up.bias:
         d_bias = grouped_sum(du, ends, gate_up.bias.dtype)
-    if needs.gate_up.rows and rows is None:
+    if needs.gate_up.by_rows and rows is None:
         assert x is not None
         rows = permute(x, slot, S, dtype)
     if needs.gate_up.weight:
@@ -561,7 +555,7 @@ def _save(ctx: Any, inputs: MoEInputs, outputs: MoEOutputs, needs: MoENeeds) -> 
     ctx.mark_non_differentiable(*[output for output in (order, slot, ends, u) if output is not None])
     return MoESaved(
         # x is needed to recompute u, or for the gradient of gate and up.
-        x=inputs.x if u is None or needs.gate_up.rows else None,
+        x=inputs.x if u is None or needs.gate_up.by_rows else None,
         weights=inputs.weights,
         order=order,
         slot=slot,

@@ -24,7 +24,8 @@ from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, trit
 from liger_models.kernels.frozen.float8_blocks import _numbers, takes_width
 from liger_models.kernels.frozen.frozen_float8_linear import converts
 from liger_models.kernels.frozen.nf4_rows import nf4_scale
-from liger_models.kernels.frozen.weight import FrozenWeight, Weight
+from liger_models.kernels.frozen.products import Weight
+from liger_models.kernels.frozen.weight import FrozenWeight
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.moe.expert_act import _expert_act
 from liger_models.kernels.moe.grouped_mm import _rows_of_tile, _tile, most_tiles

@@ -24,10 +24,9 @@ GPU_SHAPES = [
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Many tiles, and several launches, for few tokens."""
-    for name, value in {
-        "TILE": (16, 32, 16), "PRODUCT_COLUMNS": 16, "PRODUCT_STEP": 16,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(module, name, {2: value, 4: value})
+    for name in ("LARGE", "SMALL"):
+        tiles = getattr(module, name)._replace(block_m=16, block_n=32, block_d=16, columns=16, step=16)
+        monkeypatch.setattr(module, name, tiles)
     for name, value in {"PARTS": 2, "SUMS_PROGRAMS": 3}.items():
         monkeypatch.setattr(module, name, value)
     for name, value in {"PAIRS": 2048, "LEAST_ROWS": 16}.items():

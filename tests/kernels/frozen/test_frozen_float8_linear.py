@@ -16,7 +16,8 @@ from liger_models.kernels.frozen.frozen_float8_linear import (
     takes_float8_rows,
     transposed,
 )
-from liger_models.kernels.frozen.weight import FrozenWeight, weight_for_op
+from liger_models.kernels.frozen.products import weight_for_op
+from liger_models.kernels.frozen.weight import FrozenWeight
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.kernels.matmul.row_linear import row_linear_forward
 
@@ -188,7 +189,7 @@ def test_opcheck(kernel_device):
         x = draw(3, 64, device=kernel_device, dtype=dtype).requires_grad_()
         # The check of schemas compares tensors before and after, which torch cannot do in float8.
         utils = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
-        codes, rest = weight_for_op(FrozenWeight.of(weight).to(dtype))
+        codes, *rest = weight_for_op(FrozenWeight.of(weight).to(dtype))
         arguments = x, codes, None, *rest
         torch.library.opcheck(torch.ops.liger_models.quantized_linear, arguments, test_utils=utils)
 

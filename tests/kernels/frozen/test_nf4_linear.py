@@ -4,7 +4,8 @@ import torch.nn.functional as F
 
 from liger_models.kernels.frozen.nf4_linear import BLOCK, nf4_linear
 from liger_models.kernels.frozen.nf4_rows import MOST_ROWS
-from liger_models.kernels.frozen.weight import FrozenWeight, quantized_linear, weight_for_op
+from liger_models.kernels.frozen.products import quantized_linear, weight_for_op
+from liger_models.kernels.frozen.weight import FrozenWeight
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
 
@@ -164,7 +165,7 @@ def test_autocast(backend):
 def test_opcheck(kernel_device):
     weight = make((5, 128), 2, torch.float32, kernel_device)
     x = torch.randn(3, 128, device=kernel_device, requires_grad=True)
-    codes, rest = weight_for_op(FrozenWeight.of(weight))
+    codes, *rest = weight_for_op(FrozenWeight.of(weight))
     opcheck(torch.ops.liger_models.quantized_linear, (x, codes, None, *rest))
 
 

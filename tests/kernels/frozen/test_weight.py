@@ -9,7 +9,8 @@ from liger_models.kernels.activation.gated_act import gated_act
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.kernels.frozen.float8_blocks import blocks_dense_reference
 from liger_models.kernels.frozen.frozen_float8_linear import MOST_ROWS, frozen_float8_linear, quantize_rows_reference
-from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight, dense, quantized_linear, weight_for_op
+from liger_models.kernels.frozen.products import dense, quantized_linear, weight_for_op
+from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 from liger_models.kernels.linear import gated_mlp as module
 from liger_models.kernels.linear import norm_linear, projection
 from liger_models.kernels.linear.gated_mlp import gated_mlp
@@ -289,7 +290,7 @@ def test_a_dense_weight_is_freed_after_its_product():
 @MODES
 def test_opcheck(kernel_device, recompute):
     weight = nf4(F, C, device=kernel_device)
-    codes, stored = weight_for_op(weight)
+    codes, *stored = weight_for_op(weight)
     stream = [draw(3, C, device=kernel_device).requires_grad_() for _ in range(2)]
     norm = FusedNorm(draw(C, device=kernel_device))
     low_rank = tuple(each.requires_grad_() for each in pair(F, C, kernel_device))

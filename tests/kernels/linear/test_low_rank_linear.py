@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from liger_models.kernels.frozen.weight import FrozenWeight, dense
+from liger_models.kernels.frozen.products import dense
+from liger_models.kernels.frozen.weight import FrozenWeight
 from liger_models.kernels.linear.low_rank_linear import FORWARD, LowRankLinearInputs, low_rank_linear
 from liger_models.kernels.linear.projection import Projection, linear
 from liger_models.kernels.matmul.batch_invariance import batch_invariant

@@ -292,7 +292,7 @@ def test_frozen_inputs_cost_no_product(backend, reduction, monkeypatch):
 
     needs = []
     original = module._walk_chunks
-    monkeypatch.setattr(module, "_walk_chunks", lambda *a, **k: needs.append(k.get("need")) or original(*a, **k))
+    monkeypatch.setattr(module, "_walk_chunks", lambda *a, **k: needs.append(a[1]) or original(*a, **k))
     (x, w), b = linear_inputs(backend, torch.float32)
     target = targets(backend)
     with torch.no_grad():

@@ -126,11 +126,11 @@ def test_autocast(backend):
 def test_ops_are_registered_in_full():
     x, w, b = inputs("cpu")
     target = targets()
-    args = (x.requires_grad_(), w.requires_grad_(), target, b.requires_grad_(), -100, 3.0, 1.0, 4)
+    args = (x.requires_grad_(), w.requires_grad_(), target, b.requires_grad_(), -100, 0.0, 0.0, 3.0, 1.0, 4)
     opcheck(torch.ops.liger_models.linear_logprobs, args)
     with torch.no_grad():
         _, entropy, lse = torch.ops.liger_models.linear_logprobs(*args)
-        backward = (torch.randn(N), None, *args[:4], lse, entropy, *args[4:], True, False, True)
+        backward = (torch.randn(N), None, *args, lse, entropy, True, False, True)
         opcheck(torch.ops.liger_models.linear_logprobs_backward, [t.detach() if isinstance(t, torch.Tensor) else t
                                                                   for t in backward])  # fmt: skip
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_models.kernels.frozen.weight import dense
+from liger_models.kernels.frozen.products import dense
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference

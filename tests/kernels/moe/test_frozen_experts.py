@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight, dense
+from liger_models.kernels.frozen.products import dense
+from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.experts import FORWARD, ExpertProjection, MoEInputs

@@ -1,0 +1,123 @@
+"""What the vision towers of the Qwen-VL families share: checks of sizes, the parts of a tower, and tensor names.
+
+Every tower embeds patches, runs `VisionBlock`s with rotation by row and column, and merges a square of patches into an
+image token. The towers differ in norms, MLPs and positions; each family's file has its own ``forward``.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from liger_models.convert.weight_map import Expression, equal_qkv_rows, patch_rows
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.config import PLAIN_ACTIVATIONS, check_values
+from liger_models.layers.mlp import GatedMLP, LigerMLP
+from liger_models.layers.norm import Norm
+from liger_models.layers.rope import AxialRotaryEmbedding
+from liger_models.layers.vision import PatchMerger, VisionBlock
+
+PARAMETERS = ("weight", "bias")
+
+
+def check_tower(config: Any, width: str, activations: tuple[str, ...] = PLAIN_ACTIVATIONS) -> None:
+    """Raise ValueError unless heads can be rotated by row and column, and the tower has the activation.
+
+    Args:
+        config: sizes of the tower.
+        width: name of the field with the width of the tower.
+        activations: values of ``hidden_act`` that the tower supports.
+    """
+    name, size = type(config).__name__, getattr(config, width)
+    if size % (4 * config.num_heads) != 0:
+        raise ValueError(
+            f"{name}: {width} ({size}) must be a multiple of 4 · num_heads ({config.num_heads}), to rotate by row and "
+            "column. Check config.json."
+        )
+    check_values(config, hidden_act=activations)
+
+
+def check_token_width(config: Any, width: str) -> None:
+    """Raise ValueError unless image tokens, whose width is a field of ``vision_config``, fit the language model."""
+    size = getattr(config.vision_config, width)
+    if size != config.hidden_size:
+        raise ValueError(
+            f"{type(config).__name__}: vision_config.{width} ({size}) must be the language model's hidden_size "
+            f"({config.hidden_size}). Check config.json."
+        )
+
+
+class QwenTower(nn.Module):
+    """The parts of a vision tower, without its forward.
+
+    Args:
+        config: sizes.
+        width: C, width of the tower.
+        token_width: width of an image token.
+        norm: function that returns a norm of a given width.
+        mlp: function that returns the MLP of a block.
+        kernels: which parts run on fused kernels.
+        positions: number of learned positions; None for a tower without any, whose patch embedding has no bias.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        width: int,
+        token_width: int,
+        norm: Callable[[int], Norm],
+        mlp: Callable[[], GatedMLP | LigerMLP],
+        kernels: KernelOptions,
+        *,
+        positions: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.merge = config.spatial_merge_size
+        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
+        pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        self.patch_embed = nn.Linear(pixels, width, bias=positions is not None)
+        if positions is not None:
+            self.pos_embed = nn.Embedding(positions, width)
+        self.blocks = nn.ModuleList(
+            VisionBlock(width, config.num_heads, partial(norm, width), mlp(), kernels) for _ in range(config.depth)
+        )
+        self.merger = PatchMerger(norm, width, token_width, self.merge, kernels)
+        self.rotary = AxialRotaryEmbedding(width // config.num_heads, config.rope_theta)
+
+
+def tower_entries(
+    vision: Any, visual: str, mlp: Mapping[str, Expression | str], *, norm_bias: bool = True
+) -> dict[str, Expression | str]:
+    """The entries of a weight map for patch embedding and blocks; ``{b}`` is the block.
+
+    Args:
+        vision: sizes of the tower.
+        visual: prefix of the checkpoint's names.
+        mlp: the MLP of a block: our name within the block -> expression over names within the checkpoint's ``mlp``.
+        norm_bias: whether the norms of the blocks have biases.
+    """
+    ours, theirs = "visual.blocks.{b}", f"{visual}.blocks.{{b}}"
+    norms = [f"norm{n}.{parameter}" for n in (1, 2) for parameter in (PARAMETERS if norm_bias else ("weight",))]
+    entries: dict[str, Expression | str] = {
+        "visual.patch_embed.weight": patch_rows(
+            f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
+        ),
+        **{f"{ours}.{norm}": f"{theirs}.{norm}" for norm in norms},
+        **{f"{ours}.mlp.{name}": expression for name, expression in mlp.items()},
+    }
+    for parameter in PARAMETERS:
+        # The checkpoint has q, k and v in one matrix, one after the other.
+        qkv = equal_qkv_rows(f"{theirs}.attn.qkv.{parameter}", vision.num_heads)
+        entries[f"{ours}.attn.qkv_proj.{parameter}"] = qkv
+        entries[f"{ours}.attn.o_proj.{parameter}"] = f"{theirs}.attn.proj.{parameter}"
+    return entries
+
+
+def merger_entries(ours: str, theirs: str, parts: Mapping[str, str], *, norm_bias: bool = True) -> dict[str, str]:
+    """The entries of a weight map for a `PatchMerger`; ``parts`` maps our names of its three parts to theirs."""
+    return {
+        f"{ours}.{part}.{parameter}": f"{theirs}.{name}.{parameter}"
+        for part, name in parts.items()
+        for parameter in (PARAMETERS if norm_bias or part != "norm" else ("weight",))
+    }

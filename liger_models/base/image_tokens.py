@@ -1,0 +1,119 @@
+"""`ImageTokenModel`: text in which image tokens take the places of placeholders (Gemma 3 and 4).
+
+`run_with_images` is the forward of such a model. The families check their own inputs first, and define the four methods
+below `run_with_images`.
+"""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, repeated_images
+from liger_models.common.errors import is_traced
+from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.patches import ends_of_runs
+
+
+class ImageTokenModel(VisionLanguageModel):
+    """A vision-language model whose tower returns the image tokens of all images, one after the other."""
+
+    image_inputs: ClassVar[tuple[str, ...]]
+    """Arguments of `forward` with a row for each image, in the order of the text: the arguments of the tower."""
+
+    def run_with_images(
+        self,
+        input_ids: Tensor | None,
+        images: tuple[Tensor, ...] | None,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: DecodeCache | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Run the model on text with or without images.
+
+        Args:
+            input_ids: [B, T] int64, with one placeholder per image token.
+            images: arguments of the tower; None without images.
+            position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`.
+
+        Raises:
+            ValueError: there are images without ``input_ids``, or placeholders that do not match the images.
+        """
+        batch: dict[str, Any] = {"position_ids": position_ids, "attention_mask": attention_mask, "cache": cache}
+        batch["cu_seqlens"] = cu_seqlens = take_cu_seqlens(cu_seqlens, options)
+        if input_ids is None or inputs_embeds is not None:
+            if images is not None:
+                raise ValueError("forward: pixels need input_ids, which say where the images are.")
+            return super().forward(input_ids, inputs_embeds=inputs_embeds, **batch, **options)
+
+        # Placeholders must match the images. Decoding steps have none, and compiled code can't look at values.
+        check_input_ids(input_ids)
+        places = input_ids == self.placeholder_id  # [B, T]
+        decoding = cache is not None and cache.length > 0 and images is None
+        if not decoding and not is_traced():
+            self.check_images(input_ids, places, images, cu_seqlens)
+        bidirectional = images is not None and self.images_are_bidirectional
+        visible_until = ends_of_runs(places) if bidirectional else None  # [B, T], the last token of each token's image
+
+        # Embeddings [B, T, C], with image tokens in place of their placeholders.
+        ids = self.ids_to_embed(input_ids, places)
+        embeds = self.embed_tokens(ids)
+        if images is None and self.tower_is_sharded and not decoding:
+            # All ranks gather the weights of a sharded tower together, whichever of them has images.
+            images, places = self.blank_image(embeds), torch.zeros_like(places)
+        if images is not None:
+            embeds = embeds.masked_scatter(places[..., None], self.visual(*images).to(embeds.dtype))
+
+        # The rest is the language model's forward on these embeddings.
+        shape = embeds.shape[0], embeds.shape[1]
+        inputs = self.layout_inputs(ids, embeds, shape[1])
+        layout = self.layout(shape, embeds, **batch, visible_until=visible_until, **inputs)
+        return self.run(embeds, layout, **options)
+
+    @property
+    @abstractmethod
+    def placeholder_id(self) -> int:
+        """Id of the token that stands for an image token."""
+
+    @property
+    def images_are_bidirectional(self) -> bool:
+        """Whether the tokens of an image attend to each other in both directions."""
+        return True
+
+    @abstractmethod
+    def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """The ids [B, T] to look up in the embedding, which may have no rows for the placeholders at ``places``."""
+
+    @abstractmethod
+    def check_images(
+        self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
+    ) -> None:
+        """Raise ValueError unless the placeholders at ``places`` [B, T] match the images.
+
+        The check synchronizes with the device once.
+        """
+
+    @abstractmethod
+    def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
+        """Arguments of the tower for one image of zeros, in the dtype of ``embeds``."""
+
+    @abstractmethod
+    def token_counts(self, images: tuple[Tensor, ...]) -> Tensor:
+        """The number of image tokens of each image, [images] int64."""
+
+    def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
+        """`VisionLanguageModel.repeat_prompts`, where images are in the order of the text."""
+        others = {name: x for name, x in inputs.items() if name not in self.image_inputs}
+        repeated = inputs | super().repeat_prompts(input_ids, others, times)
+        images = tuple(inputs.get(name) for name in self.image_inputs)
+        if all(isinstance(x, Tensor) and len(x) for x in images):
+            counts = (input_ids == self.placeholder_id).sum(1)
+            chosen = repeated_images(counts, self.token_counts(images), times)  # type: ignore[arg-type]
+            repeated |= {name: inputs[name][chosen] for name in self.image_inputs}
+        return repeated

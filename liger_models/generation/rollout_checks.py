@@ -1,0 +1,140 @@
+"""The checks of `rollout`: its prompts and numbers, its options, and what a model must be able to do.
+
+`refusal` says why a model is refused, also for callers that choose between `rollout` and `generate`.
+"""
+
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from liger_models.distributed.groups import ParallelGroups
+from liger_models.generation.deterministic import refusal as deterministic_refusal
+from liger_models.generation.eval_mode import evaluating
+from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, select_inputs
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.layer import layers_of, named_layers
+from liger_models.layers.linear import is_sharded
+from liger_models.layers.recompute import is_compiled
+from liger_models.layers.rope import DynamicScaling
+
+
+def check_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
+    """The prompts as lists of ids.
+
+    Raises:
+        ValueError: a prompt is empty, or has no ids of the model.
+    """
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"rollout: prompts must be a list of prompts, got {type(prompts).__name__}.")
+    tensors = [torch.as_tensor(prompt) for prompt in prompts]
+    shapes = [list(prompt.shape) for prompt in tensors if prompt.dim() != 1 or not len(prompt)]
+    if not tensors or shapes:
+        raise ValueError(
+            f"rollout: prompts must be a list of prompts with at least one token each, got shapes {shapes[:5]}."
+        )
+
+    # Integers, and ids that the model has.
+    vocab = model.embed_tokens.num_embeddings
+    for number, prompt in enumerate(tensors):
+        dtype = prompt.dtype
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            raise ValueError(f"rollout: prompts must be integers, got {dtype} in prompt {number}.")
+    tokens: list[list[int]] = [prompt.tolist() for prompt in tensors]
+    low, high = min(map(min, tokens)), max(map(max, tokens))
+    if low < 0 or high >= vocab:
+        raise ValueError(
+            f"rollout: prompts must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?"
+        )
+    return tokens
+
+
+def one_per_prompt(name: str, value: int | Sequence[int], count: int) -> list[int]:
+    """An integer for each of ``count`` prompts, from one for all or one for each."""
+    numbers: Any = value.tolist() if hasattr(value, "tolist") else value
+    values = list(numbers) if isinstance(numbers, Iterable) else [numbers] * count
+    if not all(isinstance(number, Integral) for number in values):
+        raise ValueError(f"rollout: {name} must be integers, got {value!r}.")
+    if len(values) != count:
+        raise ValueError(
+            f"rollout: {name} must be one number, or one for each of the {count} prompts, got {len(values)}."
+        )
+    return values
+
+
+def check_options(model: Decoder, settings: Settings, options: Options) -> None:
+    """Raise ValueError for options of `generate` that `rollout` does not support."""
+    for name, neutral in UNFILTERED.items():
+        value = getattr(settings, name)
+        if name not in DRAWING and value and value != neutral:
+            raise ValueError(
+                f"rollout: {name} must be {neutral}, got another from the call or from generation_config.json. Pass "
+                f"{name}={neutral}, or use generate."
+            )
+    unsupported = ["attention_mask", "logits_processor", "cache", "draft_model", *select_inputs(model, options)]
+    passed = [name for name in unsupported if options.get(name) is not None]
+    if passed:
+        raise ValueError(f"rollout: {', '.join(passed)} must be omitted, got a value. Use generate.")
+    if not settings.use_cache:
+        raise ValueError("rollout: use_cache must not be False. Use generate.")
+
+
+def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
+    """The reason why `rollout` refuses this model with rows of ``tokens`` tokens; None if it accepts the model.
+
+    The model runs the first token of a prompt, to see what its layers cache.
+    """
+    cache = cache_of_one_token(model, tokens, prompt)
+    return cache if isinstance(cache, str) else None
+
+
+def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> DecodeCache | str:
+    """A cache with the first token of a prompt, or the reason that `refusal` returns."""
+    name, groups = type(model).__name__, model.groups
+
+    # Attention layers must work on pages, and the model must be distributed in a way that rollouts support.
+    layers = named_layers(model.layers)
+    unpaged = [path for path, layer in layers if layer.attention and not layer.attention.takes_pages]
+    if unpaged:
+        return f"attention layers must take pages of a cache, got layers.{', layers.'.join(unpaged)} of {name}"
+    if any(is_compiled(module) for module in model.modules()):
+        return f"model must not be compiled, got a compiled {name}"
+    shares_tokens = groups.context or groups.expert or (groups.tensor is not None and groups.tensor.sequence_parallel)
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    if shares_tokens or (sharded and groups == ParallelGroups()):
+        return f"model may be distributed by apply_fsdp and by apply_tp without sequence_parallel, got {name} otherwise"
+
+    # Cached keys must not depend on the length that a row will have.
+    for rotary in layers_of(model.rotary):
+        limit: Any = rotary.switch_length
+        if isinstance(getattr(rotary, "scaling", None), DynamicScaling):
+            limit = rotary.max_position_embeddings
+        if limit is not None and tokens > limit + 1:  # the last token is never run
+            return (
+                f"prompt and new tokens must not exceed {limit + 1} tokens, beyond which {name} rotates cached keys by "
+                f"other frequencies, got {tokens}"
+            )
+
+    # The layers must cache only what a pool of pages can hold: run a token and look.
+    cache = DecodeCache(1)
+    with torch.no_grad(), evaluating(list(model.modules())):
+        model(torch.tensor([prompt[:1]], device=model.device), cache=cache, return_logits=False)
+    if cache.extra or not cache._layers:
+        return f"layers must cache keys, values and states, got others in {name}"
+    return cache
+
+
+def check_features(model: Decoder, *, record_routing: bool, deterministic: bool) -> None:
+    """Raise ValueError if the model lacks what the arguments of `rollout` ask for."""
+    refused = deterministic_refusal(model) if deterministic else None
+    if deterministic and refused is None and is_sharded(model.lm_head.weight):
+        refused = f"model must be whole, got a sharded {type(model).__name__}"
+    if refused is not None:
+        raise ValueError(f"rollout: {refused} with deterministic=True. Leave it out.")
+    if record_routing and (not model.routers or not model.replays_routing):
+        raise ValueError(
+            f"rollout: record_routing needs routed experts in blocks that replay routing, got {type(model).__name__}. "
+            "Leave it out."
+        )

@@ -1,0 +1,306 @@
+"""The kernels of `causal_attention`, whose docstring has their formulas and their order.
+
+Every kernel is in two parts: where its tile is, and what it computes there. It gets the numbers of a `Part` one by one
+(``T, S, kv_head, query_head, query_heads, query, tiles, width``) and packs them again. In all kernels
+
+    batch, head    row of the batch and query head; ``head // GROUP`` is its KV head
+    place          index of a tile in the workspace, see `workspace.py`
+    query, key     first query and first key of a tile
+    position       the token of the first query: query i is token i + S − T
+    low, last      the first key and the last query that see each other, see `causal_attention.bounds`; read if BOUNDED
+
+BLOCK_M, BLOCK_N and BLOCK_D are queries, keys and columns of a tile, STEP the queries or keys of a step of a product.
+"""
+
+from liger_models.kernels.attention.heads import LOG2_E
+from liger_models.kernels.attention.workspace import VARYING, Part, first_place, slot_head, tile_at
+from liger_models.kernels.dispatch import tl, triton
+
+
+@triton.jit
+def _scale_and_mask(
+    scores, scale, position, key, S, window, documents_ptr, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Turn q · kᵀ [BLOCK_M, BLOCK_N] into s, with -inf where a query doesn't see a key."""
+    # log2 e: the exponentials are powers of 2, which the hardware computes.
+    scores *= scale * LOG2_E
+    # Without bounds, tiles below the diagonal are visible as a whole.
+    if HAS_DOCUMENTS or HAS_WINDOW or key + BLOCK_N > position:
+        positions = position + tl.arange(0, BLOCK_M)
+        keys = key + tl.arange(0, BLOCK_N)
+        visible = (positions[:, None] >= keys[None, :]) & (keys < S)[None, :]  # [BLOCK_M, BLOCK_N]
+        if HAS_WINDOW:
+            visible = visible & (positions[:, None] - keys[None, :] < window)
+        if HAS_DOCUMENTS:
+            # The two fill values differ, so that what lies past the last token is never in one document.
+            document = tl.load(documents_ptr + positions, mask=positions < S, other=-3)
+            key_document = tl.load(documents_ptr + keys, mask=keys < S, other=-2)
+            visible = visible & (document[:, None] == key_document[None, :])
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _load_tile(x, batch, head, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load a tile [ROWS, COLUMNS] of a head from a descriptor of [B, heads, rows, D]; 0 outside."""
+    return x.load([batch, head, row, column]).reshape(ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def weights_kernel(
+    q, k, weights_ptr, tile_m_ptr, tile_sum_ptr, documents_ptr, low_ptr, window, scale,
+    T, S, kv_head, query_head, query_heads, query, tiles, width, slots,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write tiles of exp2(s − m), and m and the sum of each row of a tile; a program writes many tiles."""
+    BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
+    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
+    places = slots * ((tiles + 1) // 2) * width
+    rows = tl.arange(0, BLOCK_M)
+    for place in tl.range(tl.program_id(0), places, tl.num_programs(0), flatten=not BOUNDED):
+        batch, head, first_query, key, visible = tile_at(place, part, low_ptr, H, GROUP, BOUNDED, BLOCK_M, BLOCK_N)
+        position = first_query + S - T
+        if not BOUNDED or visible:
+            # s = scale · log2 e · q · kᵀ, summed over BLOCK_D columns of the heads at a time.
+            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for column in range(0, D, BLOCK_D):
+                q_tile = _load_tile(q, batch, head, first_query, column, BLOCK_M, BLOCK_D)
+                k_tile = _load_tile(k, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
+                scores = tl.dot(q_tile, tl.trans(k_tile), scores, input_precision=PRECISION)
+            scores = _scale_and_mask(
+                scores, scale, position, key, S, window, documents_ptr + batch * S, HAS_DOCUMENTS, HAS_WINDOW,
+                BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+
+            # m of each row [BLOCK_M]: 0 unless the row's largest score is far from 0, and -inf if it sees no key.
+            largest = tl.max(scores, 1)
+            near = (tl.abs(largest) <= FAR) | (largest == float("-inf"))
+            m = tl.where(near, 0.0, tl.ceil(largest))
+            p = tl.exp2(scores - m[:, None])  # [BLOCK_M, BLOCK_N]
+
+            tl.store(tile_m_ptr + place * BLOCK_M + rows, tl.where(largest == float("-inf"), largest, m))
+            tl.store(tile_sum_ptr + place * BLOCK_M + rows, tl.sum(p, 1))
+            entries = (place * BLOCK_M + rows).to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(weights_ptr + entries, p.to(weights_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sums_kernel(
+    weights_ptr, tile_m_ptr, tile_sum_ptr, m_ptr, inverse_ptr, low_ptr,
+    T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
+    BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write one m for all weights of a query, and the inverse of their sum, [B, H, T] each.
+
+    Each of the SUMS_PROGRAMS programs of a tile of queries computes both. They split the rescaling of weights that were
+    written with another m.
+    """
+    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
+    slot = tl.program_id(1)
+    tile = tl.program_id(2)
+    batch, head = slot_head(slot, part, H, GROUP)
+    place = first_place(slot, tile, part, BLOCK_M, BLOCK_N)
+    position = query + tile * BLOCK_M + S - T
+
+    # Tiles of keys that the queries see.
+    begin = 0
+    if BOUNDED:
+        begin = tl.load(low_ptr + batch * S + position) // BLOCK_N
+    end = tl.cdiv(tl.minimum(position + BLOCK_M, S), BLOCK_N)
+
+    # m, the sum of exp2(s − m), and the largest |m| of a tile: [BLOCK_M] each, over PARTS tiles at a time.
+    rows = tl.arange(0, BLOCK_M)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    far = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(begin, end, PARTS):
+        key_tile = start + tl.arange(0, PARTS)[:, None]
+        entries = (place + key_tile) * BLOCK_M + rows[None, :]  # [PARTS, BLOCK_M]
+        tile_m = tl.load(tile_m_ptr + entries, mask=key_tile < end, other=float("-inf"))
+        sums = tl.load(tile_sum_ptr + entries, mask=key_tile < end, other=0.0)
+        far = tl.maximum(far, tl.max(tl.where(tile_m == float("-inf"), 0.0, tl.abs(tile_m)), 0))
+        larger = tl.maximum(m, tl.max(tile_m, 0))
+        finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has seen no key yet
+        total = total * tl.exp2(m - finite) + tl.sum(sums * tl.exp2(tile_m - finite[None, :]), 0)
+        m = larger
+    m = tl.where(total == 0.0, 0.0, m)  # rows past the last query
+    total = tl.where(total == 0.0, 1.0, total)
+
+    if tl.program_id(0) == 0:
+        queries = query + tile * BLOCK_M + rows
+        entries = (batch.to(tl.int64) * H + head) * T + queries
+        tl.store(m_ptr + entries, m, mask=queries < T)
+        tl.store(inverse_ptr + entries, 1.0 / total, mask=queries < T)
+
+    # Tiles with another m than the query's are multiplied by a power of 2.
+    if tl.max(far) > 0.0:
+        for key_tile in range(begin + tl.program_id(0), end, tl.num_programs(0)):
+            entries = (place + key_tile) * BLOCK_M + rows
+            tile_m = tl.load(tile_m_ptr + entries)
+            factor = tl.where(tile_m == float("-inf"), 1.0, tl.exp2(tile_m - m))
+            if tl.min(factor) < 1.0:
+                pointers = weights_ptr + entries.to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                p = tl.load(pointers)  # [BLOCK_M, BLOCK_N]
+                tl.store(pointers, (p * factor[:, None]).to(p.dtype))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sum_over_keys_kernel(
+    weights, factors, out_ptr, inverse_ptr, low_ptr,
+    T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, HAS_INVERSE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write o = weights · v / Σ or dq = ds · k [B, T, H, D], BLOCK_M queries and BLOCK_D columns per program."""
+    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
+    slot = tl.program_id(1)
+    tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
+    batch, head = slot_head(slot, part, H, GROUP)
+    place = first_place(slot, tile, part, BLOCK_M, BLOCK_N)
+    position = query + tile * BLOCK_M + S - T
+    begin = 0
+    if BOUNDED:
+        begin = tl.load(low_ptr + batch * S + position) // BLOCK_N * BLOCK_N
+
+    queries = query + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    inverse = 1.0
+    if HAS_INVERSE:
+        entries = (batch.to(tl.int64) * H + head) * T + queries
+        inverse = tl.load(inverse_ptr + entries, mask=queries < T, other=0.0)[:, None]  # [BLOCK_M, 1]
+
+    # The product, STEP keys at a time. In fp32 a sum over all keys in turn would err by more than the differences of
+    # do · v and δ in the backward.
+    BY_STEP: tl.constexpr = HAS_INVERSE and out_ptr.dtype.element_ty == tl.float32
+    column = tl.program_id(0) * BLOCK_D
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for key in range(begin, tl.minimum(position + BLOCK_M, S), STEP):
+        strip = weights.load([(place + key // BLOCK_N) * BLOCK_M, key % BLOCK_N])  # [BLOCK_M, STEP]
+        factor = _load_tile(factors, batch, head // GROUP, key, column, STEP, BLOCK_D)
+        if BY_STEP:
+            total += tl.dot(strip, factor, input_precision=PRECISION) * inverse
+        else:
+            total = tl.dot(strip, factor, total, input_precision=PRECISION)
+    if HAS_INVERSE and not BY_STEP:
+        total *= inverse
+
+    columns = column + tl.arange(0, BLOCK_D)
+    out = out_ptr + ((batch.to(tl.int64) * T + queries) * H + head)[:, None] * D + columns[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(queries < T)[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def row_products_kernel(
+    out_ptr, d_out_ptr, delta_ptr, N, T, d_b, d_t, d_h, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write δ [B, H, T] from o [B, T, H, D] and do, ROWS of the N = B · T · H vectors per program."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head = row % H
+    token = row // H
+    batch = token // T
+    position = token % T
+    column = tl.arange(0, BLOCK_D)[None, :]
+    inside = (row < N)[:, None] & (column < D)  # [ROWS, BLOCK_D]
+    out = tl.load(out_ptr + row[:, None] * D + column, mask=inside, other=0.0).to(tl.float32)
+    start = batch * d_b + position * d_t + head * d_h
+    d_out = tl.load(d_out_ptr + start[:, None] + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + (batch * H + head) * T + position, tl.sum(out * d_out, 1), mask=row < N)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def score_gradients_kernel(
+    q, k, v, d_out, p_ptr, ds_ptr, m_ptr, inverse_ptr, delta_ptr, documents_ptr, low_ptr, window, scale,
+    T, S, kv_head, query_head, query_heads, query, tiles, width, slots,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write tiles of p and ds, in the layout of the forward's weights."""
+    BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
+    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
+    places = slots * ((tiles + 1) // 2) * width
+    rows = tl.arange(0, BLOCK_M)
+    for place in tl.range(tl.program_id(0), places, tl.num_programs(0), flatten=not BOUNDED):
+        batch, head, first_query, key, visible = tile_at(place, part, low_ptr, H, GROUP, BOUNDED, BLOCK_M, BLOCK_N)
+        position = first_query + S - T
+        if not BOUNDED or visible:
+            # s = scale · log2 e · q · kᵀ and dp = do · vᵀ, [BLOCK_M, BLOCK_N] each.
+            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for column in range(0, D, BLOCK_D):
+                q_tile = _load_tile(q, batch, head, first_query, column, BLOCK_M, BLOCK_D)
+                k_tile = _load_tile(k, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
+                scores = tl.dot(q_tile, tl.trans(k_tile), scores, input_precision=PRECISION)
+                do_tile = _load_tile(d_out, batch, head, first_query, column, BLOCK_M, BLOCK_D)
+                v_tile = _load_tile(v, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
+                dp = tl.dot(do_tile, tl.trans(v_tile), dp, input_precision=PRECISION)
+            scores = _scale_and_mask(
+                scores, scale, position, key, S, window, documents_ptr + batch * S, HAS_DOCUMENTS, HAS_WINDOW,
+                BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+
+            # m, 1 / Σ and δ of the queries, [BLOCK_M] each.
+            entries = (batch.to(tl.int64) * H + head) * T + first_query + rows
+            inside = (first_query + rows >= 0) & (first_query + rows < T)
+            m = tl.load(m_ptr + entries, mask=inside, other=0.0)
+            inverse = tl.load(inverse_ptr + entries, mask=inside, other=0.0)
+            delta = tl.load(delta_ptr + entries, mask=inside, other=0.0)
+
+            p = tl.exp2(scores - m[:, None]) * inverse[:, None]
+            ds = p * (dp - delta[:, None]) * scale
+            entries = (place * BLOCK_M + rows).to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(p_ptr + entries, p.to(p_ptr.dtype.element_ty))
+            tl.store(ds_ptr + entries, ds.to(ds_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sum_over_queries_kernel(
+    weights, factors, out_ptr, sum_ptr, last_ptr,
+    T, S, kv_head, query_head, query_heads, query, tiles, width, later, finished, H: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write dv = pᵀ · do or dk = dsᵀ · q for BLOCK_N keys and BLOCK_D columns, summed over a group's query heads.
+
+    Later launches add to sum_ptr. Tiles of keys from ``finished`` on are complete after this launch.
+    """
+    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
+    key_tile = tl.program_id(2)
+    key = key_tile * BLOCK_N
+    batch, first_head = slot_head(tl.program_id(1) * query_heads, part, H, GROUP)
+
+    # The queries whose tiles were written for these keys, counted from the part's first query.
+    begin = tl.maximum(key - (S - T) - query, 0) // BLOCK_M * BLOCK_M
+    end = tl.minimum(tiles * BLOCK_M, T - query)
+    if BOUNDED:
+        last = tl.load(last_ptr + batch * S + tl.minimum(key + BLOCK_N, S) - 1)
+        end = tl.minimum(end, last + 1 - (S - T) - query)
+
+    # The product, STEP queries of a query head at a time, and one query head after the other.
+    steps = tl.maximum((end - begin + STEP - 1) // STEP, 0)
+    column = tl.program_id(0) * BLOCK_D
+    total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for i in range(0, query_heads * steps):
+        group_head = i // steps
+        row = begin + i % steps * STEP
+        slot = tl.program_id(1) * query_heads + group_head
+        place = first_place(slot, row // BLOCK_M, part, BLOCK_M, BLOCK_N) + key_tile
+        strip = weights.load([place * BLOCK_M + row % BLOCK_M, 0])  # [STEP, BLOCK_N]
+        factor = _load_tile(factors, batch, first_head + group_head, query + row, column, STEP, BLOCK_D)
+        total = tl.dot(tl.trans(strip), factor, total, input_precision=PRECISION)
+
+    # Sums stay in fp32 until the last launch that sees the keys.
+    keys = key + tl.arange(0, BLOCK_N)
+    columns = column + tl.arange(0, BLOCK_D)
+    entries = ((batch.to(tl.int64) * S + keys) * (H // GROUP) + first_head // GROUP)[:, None] * D + columns[None, :]
+    inside = (keys < S)[:, None] & (columns < D)[None, :]  # [BLOCK_N, BLOCK_D]
+    if later != 0:
+        total += tl.load(sum_ptr + entries, mask=inside, other=0.0)
+    if key_tile >= finished:
+        # This launch is the last one with these keys, so the sum is rounded once.
+        tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(sum_ptr + entries, total, mask=inside)

@@ -1,0 +1,71 @@
+"""Linear layers with a frozen weight in fewer bits, on one device and under tensor parallelism."""
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from liger_models.kernels.frozen.products import quantized_linear
+from liger_models.kernels.frozen.weight import FrozenWeight
+from liger_models.layers.frozen import FrozenParameters, freeze
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import ColumnParallelLinear, PartialLinear, ReplicatedLinear, RowParallelLinear
+
+
+class FrozenLinear(nn.Linear, Layer):
+    """A linear layer with a frozen weight [O, C] that is stored in fewer bits.
+
+    Args:
+        linear: the layer to replace, whose bias is kept.
+        weight: the frozen weight.
+    """
+
+    is_low_rank = True
+    """Fused ops take the weight, see `FrozenWeight`."""
+    stored: FrozenParameters
+    parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
+    """Kind of parallel layer -> the class that `PartialLinear.of` converts the layer into."""
+
+    def __init__(self, linear: nn.Linear, weight: FrozenWeight) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        freeze(self, "weight", weight)
+        self.bias = linear.bias
+
+    @property
+    def frozen_weight(self) -> FrozenWeight:
+        """The weight as ops take it."""
+        return self.stored.join(self.weight)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ Wᵀ + bias``."""
+        return quantized_linear(x, self.frozen_weight, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., O]."""
+        return self.product(x, self.bias)
+
+
+class FrozenColumnParallelLinear(FrozenLinear, ColumnParallelLinear):
+    """`ColumnParallelLinear` with a weight in fewer bits."""
+
+    forward = ColumnParallelLinear.forward
+
+
+class FrozenRowParallelLinear(FrozenLinear, RowParallelLinear):
+    """`RowParallelLinear` with a weight in fewer bits."""
+
+    forward = RowParallelLinear.forward
+
+
+class FrozenReplicatedLinear(FrozenLinear, ReplicatedLinear):
+    """`ReplicatedLinear` with a weight in fewer bits."""
+
+    is_low_rank = False
+    forward = ReplicatedLinear.forward
+
+
+FrozenLinear.parallel_kinds = {
+    ColumnParallelLinear: FrozenColumnParallelLinear,
+    RowParallelLinear: FrozenRowParallelLinear,
+    ReplicatedLinear: FrozenReplicatedLinear,
+}

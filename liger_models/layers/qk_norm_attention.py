@@ -1,0 +1,119 @@
+"""Attention with norms of queries and keys: `LigerQKNormAttention`, and `LigerGatedAttention` with gated outputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.distributed.collectives import Group, sum_over
+from liger_models.kernels.norm.rms_norm import scale_normed
+from liger_models.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
+from liger_models.kernels.rope.rope import rope, rope_reference, split_heads
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.norm import LigerRMSNorm
+
+
+class LigerQKNormAttention(LigerAttention):
+    """`LigerAttention` with norms of q and k before the rotation.
+
+    Args:
+        norm: function that returns a `LigerRMSNorm` of a given width.
+        whole_projection: whether to normalize over all heads together (OLMo 2) instead of over each head (Qwen3, Gemma
+            3).
+        Others: as in `LigerAttention`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        norm: Callable[[int], LigerRMSNorm],
+        whole_projection: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **options)
+        self.q_norm = norm(num_heads * head_dim if whole_projection else head_dim)
+        self.k_norm = norm(num_kv_heads * head_dim if whole_projection else head_dim)
+        self.whole_projection = whole_projection
+        self.mean_group: Group | None = None
+        """The process group over whose heads the norms take their means."""
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """As `LigerAttention.shard`; norms over all heads take the mean over all ranks."""
+        dims = super().shard(group)
+        if not self.whole_projection:
+            # Each rank norms its own heads with the same weights, so their gradients are summed over the ranks.
+            self.q_norm.group = self.k_norm.group = group
+            return dims
+        self.mean_group = group
+        self.q_norm.group = self.k_norm.group = None  # their weights are sharded, too
+        return {**dims, "q_norm.weight": 0, "k_norm.weight": 0}
+
+    def shard_tokens(self, group: Group) -> None:
+        """As `LigerAttention.shard_tokens`; norms over all heads take the mean over all ranks."""
+        super().shard_tokens(group)
+        self.mean_group = group if self.whole_projection else None
+
+    def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        if self.mean_group is not None:
+            return self._split_over(qkv, layout, self.mean_group)
+        split = qk_norm_rope if self.rope_kernel and self.q_norm.kernel else qk_norm_rope_reference
+        cos, sin = self._tables(layout)
+        return split(
+            qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim,
+            self.q_norm.local_weight(qkv), self.k_norm.local_weight(qkv),
+            eps=self.q_norm.eps, weight_offset=self.q_norm.offset, scale_in_fp32=self.q_norm.scale_in_fp32,
+            interleaved=self.interleaved,
+        )  # fmt: skip
+
+    def _split_over(self, qkv: Tensor, layout: BatchLayout, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+        """`_split` with norms over the heads of all ranks; unfused, because the ranks must exchange their means."""
+        # Each rank sums the squares of its heads; the mean is over the heads of all ranks.
+        *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
+        wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in heads]
+        means = torch.stack([x.square().mean(-1) for x in wide], -1)
+        means = sum_over(means, group) / group.size  # [B, T, 2]
+        cos, sin = self._tables(layout)
+        # Norm, scale and rotate q and k by the means of all heads.
+        rotate = rope if self.rope_kernel else rope_reference
+        results = []
+        for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
+            weight = norm.local_weight(qkv)
+            if self.groups.context is not None:  # replicated
+                # Context parallelism shards tokens, so each rank has all weights and takes those of its heads.
+                weight = weight.chunk(group.size)[group.rank]
+            normed = scale_normed(
+                x * torch.rsqrt(mean + norm.eps), weight, like.dtype, norm.offset, norm.scale_in_fp32
+            ).view_as(like)
+            if cos is not None and sin is not None:
+                normed = rotate(normed, cos, sin, interleaved=self.interleaved)
+            results.append(normed)
+        q, k = results
+        return q, k, v
+
+
+class LigerGatedAttention(LigerQKNormAttention):
+    """`LigerQKNormAttention` whose output is multiplied by ``sigmoid`` of a gate from the packed projection.
+
+    The rows of ``qkv_proj`` are grouped by KV head: its H / G query heads, their gates, then its key, then its value.
+
+    Args: as in `LigerQKNormAttention`.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **options)
+        bias = self.qkv_proj.bias is not None
+        self.qkv_proj = nn.Linear(hidden_size, 2 * (num_heads + num_kv_heads) * head_dim, bias=bias)
+
+    def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
+        # The gates are cut out, so that what is left is the layout of `LigerAttention`.
+        queries = self.num_heads // self.num_kv_heads
+        groups = qkv.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))  # [B, T, G, 2 H / G + 2, D]
+        q, gate, kv = groups.split([queries, queries, 2], 3)
+        out: Tensor = super()._mix(torch.cat([q, kv], 3).flatten(2), layout) * gate.flatten(2).sigmoid()
+        return out
