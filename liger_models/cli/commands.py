@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 # Each command imports torch and the package itself, so that --help and completion answer at once.
 
-FAILED, DIFFERS = 1, 3
-"""Exit codes. 0 is success, 2 a wrong command line."""
+FAILED, WRONG, DIFFERS = 1, 2, 3
+"""Exit codes: a failure, a wrong command line, differences. 0 is success."""
 
 
 class _Screen(Console):
@@ -40,6 +41,11 @@ class _Screen(Console):
         return super().render_str(printable(text), **options)
 
 
+CHAT_COMMANDS = (
+    "Commands: /image PATH and /video PATH add to the next message, /help shows this, /exit or Ctrl-D ends the chat. A "
+    "message that begins with a slash needs a space before it."
+)
+
 screen, messages = _Screen(), _Screen(stderr=True)
 
 
@@ -50,6 +56,12 @@ class _Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
+        except typer.BadParameter as error:
+            if error.param is not None:  # raised by typer, which shows the usage
+                raise
+            # A frame would break the hint into pieces that nobody can copy.
+            messages.print(Text("error:", "bold red"), error.message, soft_wrap=True)
+            raise typer.Exit(WRONG) from error
         except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
             if ctx.params.get("debug"):
                 raise
@@ -178,7 +190,7 @@ def info(
         table.add_row(policy, f"{size / 2**30:.2f}", f"{memory.peak(policy) / 2**30:.2f}")
     screen.print(table)
     fixed = f"weights {memory.weights / 2**30:.2f}, gradients {memory.gradients / 2**30:.2f}"
-    screen.print(f"{fixed}, AdamW {memory.optimizer / 2**30:.2f} GiB")
+    screen.print(f"{fixed}, AdamW {memory.optimizer / 2**30:.2f} GiB", soft_wrap=True)
     if plan is not None:
         screen.print(str(plan), soft_wrap=True)
 
@@ -197,6 +209,10 @@ def download(
     from liger_models.convert import hub
     from liger_models.convert.files import read_model_type
 
+    if Path(model).is_dir():
+        raise typer.BadParameter(
+            f"model must be a name on the hub, got the folder {model}. There is nothing to download."
+        )
     folder = hub.download(
         model, lambda config: get_arch(read_model_type(config)), revision=revision, progress=not as_json
     )
@@ -227,9 +243,9 @@ def verify(
             screen.print(str(difference), soft_wrap=True)
         if verification.logits_error is not None:
             error = f"{verification.logits_error:.1e} of their norm (limit {LIMIT:.0e})"
-            screen.print(f"logits differ from transformers' by {error}")
+            screen.print(f"logits differ from transformers' by {error}", soft_wrap=True)
         elif verification.not_compared:
-            screen.print(f"logits not compared: {verification.not_compared}")
+            screen.print(f"logits not compared: {verification.not_compared}", soft_wrap=True)
         if verification.place:
             screen.print(f"first difference at {verification.place}", soft_wrap=True)
         screen.print(Text("same", "green") if verification.same else Text("differs", "red"))
@@ -355,8 +371,10 @@ def generate(
         bool | None, typer.Option(help="Sample tokens, or take the most probable. Default: the checkpoint's setting.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Default: the checkpoint's setting; 0 for all tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. Repeatable.")] = None,
     seed: Annotated[int | None, typer.Option(min=-(2**63), max=2**64 - 1, help="Seed of the sampling.")] = None,
     draft_model: Annotated[
@@ -368,10 +386,10 @@ def generate(
     adapter: Adapter = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, or chat. The text is printed while it is generated. End of input (Ctrl-D) ends a chat.
+    """Continue a prompt, or chat. The text is printed while it is generated. **/exit** or Ctrl-D ends a chat.
 
     With --image or --video the chat template renders the prompt as a question about these. In a conversation,
-    **/image PATH** and **/video PATH** add an image or a video to the next message.
+    **/image PATH** and **/video PATH** add an image or a video to the next message, and **/help** lists the commands.
     """
     if prompt is None and (not (chat or image or video) or as_json):
         raise typer.BadParameter("give a prompt, or --chat without --json to converse")
@@ -389,8 +407,10 @@ def generate(
 
     # The model, the options, and a draft.
     loaded = _load(model, revision, dtype, _device(device), adapter, progress=not as_json)
-    settings: dict[str, Any] = {"do_sample": sample, "temperature": temperature, "top_p": top_p, "min_p": min_p}
-    settings |= {"max_new_tokens": max_new_tokens, "stop_strings": stop or None}
+    settings: dict[str, Any] = {
+        "do_sample": sample, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "max_new_tokens": max_new_tokens, "stop_strings": stop or None
+    }  # fmt: skip
     if draft_model is not None:
         settings["draft_model"] = _load(draft_model, None, dtype, _device(device), None, progress=not as_json)
         settings["seed"] = torch.initial_seed() % 2**62
@@ -408,14 +428,19 @@ def generate(
             line = input("> ")
         except EOFError:
             return
-        command, _, path = line.partition(" ")
-        if command not in ("/image", "/video"):
+        command, _, argument = line.partition(" ")
+        if command == "/exit":
+            return
+        if command in ("/image", "/video"):
+            try:
+                conversation.attach(command, argument.strip())
+            except (OSError, ValueError) as error:
+                messages.print(str(error), soft_wrap=True)
+        elif re.fullmatch(r"/\w+", command):  # a path has another slash
+            unknown = "" if command == "/help" else f"{command} is no command. "
+            messages.print(f"{unknown}{CHAT_COMMANDS}", soft_wrap=True)
+        else:
             _print_pieces(conversation.answer(line))
-            continue
-        try:
-            conversation.attach(command, path.strip())
-        except (OSError, ValueError) as error:
-            messages.print(str(error), soft_wrap=True)
 
 
 def _print_pieces(pieces: Iterable[str]) -> None:

@@ -115,7 +115,9 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
         arguments: default: the arguments of the process.
         command: name of the command in messages. Default: that of the process.
     """
-    parser = argparse.ArgumentParser(command, description=_title(cls))
+    # Without a usage of its own, argparse would print all options before the message of an error.
+    usage = "%(prog)s [-h] [config] [--option value ...]"
+    parser = argparse.ArgumentParser(command, usage, _title(cls))
     parser.add_argument("config", nargs="?", type=Path, help="a .yaml, .yml or .json file of these options")
     types = typing.get_type_hints(cls)
     groups: dict[type, argparse._ActionsContainer] = {cls: parser}
