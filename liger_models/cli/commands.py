@@ -1,4 +1,4 @@
-"""The commands of ``liger-models``. Each is a function, and the docstrings are the manual."""
+"""The commands of ``liger-models``. Each command is a function, and its docstring is its manual."""
 
 import dataclasses
 import io
@@ -28,16 +28,16 @@ FAILED, WRONG, DIFFERS = 1, 2, 3
 
 
 class _Screen(Console):
-    """A console that prints strings as they are: without markup, and with control characters as escapes.
+    """A console that prints strings without interpreting them: no markup, and control characters as escapes.
 
-    Names of tensors and generated text come from strangers. Where a style is meant, a command prints a `Text`.
+    Names of tensors and error messages may contain text of strangers. A command that needs a style prints a `Text`.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Text and tables call this for each string."""
+        """Make a `Text` of a string, which lines and tables do for each of their strings."""
         return super().render_str(printable(text), **options)
 
 
@@ -51,7 +51,7 @@ screen, messages = _Screen(), _Screen(stderr=True)
 
 class _Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Print an expected error in one line. Other errors keep their traceback."""
+        """Run a command, and print an expected error in one line. Other errors keep their traceback."""
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, BrokenPipeError):
@@ -116,7 +116,7 @@ def list_command(as_json: AsJson = False) -> None:
     """List the supported architectures, with the checkpoints that each reads."""
     from liger_models.arch.auto import get_arch, list_archs
 
-    # The docstring of a module begins with its checkpoints.
+    # The docstring of a module begins with the names of its checkpoints, up to a colon.
     families = []
     for name in list_archs():
         model_class = get_arch(name)
@@ -124,6 +124,8 @@ def list_command(as_json: AsJson = False) -> None:
         families.append({"model_type": name, "class": model_class.__name__, "reads": reads})
     if as_json:
         return _print_json(families)
+
+    # A table for people.
     table = Table("model_type", "class", "reads")
     for row in families:
         table.add_row(*row.values())
@@ -213,6 +215,8 @@ def download(
         raise typer.BadParameter(
             f"model must be a name on the hub, got the folder {model}. There is nothing to download."
         )
+
+    # config.json comes first, so that an unsupported model is refused before its weights are downloaded.
     folder = hub.download(
         model, lambda config: get_arch(read_model_type(config)), revision=revision, progress=not as_json
     )
@@ -233,6 +237,7 @@ def verify(
     """
     from liger_models.cli.compare import LIMIT, verify_checkpoint
 
+    # The models run one after the other, ours first.
     verification = verify_checkpoint(folder, length=length, device=_device(device), progress=not as_json)
     # The differences, the error of the logits, and the verdict.
     if as_json:
@@ -270,6 +275,8 @@ def convert(
     # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
     target = None if dtype == "auto" else _dtype(dtype)
     loaded = _load(model, revision, "auto" if adapter is None else dtype, "cpu", adapter, progress=not as_json)
+
+    # The folder is complete before it replaces an earlier one.
     with messages.status(Text(f"Writing {printable(str(output))}")):
         loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size, mxfp4=mxfp4)
     written = sorted(path.name for path in output.iterdir())
@@ -300,6 +307,7 @@ def train(ctx: typer.Context) -> None:
     """
     from liger_models.train.loop import main
 
+    # `main` reads the arguments itself. Errors reach `_Commands`, which prints them.
     main(ctx.args, ctx.command_path, standalone=False)
 
 
@@ -405,7 +413,8 @@ def generate(
     if seed is not None:
         torch.manual_seed(seed)
 
-    # The model, the options, and a draft.
+    # The model, the options, and a draft model.
+    # Options that are None are those of the checkpoint's generation_config.json.
     loaded = _load(model, revision, dtype, _device(device), adapter, progress=not as_json)
     settings: dict[str, Any] = {
         "do_sample": sample, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -416,13 +425,15 @@ def generate(
         settings["seed"] = torch.initial_seed() % 2**62
     conversation = Conversation(loaded, settings, media, chat or bool(media), system)
 
-    # A single answer, or a conversation that ends with the input.
+    # A single answer.
     if as_json:
         return _print_json({"prompt": prompt, "text": "".join(conversation.answer(prompt or ""))})
     if prompt is not None:
         return _print_pieces(conversation.answer(prompt))
+
+    # A conversation that ends with the input. Invalid UTF-8 in the input must not end it.
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 in the input must not end the chat
+        sys.stdin.reconfigure(errors="replace")
     while True:
         try:
             line = input("> ")
@@ -486,14 +497,14 @@ def bench(
         if accelerated:
             torch.accelerator.synchronize()
 
-    # The first step warms up.
+    # The first step compiles kernels and fills caches.
     step()
     start = time.perf_counter()
     for _ in track(range(steps), "Steps", console=messages, disable=as_json):
         step()
     seconds = (time.perf_counter() - start) / steps
 
-    # Speed, and its share of the device's peak.
+    # Speed, and its fraction of the device's peak. Each row is a document of its own.
     bounds = torch.arange(0, rows * length + 1, length)
     operations = flops(loaded, [{"input_ids": ids.cpu(), "cu_seqlens": bounds}])
     name = torch.get_device_module(target).get_device_name() if accelerated else "cpu"
@@ -507,6 +518,8 @@ def bench(
     }
     if as_json:
         return _print_json(result)
+
+    # A table for people, without what was not measured.
     table = Table(show_header=False)
     for key, value in result.items():
         if value is not None:
