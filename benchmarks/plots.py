@@ -7,11 +7,14 @@ from typing import Any
 from . import families, train
 from .ops import benchmark as ops
 from .rows import Rows, grouped
+from .tables import TIMES
 from .training.modes import title
 
 BARS = {"train": train.bars, "families": families.bars, "ops": ops.bars}
-LABEL_WIDTH = 45
+LABEL_WIDTH = 50
 """Characters in a line of a label."""
+LINE = 0.14
+"""Height of a line of a label, in inches."""
 
 
 def plot(name: str, rows: Rows, folder: Path) -> None:
@@ -45,30 +48,41 @@ def draw_curves(rows: Rows) -> Any:
 
 
 def draw_bars(name: str, rows: Rows) -> Any:
+    """Bars from the top down, on axes for each device: tokens/s, or speeds on a logarithmic axis around the peer's."""
     from matplotlib import pyplot
 
-    devices = grouped(rows, "device")
-    bars = [
-        (textwrap.fill(label if len(devices) == 1 else f"{device}: {label}", LABEL_WIDTH), length, text)
-        for (device,), group in sorted(devices.items())
-        for label, length, text in BARS[name](group)
-    ]
-    labels, lengths, texts = ([bar[i] for bar in bars] for i in range(3))
+    drawn = {device: BARS[name](group) for (device,), group in grouped(rows, "device").items()}
+    devices = sorted((device for device, bars in drawn.items() if bars), key=lambda device: -len(drawn[device]))
 
-    # The height of a bar in lines, with room for its label, and its center.
-    spaces = [2 + label.count("\n") for label in labels]
-    centers = [sum(spaces[:i]) + space / 2 for i, space in enumerate(spaces)]
-
-    # Bars from the top down, with room at the right for their texts.
-    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.14 * sum(spaces)), layout="constrained")
-    colors = ["tab:green" if name != "train" or "liger_models" in label else "tab:gray" for label in labels]
-    drawn = axes.barh(centers, lengths, height=1.6, color=colors)
-    axes.bar_label(drawn, texts, padding=3)
-    axes.set_yticks(centers, labels)
-    axes.set_ylim(sum(spaces), 0)
-    axes.margins(x=0.55)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("tokens/s" if name == "train" else "speed against the fastest peer")
-    if name != "train":  # a line at the speed of the peer
-        axes.axvline(1.0, color="black", linewidth=0.8)
+    # The height of a bar in lines, with room for its label.
+    labels = {device: [textwrap.fill(label, LABEL_WIDTH) for label, _, _ in drawn[device]] for device in devices}
+    spaces = {device: [1.5 + label.count("\n") for label in labels[device]] for device in devices}
+    heights = [0.6 + LINE * sum(spaces[device]) for device in devices]
+    figure, columns = pyplot.subplots(
+        len(devices), figsize=(8, sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
+    )
+    for device, axes in zip(devices, columns[:, 0], strict=True):
+        _, lengths, texts = zip(*drawn[device], strict=True)
+        ends = [sum(spaces[device][: index + 1]) for index in range(len(lengths))]
+        centers = [end - space / 2 for end, space in zip(ends, spaces[device], strict=True)]
+        colors = ["tab:green" if name != "train" or "liger_models" in label else "tab:gray" for label in labels[device]]
+        if name == "train":
+            axes.barh(centers, lengths, height=1.1, color=colors)
+            axes.set_xlim(0, 1.8 * max(lengths))  # room at the right for the texts
+            axes.locator_params(axis="x", nbins=5)
+            axes.set_xlabel("tokens/s")
+        else:  # from the line at the peer's speed to the right, or if slower to the left
+            axes.barh(centers, [length - 1 for length in lengths], left=1, height=1.1, color=colors)
+            axes.axvline(1.0, color="black", linewidth=0.8)
+            axes.set_xscale("log", base=2)
+            axes.set_xlim(min(1.0, *lengths) * 0.9, max(1.0, *lengths) * 6)
+            axes.xaxis.set_major_formatter(f"{{x:g}} {TIMES}")
+            axes.set_xlabel("speed relative to the fastest peer, logarithmic")
+        for center, length, text in zip(centers, lengths, texts, strict=True):
+            end = length if name == "train" else max(length, 1.0)
+            axes.annotate(text, (end, center), (3, 0), textcoords="offset points", va="center")
+        axes.set_title(device)
+        axes.set_yticks(centers, labels[device])
+        axes.set_ylim(ends[-1], 0)
+        axes.spines[["top", "right"]].set_visible(False)
     return figure

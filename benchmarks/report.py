@@ -76,6 +76,15 @@ PARTS = {
 """Name in a marker -> its content."""
 
 
+ALTERNATIVES = {
+    "train": "Bars of tokens per second for each training step, of transformers, Liger Kernel and liger_models",
+    "families": "Bars of each family's speed, relative to the faster of transformers with and without Liger Kernel",
+    "curves": "Curves of the loss over the steps, of transformers and of liger_models, which lie on each other",
+    "ops": "Bars of each op's speed, relative to its fastest peer, on a logarithmic axis",
+}
+"""Name of a plot -> what a reader hears who does not see it."""
+
+
 def origin(rows: Rows) -> str:
     """Versions, commits and dates."""
     versions: dict[str, set[str]] = {}
@@ -105,7 +114,7 @@ def part(name: str, rows: Rows) -> str:
             pieces.append(f"{device}:")
         pieces.append(table(group))
     if whole and pieces:
-        pieces.append(f"![{name}](images/{name}.svg)")
+        pieces.append(f"![{ALTERNATIVES[name]}](images/{name}.svg)")
     return "\n\n".join(pieces or ["Not measured yet."])
 
 

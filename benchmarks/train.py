@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import statistics
 import time
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .options import add_batch, add_model, add_modes, add_steps
 from .processes import common_start, measure_all, plan_batch
-from .rows import Row, Rows, grouped
+from .rows import Row, Rows, grouped, of_ours, of_transformers
 from .tables import Bar, markdown, mfu, ratios, tokens
 from .training.batches import draw
 from .training.job import Job
@@ -130,10 +131,22 @@ def short_table(rows: Rows) -> str:
     return markdown("tokens/step||tokens/s|speed ratio|peak GiB|memory ratio", lines)
 
 
+UNPLOTTED = re.compile(r"\+(graph|inbackward|medusa|moments|offload|peft|plan|selective)")
+"""Parts of the modes that the plot leaves out: they trade time for memory, or measure something else."""
+
+
 def bars(rows: Rows) -> list[Bar]:
+    """A bar for each mode in the newest run of each step that has transformers and this package."""
     bars = []
     for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
-        for row in sorted((row for row in group if "error" not in row), key=lambda row: row["mode"]):
+        measured = [row for row in group if "error" not in row and not UNPLOTTED.search(row["mode"])]
+        runs = [
+            run
+            for run in grouped(measured, "run").values()
+            if any(map(of_transformers, run)) and any(map(of_ours, run))
+        ]
+        newest = max(runs, key=lambda run: max(row["date"] for row in run), default=[])
+        for row in sorted(newest, key=lambda row: row["mode"]):
             text = f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.0f} GiB"
             bars.append((f"{model} {tokens(batch)}, {title(row['mode'])}", row["tokens_per_s"], text))
     return bars

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from liger_models.arch.registry import MODEL_CLASSES, built_in, built_in_modules
-from liger_models.base.causal_lm import CausalLM
+from liger_models.base.causal_lm import CausalLM, check_config
 from liger_models.base.processor import Processor
 from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.convert.config_map import read_config
@@ -119,7 +119,12 @@ class AutoLigerModel:
             device: device of the parameters.
             kernels: which parts run on fused kernels.
             strict: whether an unknown key of config.json is an error instead of a warning.
+
+        Raises:
+            TypeError: ``config`` is neither of these.
         """
+        if not isinstance(config, Mapping):
+            check_config(config, " or the content of a config.json")
         if isinstance(config, Mapping):
             # The content of a config.json names its family by model_type, an instance by its class.
             model_class = get_arch(read_model_type(config))

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from numbers import Integral
 from os import PathLike
@@ -307,6 +307,7 @@ class CausalLM(Decoder):
         kernels: KernelOptions | None = None,
     ) -> "Self":
         """Create a model with new weights on ``device`` in ``dtype``. ``torch.manual_seed`` sets their seed."""
+        check_config(config)
         # On the meta device the constructor draws no weights.
         with torch.device("meta"):
             model = cls(config, kernels).to(as_dtype("from_config: dtype", dtype))
@@ -477,4 +478,15 @@ class CausalLM(Decoder):
             revision=revision,
             dtype=dtype,
             max_shard_size=max_shard_size,
+        )
+
+
+def check_config(config: object, also: str = "") -> None:
+    """Raise TypeError unless ``config`` is a dataclass; ``also`` says in the error what else the method takes."""
+    if not is_dataclass(config) or isinstance(config, type):
+        is_place = isinstance(config, str | PathLike)
+        raise TypeError(
+            f"from_config: config must be an instance of a config class{also}, got "
+            f"{repr(config) if is_place else type(config).__name__}. For a folder or a name on the hub call "
+            "from_pretrained."
         )

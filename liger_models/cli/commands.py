@@ -1,8 +1,9 @@
-"""The commands of ``liger-models``. Each is a function, and the docstrings are the manual."""
+"""The commands of ``liger-models``. Each command is a function, and its docstring is its manual."""
 
 import dataclasses
 import io
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -22,34 +23,45 @@ if TYPE_CHECKING:
 
 # Each command imports torch and the package itself, so that --help and completion answer at once.
 
-FAILED, DIFFERS = 1, 3
-"""Exit codes. 0 is success, 2 a wrong command line."""
+FAILED, WRONG, DIFFERS = 1, 2, 3
+"""Exit codes: a failure, a wrong command line, differences. 0 is success."""
 
 
 class _Screen(Console):
-    """A console that prints strings as they are: without markup, and with control characters as escapes.
+    """A console that prints strings without interpreting them: no markup, and control characters as escapes.
 
-    Names of tensors and generated text come from strangers. Where a style is meant, a command prints a `Text`.
+    Names of tensors and error messages may contain text of strangers. A command that needs a style prints a `Text`.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Text and tables call this for each string."""
+        """Make a `Text` of a string, which lines and tables do for each of their strings."""
         return super().render_str(printable(text), **options)
 
+
+CHAT_COMMANDS = (
+    "Commands: /image PATH and /video PATH add to the next message, /help shows this, /exit or Ctrl-D ends the chat. A "
+    "message that begins with a slash needs a space before it."
+)
 
 screen, messages = _Screen(), _Screen(stderr=True)
 
 
 class _Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Print an expected error in one line. Other errors keep their traceback."""
+        """Run a command, and print an expected error in one line. Other errors keep their traceback."""
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
+        except typer.BadParameter as error:
+            if error.param is not None:  # raised by typer, which shows the usage
+                raise
+            # A frame would break the hint into pieces that nobody can copy.
+            messages.print(Text("error:", "bold red"), error.message, soft_wrap=True)
+            raise typer.Exit(WRONG) from error
         except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
             if ctx.params.get("debug"):
                 raise
@@ -104,7 +116,7 @@ def list_command(as_json: AsJson = False) -> None:
     """List the supported architectures, with the checkpoints that each reads."""
     from liger_models.arch.auto import get_arch, list_archs
 
-    # The docstring of a module begins with its checkpoints.
+    # The docstring of a module begins with the names of its checkpoints, up to a colon.
     families = []
     for name in list_archs():
         model_class = get_arch(name)
@@ -112,6 +124,8 @@ def list_command(as_json: AsJson = False) -> None:
         families.append({"model_type": name, "class": model_class.__name__, "reads": reads})
     if as_json:
         return _print_json(families)
+
+    # A table for people.
     table = Table("model_type", "class", "reads")
     for row in families:
         table.add_row(*row.values())
@@ -178,7 +192,7 @@ def info(
         table.add_row(policy, f"{size / 2**30:.2f}", f"{memory.peak(policy) / 2**30:.2f}")
     screen.print(table)
     fixed = f"weights {memory.weights / 2**30:.2f}, gradients {memory.gradients / 2**30:.2f}"
-    screen.print(f"{fixed}, AdamW {memory.optimizer / 2**30:.2f} GiB")
+    screen.print(f"{fixed}, AdamW {memory.optimizer / 2**30:.2f} GiB", soft_wrap=True)
     if plan is not None:
         screen.print(str(plan), soft_wrap=True)
 
@@ -197,6 +211,12 @@ def download(
     from liger_models.convert import hub
     from liger_models.convert.files import read_model_type
 
+    if Path(model).is_dir():
+        raise typer.BadParameter(
+            f"model must be a name on the hub, got the folder {model}. There is nothing to download."
+        )
+
+    # config.json comes first, so that an unsupported model is refused before its weights are downloaded.
     folder = hub.download(
         model, lambda config: get_arch(read_model_type(config)), revision=revision, progress=not as_json
     )
@@ -217,6 +237,7 @@ def verify(
     """
     from liger_models.cli.compare import LIMIT, verify_checkpoint
 
+    # The models run one after the other, ours first.
     verification = verify_checkpoint(folder, length=length, device=_device(device), progress=not as_json)
     # The differences, the error of the logits, and the verdict.
     if as_json:
@@ -227,9 +248,9 @@ def verify(
             screen.print(str(difference), soft_wrap=True)
         if verification.logits_error is not None:
             error = f"{verification.logits_error:.1e} of their norm (limit {LIMIT:.0e})"
-            screen.print(f"logits differ from transformers' by {error}")
+            screen.print(f"logits differ from transformers' by {error}", soft_wrap=True)
         elif verification.not_compared:
-            screen.print(f"logits not compared: {verification.not_compared}")
+            screen.print(f"logits not compared: {verification.not_compared}", soft_wrap=True)
         if verification.place:
             screen.print(f"first difference at {verification.place}", soft_wrap=True)
         screen.print(Text("same", "green") if verification.same else Text("differs", "red"))
@@ -254,6 +275,8 @@ def convert(
     # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
     target = None if dtype == "auto" else _dtype(dtype)
     loaded = _load(model, revision, "auto" if adapter is None else dtype, "cpu", adapter, progress=not as_json)
+
+    # The folder is complete before it replaces an earlier one.
     with messages.status(Text(f"Writing {printable(str(output))}")):
         loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size, mxfp4=mxfp4)
     written = sorted(path.name for path in output.iterdir())
@@ -284,6 +307,7 @@ def train(ctx: typer.Context) -> None:
     """
     from liger_models.train.loop import main
 
+    # `main` reads the arguments itself. Errors reach `_Commands`, which prints them.
     main(ctx.args, ctx.command_path, standalone=False)
 
 
@@ -355,8 +379,10 @@ def generate(
         bool | None, typer.Option(help="Sample tokens, or take the most probable. Default: the checkpoint's setting.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Default: the checkpoint's setting; 0 for all tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. Repeatable.")] = None,
     seed: Annotated[int | None, typer.Option(min=-(2**63), max=2**64 - 1, help="Seed of the sampling.")] = None,
     draft_model: Annotated[
@@ -368,10 +394,10 @@ def generate(
     adapter: Adapter = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, or chat. The text is printed while it is generated. End of input (Ctrl-D) ends a chat.
+    """Continue a prompt, or chat. The text is printed while it is generated. **/exit** or Ctrl-D ends a chat.
 
     With --image or --video the chat template renders the prompt as a question about these. In a conversation,
-    **/image PATH** and **/video PATH** add an image or a video to the next message.
+    **/image PATH** and **/video PATH** add an image or a video to the next message, and **/help** lists the commands.
     """
     if prompt is None and (not (chat or image or video) or as_json):
         raise typer.BadParameter("give a prompt, or --chat without --json to converse")
@@ -387,35 +413,45 @@ def generate(
     if seed is not None:
         torch.manual_seed(seed)
 
-    # The model, the options, and a draft.
+    # The model, the options, and a draft model.
+    # Options that are None are those of the checkpoint's generation_config.json.
     loaded = _load(model, revision, dtype, _device(device), adapter, progress=not as_json)
-    settings: dict[str, Any] = {"do_sample": sample, "temperature": temperature, "top_p": top_p, "min_p": min_p}
-    settings |= {"max_new_tokens": max_new_tokens, "stop_strings": stop or None}
+    settings: dict[str, Any] = {
+        "do_sample": sample, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "max_new_tokens": max_new_tokens, "stop_strings": stop or None
+    }  # fmt: skip
     if draft_model is not None:
         settings["draft_model"] = _load(draft_model, None, dtype, _device(device), None, progress=not as_json)
         settings["seed"] = torch.initial_seed() % 2**62
     conversation = Conversation(loaded, settings, media, chat or bool(media), system)
 
-    # A single answer, or a conversation that ends with the input.
+    # A single answer.
     if as_json:
         return _print_json({"prompt": prompt, "text": "".join(conversation.answer(prompt or ""))})
     if prompt is not None:
         return _print_pieces(conversation.answer(prompt))
+
+    # A conversation that ends with the input. Invalid UTF-8 in the input must not end it.
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 in the input must not end the chat
+        sys.stdin.reconfigure(errors="replace")
     while True:
         try:
             line = input("> ")
         except EOFError:
             return
-        command, _, path = line.partition(" ")
-        if command not in ("/image", "/video"):
+        command, _, argument = line.partition(" ")
+        if command == "/exit":
+            return
+        if command in ("/image", "/video"):
+            try:
+                conversation.attach(command, argument.strip())
+            except (OSError, ValueError) as error:
+                messages.print(str(error), soft_wrap=True)
+        elif re.fullmatch(r"/\w+", command):  # a path has another slash
+            unknown = "" if command == "/help" else f"{command} is no command. "
+            messages.print(f"{unknown}{CHAT_COMMANDS}", soft_wrap=True)
+        else:
             _print_pieces(conversation.answer(line))
-            continue
-        try:
-            conversation.attach(command, path.strip())
-        except (OSError, ValueError) as error:
-            messages.print(str(error), soft_wrap=True)
 
 
 def _print_pieces(pieces: Iterable[str]) -> None:
@@ -461,14 +497,14 @@ def bench(
         if accelerated:
             torch.accelerator.synchronize()
 
-    # The first step warms up.
+    # The first step compiles kernels and fills caches.
     step()
     start = time.perf_counter()
     for _ in track(range(steps), "Steps", console=messages, disable=as_json):
         step()
     seconds = (time.perf_counter() - start) / steps
 
-    # Speed, and its share of the device's peak.
+    # Speed, and its fraction of the device's peak. Each row is a document of its own.
     bounds = torch.arange(0, rows * length + 1, length)
     operations = flops(loaded, [{"input_ids": ids.cpu(), "cu_seqlens": bounds}])
     name = torch.get_device_module(target).get_device_name() if accelerated else "cpu"
@@ -482,6 +518,8 @@ def bench(
     }
     if as_json:
         return _print_json(result)
+
+    # A table for people, without what was not measured.
     table = Table(show_header=False)
     for key, value in result.items():
         if value is not None:

@@ -1,6 +1,6 @@
-"""Comparison with transformers' model of the same checkpoint: tensors, logits, and the first part that differs.
+"""Comparison with transformers' model of the same checkpoint: its tensors, its logits, and the first different part.
 
-`liger-models verify`, `liger-models new-arch` and the tests of the architectures use it.
+`liger-models verify`, `liger-models new-arch` and the tests of the architectures use this comparison.
 """
 
 import importlib
@@ -32,6 +32,7 @@ PART_LIMIT = 1e-5
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """The norm of the difference, divided by the norm of ``theirs``."""
+    # The difference is computed in float64, so that its own rounding does not count.
     theirs = theirs.detach().double().cpu()
     difference = ours.detach().double().cpu() - theirs
     return float(difference.norm() / theirs.norm().clamp_min(1e-30))
@@ -67,6 +68,7 @@ def tensor_differences(expected: Mapping[str, Any], stored: Mapping[str, Any]) -
     Args:
         expected, stored: name -> tensor, other object with a ``shape``, or the shape itself.
     """
+    # Missing tensors are listed in the order of the model, and extra ones by name, because files have no order.
     ours, theirs = ({name: _shape(tensor) for name, tensor in tensors.items()} for tensors in (expected, stored))
     missing = [TensorDifference("missing", name, shape) for name, shape in ours.items() if name not in theirs]
     extra = [TensorDifference("extra", name, theirs[name]) for name in sorted(theirs.keys() - ours.keys())]
@@ -98,7 +100,7 @@ class Trace:
 
 
 BLOCK = ""
-"""Key of the whole block in `Trace.blocks`."""
+"""Key of a whole block in `Trace.blocks`."""
 
 
 def trace(theirs: Any, **inputs: Any) -> Trace:
@@ -134,20 +136,21 @@ def trace(theirs: Any, **inputs: Any) -> Trace:
 
 @dataclass
 class _Parts:
-    """Relative errors of the parts of a model, in the order in which they run."""
+    """The relative errors of the parts of a model, in the order in which the parts run."""
 
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, path: str, part: str, ours: Tensor, theirs: Tensor) -> None:
-        """Note the error of a part. If a part runs twice, only the first run counts."""
+        """Record the error of a part. If a part runs twice, only the first run counts."""
+        # Parts of other sizes, such as packed projections, have no counterpart.
         if ours.numel() == theirs.numel():
             self.errors.setdefault(path, {}).setdefault(part, relative_error(ours, theirs.view_as(ours)))
 
 
 def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dict[str, float]]:
-    """The relative error of each part of a model, when every part gets the input of transformers' part.
+    """The relative error of each part of a model, if every part gets the input of transformers' part.
 
-    So an error of one block, norm, attention or MLP causes no error in the next.
+    An error of one block, norm, attention or MLP therefore causes no error in the next part.
 
     Args:
         ours: the model.
@@ -155,8 +158,8 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
         inputs: the batch.
 
     Returns:
-        Path, such as ``"layers.0"`` -> name of a part -> its error, in the order in which they run. The part
-        ``"output"`` is the sum of a block's branches.
+        Path, such as ``"layers.0"`` -> name of a part -> its error, in the order in which the parts run. The part
+        ``"output"`` of a block is the sum of its branches.
     """
     # Without the same blocks there is nothing to compare.
     parts = _Parts()
@@ -167,6 +170,7 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
         parts.add("norm", "output", args[0], recorded.head_input)
         return (recorded.head_input, *args[1:])
 
+    # One forward, in which each part runs on transformers' input.
     with ExitStack() as changes, torch.no_grad():
         for index, (block, theirs) in enumerate(zip(ours.layers, recorded.blocks, strict=True)):
             if theirs:  # a block that attends to images does not run without images
@@ -184,11 +188,12 @@ def _corrected_block(
 ) -> Iterator[None]:
     """Context in which a block and its children get transformers' inputs and return transformers' outputs.
 
-    Before an output is replaced, its error is noted.
+    The error of an output is recorded before the output is replaced.
     """
     path = f"layers.{index}"
     stream, end = theirs[BLOCK]
 
+    # A block takes and returns (output of the last branch, stream). None adds nothing to the stream.
     def replace_input(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         _, residual, *rest = args
         if index == 0:
@@ -207,6 +212,7 @@ def _corrected_block(
         parts.add(path, name, y, theirs[name][1])
         return theirs[name][1].view_as(y)
 
+    # All changes are undone at the end, also after an error.
     with ExitStack() as changes:
         changes.callback(block.register_forward_pre_hook(replace_input).remove)
         changes.callback(block.register_forward_hook(replace_output).remove)
@@ -232,7 +238,7 @@ def _corrected_branch(
     theirs: tuple[Tensor, Tensor],
     parts: _Parts,
 ) -> Callable[..., Any]:
-    """``add_norm`` of attention or an MLP that notes the errors of both, and returns transformers' output."""
+    """Make an ``add_norm`` of attention or an MLP that records both errors and returns transformers' output."""
     branch_input, branch_output = theirs
 
     def add_norm_and_run(norm: nn.Module | None, x: Tensor | None, residual: Tensor, *options: Any) -> Any:
@@ -346,7 +352,7 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
         auto = transformers.AutoModelForCausalLM if empty.visual is None else transformers.AutoModelForImageTextToText
         theirs = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").to(device).eval()
         recorded = trace(theirs, input_ids=ids)
-        del theirs
+        del theirs  # its memory is needed if ours is loaded again
         assert logits is not None
         result.logits_error = relative_error(logits, recorded.logits)
         if not result.same:
@@ -357,6 +363,7 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
 
 def empty_model(folder: Path) -> CausalLM:
     """The model of a checkpoint on the meta device, without weights."""
+    # The constructor checks the config's values, and its errors name the file.
     hf_config = read_json_config(folder)
     model_class = get_arch(read_model_type(hf_config))
     config = read_config(model_class.config_class, hf_config)
@@ -365,7 +372,7 @@ def empty_model(folder: Path) -> CausalLM:
 
 
 def random_text(config: Any, rows: int, length: int) -> Tensor:
-    """Random token ids [rows, length], equal in every run, without placeholders of images, videos and audio."""
+    """Random token ids [rows, length], equal in every run, without placeholders for images, videos and audio."""
     names = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
     media = {getattr(config, name, None) for name in names}
     words = torch.tensor([token for token in range(config.vocab_size) if token not in media])

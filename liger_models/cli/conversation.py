@@ -1,4 +1,4 @@
-"""The text that ``liger-models generate`` prints: the continuation of a prompt, or the answers of a chat."""
+"""The text that ``liger-models generate`` prints: the continuation of a prompt, or the answers in a chat."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,11 +18,11 @@ class Conversation:
         model: the model.
         settings: arguments of `generate`.
         media: images and videos for the first prompt, from `open_medium`.
-        chat: whether prompts are turns of a chat. Otherwise each is a text to continue.
-        system: system message of the chat.
+        chat: whether prompts are turns of a chat. Otherwise each prompt is a text to continue.
+        system: system message of the chat; None for none.
 
     Raises:
-        ValueError: the model does not take such media.
+        ValueError: the model does not accept such media.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Conversation:
 
     def answer(self, prompt: str) -> Iterator[str]:
         """Yield the text for a prompt in pieces of whole characters. A chat remembers the prompt and the text."""
+        # A chat sends the whole conversation with all of its media. Otherwise the prompt alone is continued.
         inputs: dict[str, Any] = {}
-        # A chat sends the whole conversation with its media, otherwise the prompt alone is continued.
         if self.chat:
             content: Any = [*self.media, {"type": "text", "text": prompt}] if self.media else prompt
             self.history.append({"role": "user", "content": content})
@@ -59,6 +59,8 @@ class Conversation:
             inputs, self.media = make_pixels(media, self.processor), []
         else:
             ids = self.model.tokenizer.encode(prompt)
+
+        # The answer becomes a turn only when it is complete.
         text = ""
         for piece in self.model.tokenizer.decode_stream(self.model.stream(ids, **inputs, **self.settings)):
             text += piece
@@ -68,6 +70,7 @@ class Conversation:
 
 def open_medium(medium: str, source: str) -> dict[str, Any]:
     """Make the part of a message for an image, which is decoded, or for a video, whose header is checked."""
+    # A bad file is an error before the model is loaded.
     if medium == "image":
         return {"type": medium, medium: open_image(source)}
     file: Any = locate_image(source)

@@ -1,4 +1,4 @@
-"""The architecture that is nearest to an architecture of transformers, and a renamed copy of its module."""
+"""The architecture that is nearest to one of transformers, and a renamed copy of its module."""
 
 import ast
 import dataclasses
@@ -34,15 +34,15 @@ LATER_LAYER = re.compile(r"\.layers\.[1-9]")
 
 
 class Nearest(NamedTuple):
-    """An architecture, and its differences from transformers' model of a new architecture.
+    """An architecture and its differences from transformers' model of a new architecture.
 
     Attributes:
         model_class: class of the architecture.
         unknown: keys of the new architecture that the config class does not have.
         tensors: different tensors in the first block and outside of blocks.
-        parts: part in the first block or outside of blocks that computes something else -> its error. Parts are
-            compared only if no tensor differs.
-        act: the new architecture's ``hidden_act`` if this architecture does not compute it, else "".
+        parts: part in the first block or outside of blocks with a wrong result -> its error. Parts are compared only if
+            no tensor differs.
+        act: the new architecture's ``hidden_act`` if this architecture does not compute it; otherwise "".
     """
 
     model_class: type[CausalLM]
@@ -70,13 +70,14 @@ def module_of(model_class: type) -> Any:
 
 
 def arguments(config_class: Any) -> dict[str, Any]:
-    """Argument of a config class of transformers -> its default, for arguments with a default."""
+    """Name of each argument of a transformers config class that has a default -> the default."""
     parameters = inspect.signature(config_class).parameters
     return {name: arg.default for name, arg in parameters.items() if arg.default is not inspect.Parameter.empty}
 
 
 def own_keys(hf: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """The keys of config.json that describe the architecture but are no fields of ``config_class``."""
+    """The keys of config.json that describe the architecture but are not fields of ``config_class``."""
+    # Rope settings have rules of their own, except for a share that some config classes have as a field.
     rope = hf.get("rope_parameters") or {}
     keys = {**hf, **{key: value for key, value in rope.items() if key == "partial_rotary_factor"}}
     known = {field.name for field in dataclasses.fields(config_class)} | {*ROPE_KEYS} | IGNORED_KEYS
@@ -112,8 +113,8 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
 def _compared(
     name: str, model_class: type[CausalLM], hf: Mapping[str, Any], folder: Path, recorded: Trace
 ) -> list[Nearest]:
-    """The differences of an architecture from the model in a folder, as a list of one; [] for a model with images."""
-    # The model with the same settings, as far as the architecture has them.
+    """The differences of an architecture from the model in a folder, in a list of one; [] for a model with images."""
+    # Build a model with those of the settings that the architecture has.
     config_class: Any = model_class.config_class
     act = hf.get("hidden_act", "silu")
     known = act in config_class.activations
@@ -187,6 +188,7 @@ Source: TODO the paper, transformers ``models/{name}``.
 
 def _with_defaults(source: str, class_name: str, ours: Any, theirs: Any) -> str:
     """Put transformers' defaults into the fields of the config class in a source."""
+    # Field -> its statement, where the class has one; others are inherited.
     defaults = arguments(theirs)
     if hasattr(theirs, "default_theta"):
         defaults["rope_theta"] = theirs.default_theta

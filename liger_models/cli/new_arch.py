@@ -1,7 +1,7 @@
 """The files of a new architecture, made from a config.json: a copy of the nearest module, and test data.
 
-The nearest architecture is found by comparing every architecture with a tiny model of transformers. Tests fail where
-the copy differs from transformers, and the author changes the copy until they pass.
+Every architecture is compared with a tiny model of transformers, and the nearest one is copied. Tests fail where the
+copy differs from transformers, and the author changes the copy until they pass.
 """
 
 import copy
@@ -29,10 +29,10 @@ TINY = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "sliding_window": 7, "sliding_window_pattern": 2,
 }  # fmt: skip
-"""Sizes of the tiny configuration. Windows are shorter than the sequences of the tests."""
+"""Sizes of the tiny configuration. Its windows are shorter than the sequences of the tests."""
 
 LARGEST = 8
-"""Largest size in the tiny configuration for keys outside of `TINY`."""
+"""Largest size in the tiny configuration for keys that are not in `TINY`."""
 
 
 class NewArch(NamedTuple):
@@ -128,7 +128,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
 
 
 def _check(name: str, hf: Mapping[str, Any]) -> None:
-    # The name, the config.json, and the working directory.
+    # Check the name, the config.json, and the working directory, before anything is built.
     if not name.isidentifier() or name != name.lower() or name.startswith("_"):
         raise ValueError(f"new-arch: NAME must be model_type, a Python name in lower case, got {name!r}. Rename it.")
     if name in built_in():
@@ -176,12 +176,14 @@ def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
     ropes = {}
     for path, meta in model.named_modules():
         if hasattr(meta, "inv_freq") and hasattr(meta, "attention_scaling"):
-            rotary = type(meta)(model.config)  # not on the meta device
+            # The frequencies need values, so the module is built again on the CPU.
+            rotary = type(meta)(model.config)
             ropes[path] = {
                 "class": type(rotary).__name__,
                 "inv_freq": rotary.inv_freq.tolist(),
                 "attention_scaling": rotary.attention_scaling,
             }
+            # The long frequencies apply from a length of one more than the original.
             if rotary.rope_type == "longrope":
                 functions = importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
                 beyond = model.config.rope_parameters["original_max_position_embeddings"] + 1
@@ -264,6 +266,8 @@ def _write(files: Mapping[Path, str]) -> None:
             (staged / path.name).write_text(files[path], encoding="utf-8")
         staged_module = Path(staging) / module.name
         staged_module.write_text(files[module], encoding="utf-8")
+
+        # The data folder comes first. If the module cannot follow, the folder is removed again.
         staged.rename(folder)
         try:
             staged_module.rename(module)

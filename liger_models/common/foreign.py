@@ -43,8 +43,9 @@ def _device(value: Any) -> Any:
         return None
 
 
-_FOUR_BITS = "Load the model, add adapters with apply_lora if it is to be trained, and call quantize_base."
+_FOUR_BITS = "Load the model, add adapters with apply_lora if it is to be trained, and call quantize_base (NF4)."
 _SHARD = "To spread a model over GPUs, pass shard=apply_fsdp on all ranks."
+_KERNELS = "Pass kernels=KernelOptions(...), which has a field of this name; its swiglu is for GeGLU, too."
 _CACHE = "Pass cache=DecodeCache(tokens); without it generate makes its own cache."
 _GENERATE = "The models of liger_models.hf have transformers' own generate."
 _OUTPUT = "Pass return_logprobs=True, or call the model on the tokens that generate returned."
@@ -71,6 +72,10 @@ FOREIGN = {
     "state_dict": Foreign("Build the model with from_config, then call load_hf_tensors."),
     "safe_serialization": Foreign("Leave it out: only safetensors are written.", (True,)),
     "is_main_process": Foreign("Leave it out: only rank 0 writes.", (True,)),
+    # Loading with Liger Kernel
+    **dict.fromkeys(("rope", "rms_norm", "layer_norm", "swiglu", "geglu"), Foreign(_KERNELS, (True,))),
+    "cross_entropy": Foreign(_KERNELS, (False,)),
+    "fused_linear_cross_entropy": Foreign(_KERNELS, (True,)),
     # Forward
     "use_cache": Foreign(_CACHE, (False,)),
     "past_key_values": Foreign(_CACHE),

@@ -9,6 +9,13 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
+_ELSEWHERE = {
+    "AutoLigerKernelForCausalLM": "AutoLigerModel", "AutoModel": "AutoLigerModel",
+    "AutoModelForCausalLM": "AutoLigerModel", "AutoModelForImageTextToText": "AutoLigerModel",
+    "AutoProcessor": "AutoLigerProcessor", "AutoTokenizer": "Tokenizer", "LoraConfig": "LoRAConfig",
+}  # fmt: skip
+"""Name in Liger Kernel, transformers or PEFT -> the name of what does the same."""
+
 _EXPORTS: dict[str, list[str]] = {}
 """Package -> the names that it exports."""
 
@@ -27,7 +34,9 @@ class _Nearest(MetaPathFinder):
 
 
 def _nearest(package: str, name: str) -> str:
-    near = difflib.get_close_matches(name, _EXPORTS.get(package, ()), n=1)
+    exports = _EXPORTS.get(package, ())
+    ours = _ELSEWHERE.get(name)
+    near = [ours] if ours in exports else difflib.get_close_matches(name, exports, n=1)
     return f" Did you mean {near[0]}?" if near else ""
 
 

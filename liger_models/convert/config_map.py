@@ -145,7 +145,7 @@ def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bo
         if not (isinstance(method, str) and method in {*checkpoint.quantized_maps, "fp8"}):
             raise ValueError(
                 f"config.json: the checkpoint must not be quantized, got quantization_config ({method}). "
-                "Load the original checkpoint instead."
+                "Load the original checkpoint instead. For 4-bit weights call quantize_base, or train with lora_4bit."
             )
         if method == "fp8":
             block_size(quantization)

@@ -464,8 +464,8 @@ def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Pa
     if quantization is not None:
         raise ValueError(
             f"from_pretrained: quantization_config must not be given, got {type(quantization).__name__}. For 4-bit "
-            "weights call liger_models.adapters.apply_lora on model.model.decoder, or load with the class of "
-            "transformers."
+            "weights (load_in_4bit) call liger_models.adapters.apply_lora and then quantize_base on "
+            "model.model.decoder, or load with the class of transformers."
         )
     unknown = sorted(name for name in options.keys() - set(_IGNORED) if options[name] not in (None, False))
     if unknown:

@@ -1,4 +1,4 @@
-"""Ends a run whose numbers are not finite: at the next line of the log, and before such weights are saved."""
+"""Checks that end a run with non-finite numbers at the next line of the log, and before such weights are saved."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,18 +13,18 @@ from liger_models.distributed.ranks import is_distributed
 from liger_models.layers.linear import local
 
 NEVER = 2**62
-"""The step of what has not happened."""
+"""A step that no run reaches. It means that all losses so far were finite."""
 
 
 class FiniteChecks:
-    """Remembers on the device the first step whose loss or gradients were not finite, and raises when it is asked.
+    """Records on the device the first step whose loss or gradients were not finite, and raises when it is checked.
 
     Args:
         parameters: the trained parameters.
-        scaler: the loss scale. A step that it skips because gradients overflow in float16 changes no weight. A scale
-            below 1 is not the cause of an overflow.
-        files: of the data, for errors.
-        newest: returns the newest checkpoint, for errors.
+        scaler: the loss scale. If gradients overflow in float16, it skips the step, which then changes no weight. If
+            gradients overflow with a scale below 1, the scale is not the cause, and the step counts.
+        files: the files of the data, for errors.
+        newest: a function that returns the newest checkpoint, for errors.
     """
 
     def __init__(
@@ -40,18 +40,20 @@ class FiniteChecks:
         self._quantity = "loss"
 
     def watch(self, step: int, loss: Tensor, norm: Tensor | None) -> None:
-        """Take note of a step, without waiting for the device.
+        """Record whether a step was finite, without waiting for the device.
 
         Args:
             step: number of the step.
-            loss: [] of this rank.
-            norm: [] of the gradients of all ranks; None if the optimizer has stepped in the backward.
+            loss: the loss of this rank, [].
+            norm: the norm of the gradients of all ranks, []; None if the optimizer has stepped in the backward.
         """
+        # The first step is a tensor [] on the device, so that the host waits for nothing before `check`.
         if self._first is None:
             self._first = torch.full((), NEVER, dtype=torch.int64, device=loss.device)
         finite = loss.isfinite()
         if norm is not None:
             self._quantity, finite = "norm of the gradients", norm.to(loss.device).isfinite()
+        # With a scale of 1 or more, the scaler skips the step and lowers the scale.
         if self._scaler.is_enabled():
             finite = finite | (self._scaler.scale(torch.ones_like(loss)) >= 1)
         self._first = torch.where(finite, self._first, self._first.clamp(max=step))
@@ -60,6 +62,7 @@ class FiniteChecks:
         """Raise ValueError on all ranks if a loss or a norm was not finite on any. Every rank must call it."""
         if self._first is None:
             return
+        # Collectives work in place, and the own first step must stay.
         first = self._first.clone()
         if is_distributed():
             dist.all_reduce(first, dist.ReduceOp.MIN)
@@ -71,8 +74,9 @@ class FiniteChecks:
     def check_weights(self, step: int) -> None:
         """Raise ValueError on all ranks unless all trained weights after ``step`` are finite. Every rank must call it.
 
-        It waits for the device, and reads each weight once.
+        The check waits for the device and reads each weight once.
         """
+        # The maximum norm is infinite or NaN if any element is. A rank may hold no part of a sharded parameter.
         shards = [local(parameter.detach()) for parameter in self._parameters]
         largest = get_total_norm([shard for shard in shards if shard.numel() > 0], math.inf)
         finite = largest.isfinite().to(shards[0].device if shards else "cpu", torch.int32)

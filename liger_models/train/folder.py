@@ -1,4 +1,4 @@
-"""The folder of a run, in which one process group trains at a time."""
+"""The lock of a run's folder: only one process group at a time trains in a folder."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,13 +14,14 @@ LOCK = ".lock"
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Context in which no other run can enter with the same folder. Every rank must call it.
+    """Context that no other run can enter with the same folder. Every rank must call it.
 
     Raises:
         ValueError: another run is in the folder.
         OSError: the folder cannot be written.
     """
     with ExitStack() as stack:
+        # Rank 0 locks for all ranks, and its error ends all of them.
         with raise_on_all_ranks():
             if rank() == 0:
                 try:

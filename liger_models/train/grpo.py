@@ -1,4 +1,4 @@
-"""Group-relative policy optimization: answers are sampled, rewarded by a function, and better ones made more likely."""
+"""Group-relative policy optimization: answers are sampled, a function rewards them, and better ones gain."""
 
 import importlib
 import importlib.util
@@ -34,7 +34,7 @@ from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Refe
 
 Reward = Callable[..., Any]
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""Arguments of a reward function besides the columns of the data."""
+"""Arguments that a reward function gets besides the columns of the data."""
 
 
 class GRPOObjective(Objective):
@@ -45,6 +45,7 @@ class GRPOObjective(Objective):
 
     def __init__(self, options: Any, **settings: Any) -> None:
         super().__init__(options)
+        # The reward, and what is sampled.
         if "reward" not in settings:
             raise ValueError(
                 "TrainOptions: objective grpo needs a reward, got none. Name a function: file.py:function."
@@ -65,6 +66,8 @@ class GRPOObjective(Objective):
             raise ValueError(
                 f"TrainOptions: length must be more than max_new_tokens, got {options.length} and {self.new}."
             )
+
+        # The loss. `prepare` makes it again with the settings of the model's head.
         self.temperature = settings.get("temperature", 1.0)
         low = settings.pop("epsilon", 0.2)
         ranges = {"epsilon_low": low, "epsilon_high": settings.pop("epsilon_high", low)}
@@ -96,6 +99,7 @@ class GRPOObjective(Objective):
         Raises:
             ValueError: the data have a column that is the name of another argument of the reward.
         """
+        # Prompts leave room for an answer in a row.
         data = PromptDataset(source, reader_of(model), **{**options, "length": options["length"] - self.new})
         rows: Any = data.rows
         records = itertools.chain.from_iterable(part.records for part in getattr(rows, "parts", [rows]))
@@ -109,10 +113,12 @@ class GRPOObjective(Objective):
 
     @torch.no_grad()
     def batch(self, model: CausalLM, rows: Any) -> Batch:
-        """Sampled answers to a batch of prompts, ``num_generations`` to each, with ``rewards`` and ``advantages``.
+        """Sample ``num_generations`` answers to each prompt of a batch, and reward them.
 
-        With ``replay_routing`` also the experts that they passed, as ``routed_experts``, and with
-        ``deterministic_rollouts`` the log-probabilities that the policy needs later, as ``old``.
+        Returns:
+            Prompts and answers [B, T], ``rewards`` [B] and ``advantages`` [B], with B = prompts x num_generations. With
+            ``replay_routing`` also the experts of each token, ``routed_experts`` [B, T, layers, k]. With
+            ``deterministic_rollouts`` also the log-probabilities ``old`` [B, T], if several steps need them.
         """
         # Answers, and their rewards relative to the group of answers to the same prompt.
         answers, experts, log_probs = self._answers(model, rows)
@@ -121,13 +127,15 @@ class GRPOObjective(Objective):
         prompts, pixels = [row["ids"] for row in rows], [row["pixels"] for row in rows]
         with raise_on_all_ranks():
             numbers = self._rewards(model, [row["example"] for row in rows], answers)
-        rewards = torch.tensor(numbers, dtype=torch.float64)  # rewards of a group may be large and differ by little
+        # In float64, because rewards may be large and differ by little. [B] -> [prompts, num_generations]
+        rewards = torch.tensor(numbers, dtype=torch.float64)
         groups = rewards.view(-1, self.generations)
         advantages = groups - groups.mean(1, keepdim=True)
         if self.scales:
             advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
 
         # Rows [B, T] of prompts, whose tokens have no label, and answers.
+        # A complement marks a token without a label.
         pairs = zip(prompts, answers, strict=True)
         documents = [torch.tensor([*(~token for token in prompt), *answer]) for prompt, answer in pairs]
         batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id, pixels)
@@ -143,16 +151,19 @@ class GRPOObjective(Objective):
         return {**batch, "rewards": rewards.float(), "advantages": advantages.float().flatten()}
 
     def _answers(self, model: CausalLM, rows: Any) -> tuple[list[list[int]], list[Any], list[Tensor]]:
-        """Sampled answers, up to their stop tokens: ``num_generations`` consecutive ones to each prompt.
+        """Sample answers, up to and including their stop tokens: ``num_generations`` in a row for each prompt.
 
-        The second list has the experts of prompts and answers, if routing is replayed; the third the log-probabilities
-        of the answers, if `rollout` sampled them.
+        Returns:
+            The answers; the experts of prompts and answers, if `rollout` has sampled them and routing is replayed; and
+            the log-probabilities of the answers, if `rollout` has sampled them.
         """
         prompts: list[list[int]] = [[*row["ids"]] for row in rows]
         longest = max(map(len, prompts))
         inputs: dict[str, Any] = {**join_rows([row["pixels"] for row in rows])}
         options: dict[str, Any] = {"max_new_tokens": self.new, "do_sample": True, "temperature": self.temperature}
         options |= {"num_return_sequences": self.generations, **UNFILTERED}
+
+        # Sampling is fastest with whole parameters and `rollout`, which needs memory for both.
         gathers = _has_room(model)
         with unsharded(model) if gathers else nullcontext(model) as policy:
             refused = refusal(policy, longest + self.new, prompts[0]) if not inputs else "prompts must have no images"
@@ -166,7 +177,7 @@ class GRPOObjective(Objective):
                 )
             if self.deterministic:
                 raise ValueError(f"TrainOptions: deterministic_rollouts needs rollout, but {refused}. Leave it out.")
-            # Where FSDP gathers in each forward, all ranks must run the same number, so that no answer may end early.
+            # If FSDP gathers in each forward, all ranks must run the same number of forwards: no answer may end early.
             ends: dict[str, Any] = {} if gathers or world_size() == 1 else {"eos_token_id": []}
             pad = model.tokenizer.padding_id
             sampled = policy.generate(prompts, **options, **ends, **inputs, pad_token_id=pad)[:, longest:].tolist()
@@ -174,7 +185,8 @@ class GRPOObjective(Objective):
         return [_until(ids, stops) for ids in sampled], [], []
 
     def _rewards(self, model: CausalLM, examples: list[Any], answers: list[list[int]]) -> list[float]:
-        """What the function returns for the answers, as TRL's trainer calls it."""
+        """Call the reward function with the arguments of TRL's trainer, and check its result."""
+        # All columns of the data, and completions in the form of the prompts: text or messages.
         names = dict.fromkeys(name for example in examples for name in example if name != "prompt")
         texts: list[Any] = [model.tokenizer.decode(answer) for answer in answers]
         texts = [
@@ -187,8 +199,10 @@ class GRPOObjective(Objective):
             completion_ids=[[*answer] for answer in answers],  # copies, because the function may change them
             **{name: [example.get(name) for example in examples] for name in names},
         )
+
+        # Numbers in a tensor, an array or a sequence.
         rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
-        # Iterating a dict yields its keys, and a set has an order of its own.
+        # Iterating over a dict would yield its keys, and a set has no order.
         is_ordered = isinstance(rewards, Iterable) and not isinstance(rewards, Mapping | Set | str | bytes)
         rewards = [*rewards] if is_ordered else rewards
         if not isinstance(rewards, list) or len(rewards) != len(answers) or not all(map(_is_number, rewards)):
@@ -203,7 +217,7 @@ class GRPOObjective(Objective):
         return targets_per_rank(batches) * world_size() if self.function.loss_type in TOKEN_MEANS else None
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
-        """See `Objective.loss`. Log-probabilities of the sampling policy and the reference are kept in ``batch``."""
+        """See `Objective.loss`. ``batch`` keeps the log-probabilities of the sampling policy and of the reference."""
         inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         replayed = {"routed_experts": batch["routed_experts"]} if self.replays else {}
 
@@ -211,8 +225,7 @@ class GRPOObjective(Objective):
             values: Tensor = model(**inputs, **more, loss_function=self._log_probs).loss
             return values
 
-        # The policy that sampled, and the reference, on the first pass over the batch.
-
+        # The first step on a batch computes the log-probabilities of the sampling policy and of the reference.
         if self.repeats > 1 and "old" not in batch:
             with torch.no_grad(), self._forward(model):
                 batch["old"] = log_probs(model, **replayed)
@@ -229,6 +242,8 @@ class GRPOObjective(Objective):
         with self._forward(model):
             out = model(**inputs, **replayed, loss_function=policy_loss)
         loss, metrics = out.loss
+
+        # A loss that is no mean over all tokens of the step is a mean over its batches.
         loss = loss / (1 if num_items is not None else self.accumulate)
         loss = loss if out.aux_loss is None else loss + out.aux_loss / self.accumulate
         tokens = (batch["labels"] != -100).sum()
@@ -245,7 +260,7 @@ class GRPOObjective(Objective):
         return values
 
     def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
-        """See `Objective.evaluate`: rewards, and no loss."""
+        """See `Objective.evaluate`. The metrics are rewards and lengths; there is no loss."""
         groups = batch["rewards"].view(-1, self.generations)
         lengths = (batch["labels"] != -100).sum()
         return {
@@ -256,7 +271,7 @@ class GRPOObjective(Objective):
 
 
 def load_function(name: str) -> Reward:
-    """A function by ``module:function``, where the module may be in the current folder, or by ``file.py:function``.
+    """Load a function by ``file.py:function``, or by ``module:function`` with a module that may be in this folder.
 
     Raises:
         ValueError: there is no such file, module or function.
@@ -289,6 +304,7 @@ def load_function(name: str) -> Reward:
 
 def _has_room(model: CausalLM) -> bool:
     """Whether all ranks have memory for the gathered parameters in half precision, and as much for the sampling."""
+    # All ranks must decide alike. Two bytes a parameter, twice.
     free = free_memory(model.device)
     if free is None:
         return True
@@ -300,7 +316,7 @@ def _has_room(model: CausalLM) -> bool:
 
 
 def _until(ids: list[int], stops: set[int]) -> list[int]:
-    """Ids up to the first that is in ``stops``, with it."""
+    """Ids up to and including the first one that is in ``stops``."""
     before = list(itertools.takewhile(lambda token: token not in stops, ids))
     return ids[: len(before) + 1]
 

@@ -1,8 +1,8 @@
 """Train or fine-tune a model on packed data with FSDP2: ``torchrun -m liger_models.train config.yaml``.
 
-This file holds the loop from the process group to the export and is meant to be copied and changed; its options are in
-``train_options.py``. It trains all weights, or adapters (LoRA). It runs on any number of GPUs, on CPUs with gloo, and
-without torchrun in a single process. Started again, it resumes from its last checkpoint.
+This file has the whole loop, from the process group to the export, and is meant to be copied and changed. Its options
+are in ``train_options.py``. It trains all weights, or adapters (LoRA). It runs on any number of GPUs, on CPUs with
+gloo, and without torchrun in a single process. A run that is started again resumes from its last checkpoint.
 """
 
 import json
@@ -69,29 +69,33 @@ from liger_models.train.stopping import Stop, keep_signal_handlers
 from liger_models.train.train_options import STORED, TrainOptions
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""Parts of the messages of collectives in which another process has ended."""
+"""Parts of the error messages of collectives after the end of another process."""
 
 
 @keep_signal_handlers()
 def train(options: TrainOptions) -> None:
     """Train from the last checkpoint in ``options.output``, or from the start, and export the model.
 
-    Every rank must call it. It initializes the process group if there is none: torchrun's, or one of this process only.
-    After SIGINT (Ctrl-C) or SIGTERM it saves a checkpoint and exports nothing; a second signal ends it at once.
+    Every rank must call it. If there is no process group, it initializes that of torchrun, or one of this process only.
+    After SIGINT (Ctrl-C) or SIGTERM it saves a checkpoint and exports nothing. A second signal ends it at once.
 
     Raises:
-        KeyboardInterrupt: SIGINT has stopped it; SystemExit: SIGTERM has.
-        ValueError: a data file does not exist, data have no targets, ``options.output`` is a file, another process
-            trains in it, or it holds a run with another model, other data or another objective, the number of ranks
-            does not fit, no step fits into ``options.memory``, or a loss, the norm of the gradients or a weight is not
-            finite.
+        KeyboardInterrupt: SIGINT has stopped the run.
+        SystemExit: SIGTERM has stopped the run.
+        ValueError: the device or a data file does not exist, data have no targets, ``options.output`` is a file,
+            another process trains in it, it holds a run with another model, other data or another objective, the
+            number of ranks does not fit, no step fits into ``options.memory``, or a loss, the norm of the gradients or
+            a weight is not finite.
         OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
     """
+    # The lock comes last, because all ranks must be able to report that it is taken.
     device = select_device(options.device)
     output = prepare_paths(options)
     started_group = start_group(device)
     with lock_folder(output):
         stop = run(options, output, device)
+
+    # A group that the caller has made stays. Signals take effect after all cleanup.
     if started_group:
         dist.destroy_process_group()
         if device.type == "cpu":  # Python aborts if it exits while a thread of gloo still frees a tensor
@@ -100,7 +104,7 @@ def train(options: TrainOptions) -> None:
 
 
 def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
-    """`train` in a prepared folder and process group; returns the signals that it has received."""
+    """Run `train` in a prepared folder and process group, and return the signals that it has received."""
     # Budget, mesh and seed: whatever can fail before a large model is loaded.
     budget = None if options.memory is None else parse_memory("train: memory", options.memory, device)
     mesh = make_mesh(options, device)
@@ -129,7 +133,7 @@ def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
     if options.compile:
         compile_blocks(model)
 
-    # The optimizer, and the saved state if the run resumes. Options of now override the saved ones.
+    # The optimizer, and the saved state if the run resumes. The current options override the saved ones.
     progress = Progress(options, data, objective)
     updates = Updates(model, options, plan, progress, dtype)
     parts = (model, updates.optimizer, updates.scheduler, loader, updates.scaler)
@@ -148,11 +152,12 @@ def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
     announce(options, model, data, plan, progress, start)
     log = Log(output, start, steps, device, data_ranks, report_to=options.report_to, options=asdict(options))
 
+    # Signals and checks of finite numbers begin with the first step.
     checkpoints, stop = Checkpoints(output, options.keep, parts, settings), Stop()
     finite = FiniteChecks(updates.trained, updates.scaler, options.data, checkpoints.newest)
     loaded, batches = endless(loader), list[Batch]()
     for step in range(start + 1, steps + 1):
-        # Batches. Some objectives take several steps on the same ones.
+        # Batches. Some objectives take several steps on the same batches.
         if not batches or (step - 1) % objective.repeats == 0:
             objective.accumulate = progress.next_batches()
             batches = [objective.batch(model, next(loaded)) for _ in range(objective.accumulate)]
@@ -171,7 +176,7 @@ def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
         lr, norm = updates.step()
         finite.watch(step, loss, norm)
 
-        # Log, evaluation, sample. The log's rates leave out the time of everything but training.
+        # Log, evaluation, sample. Only the time of training counts in the log's rates. All ranks decide alike.
         is_last, is_stopping = step == steps, stop.check() and step % objective.repeats == 0
         if step % options.log_every == 0 or is_last:
             loss = mean_over_ranks(loss)
@@ -182,7 +187,7 @@ def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
                 values["loss_scale"] = updates.scaler.get_scale()
             log.write(step, epochs=progress.epochs_read(), **values, **log.rates())
             finite.check()
-            if norm is None:  # gradients that nobody has seen may not be finite although the loss is
+            if norm is None:  # the loss may be finite although gradients that no check has seen are not
                 finite.check_weights(step)
         if step % options.eval_every == 0 or is_last:
             if eval_data is not None:
@@ -216,7 +221,7 @@ def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
 
 
 def prepare_paths(options: TrainOptions) -> Path:
-    """Create the folder of the run and return it.
+    """Check the paths of the data, and create and return the folder of the run.
 
     Raises:
         ValueError: a path of the data does not exist, or the output is a file.
@@ -259,9 +264,10 @@ def select_device(name: str | None) -> torch.device:
 
 
 def start_group(device: torch.device) -> bool:
-    """Initialize the process group unless there is one; returns whether it did."""
+    """Initialize the process group unless there is one, and return whether it was initialized here."""
     if dist.is_initialized():
         return False
+    # torchrun describes its group in variables. A single process needs neither a port nor a store on the network.
     by_torchrun = "RANK" in os.environ
     single: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group(dist.get_default_backend_for_device(device), **({} if by_torchrun else single))
@@ -269,7 +275,7 @@ def start_group(device: torch.device) -> bool:
 
 
 def make_mesh(options: TrainOptions, device: torch.device) -> DeviceMesh:
-    """The ranks as [ranks with different batches ("dp"), ranks that share a batch ("shared")].
+    """Arrange the ranks as [ranks with different batches ("dp"), ranks that share a batch ("shared")].
 
     Raises:
         ValueError: the number of ranks is not a multiple of the ranks that share a batch.
@@ -289,7 +295,7 @@ def all_ranks(device: torch.device) -> DeviceMesh:
 
 
 def fetch_files(options: TrainOptions) -> TrainOptions:
-    """The options with local folders for names on ModelScope. Raises if data are not files of a known format."""
+    """Return the options with local folders for names on ModelScope. Raises if data have no known format."""
     if any(name.startswith(PREFIX) for name in (options.model, *options.data, *options.eval_data)):
         data, eval_data = ([fetch(name, dataset=True) for name in names] for names in (options.data, options.eval_data))
         options = replace(options, model=fetch(options.model), data=data, eval_data=eval_data)
@@ -300,7 +306,7 @@ def fetch_files(options: TrainOptions) -> TrainOptions:
 def make_datasets(
     options: TrainOptions, model: CausalLM, objective: Objective, data_rank: int, data_ranks: int
 ) -> tuple[PackedDataset, PackedDataset | None]:
-    """The data of this rank to train on, and to evaluate on if there are any."""
+    """Make the training data of this rank, and the evaluation data if there are any."""
     packing: dict[str, Any] = {
         "length": options.length, "overflow": options.overflow, "field": options.field, "format": options.format,
         "broken_media": options.broken_media, "multi_turn": options.multi_turn,
@@ -316,7 +322,7 @@ def make_datasets(
 
 
 class Progress:
-    """How many steps a run has, and how much of the data it has read.
+    """The number of steps of a run, and the share of the data that it has read.
 
     Attributes:
         steps: number of steps of the whole run.
@@ -324,12 +330,13 @@ class Progress:
 
     def __init__(self, options: TrainOptions, data: PackedDataset, objective: Objective) -> None:
         self._options, self._data, self._repeats = options, data, objective.repeats
-        self._batches = math.ceil(round(options.epochs * len(data), 6))  # in all epochs
+        # Batches and steps of all epochs. The products are rounded, so that 0.07 of 100 batches are 7 and not 8.
+        self._batches = math.ceil(round(options.epochs * len(data), 6))
         self._epoch_steps = self._batches / options.accumulate * objective.repeats
         self.steps = options.steps or math.ceil(self._batches / options.accumulate) * objective.repeats
 
     def resume(self, start: int) -> None:
-        """Take up the run after step ``start``: epochs end with the data, even if earlier steps had another size."""
+        """Continue after step ``start``. Epochs end with the data, even if earlier steps had another size."""
         read_steps = self._batches_read() / self._options.accumulate * self._repeats
         if self._options.steps is None and read_steps != start:
             self.steps = start + max(math.ceil(round(self._epoch_steps - read_steps, 6)), 0)
@@ -338,7 +345,7 @@ class Progress:
         return self._data.passed / (self._data.ranks * self._options.batch_size)
 
     def next_batches(self) -> int:
-        """Number of batches of the next step; in the last one of the epochs only those that are left of them."""
+        """Number of batches of the next step. The last step of the epochs takes the batches that are left."""
         if self._options.steps is not None:
             return self._options.accumulate
         left = math.ceil(round(self._batches - self._batches_read(), 6))
@@ -346,22 +353,22 @@ class Progress:
 
     @property
     def epochs(self) -> float:
-        """Passes through the data in all steps."""
+        """Number of passes through the data in all steps."""
         if self._options.steps is None:
             return self._batches / len(self._data)
         return self.steps * self._options.accumulate / len(self._data) / self._repeats
 
     def epochs_read(self) -> float:
-        """Passes through the data so far."""
+        """Number of passes through the data so far."""
         return self._data.passed / (len(self._data) * self._data.ranks * self._data.batch_size)
 
 
 class Updates:
-    """The optimizer with its learning rates, loss scale and gradient clipping.
+    """The optimizer, with learning rate schedule, loss scale and gradient clipping.
 
     Attributes:
         trained: the trained parameters.
-        scaler: the loss scale; it is enabled in float16 only.
+        scaler: the loss scale, which is enabled in float16 only.
     """
 
     def __init__(
@@ -372,19 +379,20 @@ class Updates:
         self._in_backward = plan is not None and plan.in_backward
         self.optimizer = make_optimizer(model, options, plan)
         check_groups(model, self.optimizer)
+        # The groups as the options make them. A loaded state overwrites those of the optimizer.
         self._groups = [{name: group[name] for name in ("lr", "weight_decay")} for group in self.optimizer.param_groups]
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: self._share(step))
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)
-        if self.scaler.is_enabled():  # the first steps may be left out
+        if self.scaler.is_enabled():  # the scaler may skip the first steps
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
 
     def _share(self, step: int) -> float:
-        """Share of the peak learning rate after ``step`` steps."""
+        """Fraction of the peak learning rate after ``step`` steps."""
         steps = self._progress.steps
         return cosine(step, max(1, round(self._options.warmup * steps)), steps, self._options.min_lr)
 
     def resume(self, start: int) -> None:
-        """Give the optimizer the options of now again, after a saved state may have been loaded over them."""
+        """Restore the current options in the optimizer, because a loaded state has its own."""
         if self._in_backward:
             step_in_backward(self.optimizer)
         self.scheduler.base_lrs = [group["lr"] for group in self._groups]
@@ -393,7 +401,7 @@ class Updates:
             group["weight_decay"] = current["weight_decay"]
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss."""
+        """Compute the gradients of a loss and add them to those of earlier batches."""
         self.scaler.scale(loss).backward()
 
     def step(self) -> tuple[float, Tensor | None]:
@@ -401,6 +409,7 @@ class Updates:
 
         The norm is None if the optimizer has stepped in the backward, which never sees all gradients.
         """
+        # Clipping needs the true norm, so the scale is removed first.
         self.scaler.unscale_(self.optimizer)
         norm = None if self._in_backward else clip_grad_norm_(self.trained, self._options.max_norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -412,13 +421,13 @@ class Updates:
 
 
 class Checkpoints:
-    """The checkpoints of a run; one at a time is written in the background.
+    """The checkpoints of a run, which are written in the background, one at a time.
 
     Args:
         output: folder of the run.
         keep: number of checkpoints to keep.
         parts: the arguments of `save_state` from the model on.
-        settings: that argument of `save_state`.
+        settings: as for `save_state`.
     """
 
     def __init__(self, output: Path, keep: int, parts: Sequence[Any], settings: Mapping[str, Any]) -> None:
@@ -426,17 +435,17 @@ class Checkpoints:
         self._saving: Future[None] | None = None
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written; raises its error."""
+        """Wait for the checkpoint that is being written. Raises its error."""
         if self._saving is not None:
             self._saving.result()
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint, after the one that is being written."""
+        """The newest complete checkpoint, including the one that is being written."""
         self.finish()
         return newest_checkpoint(self._output)
 
     def save(self, step: int) -> None:
-        """Copy the state after ``step``, and begin to write it."""
+        """Copy the state after ``step``, and start to write it."""
         options: dict[str, Any] = {"keep": self._keep, "settings": self._settings}
         self._saving = save_state(self._output, step, *self._parts, background=True, **options)
 
@@ -444,12 +453,15 @@ class Checkpoints:
 def announce(
     options: TrainOptions, model: CausalLM, data: PackedDataset, plan: MemoryPlan | None, progress: Progress, start: int
 ) -> None:
-    """Print what is trained on what, and write the plan if there is one."""
+    """Print a summary of the model, the data and the steps, and write the plan if there is one."""
+    # An estimate of the memory, where there is one, and a GPU to compare it with.
     output, is_first_rank, peak = Path(options.output), dist.get_rank() == 0, None
     can_estimate = make_objective(options).shares_rows and options.tensor_parallel == 1 and model.visual is None
     if plan is None and can_estimate and model.device.type != "cpu":
         peak = estimate_step(options, model).peak(options.checkpointing or "selective", options.accumulate)
     ranks, steps, epochs = dist.get_world_size(), progress.steps, progress.epochs
+
+    # Lines that rank 0 prints. Some of them need a computation on all ranks.
     say(*banner(model, options, ranks=ranks, memory=peak, start=start, steps=steps, epochs=epochs))
     if changes := changed_options(options, start):
         say(f"changed     {'; '.join(changes)}")
@@ -465,7 +477,7 @@ def announce(
 
 
 def export(options: TrainOptions, model: CausalLM, output: Path) -> None:
-    """Write the adapters, or else the model, and print the commands that use them."""
+    """Write the adapters, or the model if there are none, and print the commands that use them."""
     if options.lora_r:
         save_adapter(model, output / "adapter", base=options.model)
     else:
@@ -489,7 +501,7 @@ def computing_dtype(options: TrainOptions, device: torch.device) -> torch.dtype:
 
 
 def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype) -> CausalLM:
-    """The model, with adapters if ``options`` ask for them, sharded over the ranks; it computes in ``dtype``."""
+    """Load the model, with adapters if the options have some, sharded over the ranks. It computes in ``dtype``."""
     is_quantized = any(getattr(options, name) for name in STORED)
 
     def adapt_and_shard(model: CausalLM) -> CausalLM:
@@ -522,7 +534,8 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
 
 
 def add_adapters(model: CausalLM, options: TrainOptions) -> CausalLM:
-    """The model with the LoRA adapters that ``options`` describe."""
+    """Add the LoRA adapters that ``options`` describe."""
+    # Without `lora_tower` the layers of a vision tower are left out.
     targets: Sequence[str] | str = options.lora_targets or "all-linear"
     if model.visual is not None and not options.lora_tower:
         targets = language_targets(model, targets)
@@ -534,14 +547,14 @@ def add_adapters(model: CausalLM, options: TrainOptions) -> CausalLM:
 
 
 def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """A reference model or teacher, without gradients, sharded over all ranks, in the dtype in which it computes."""
+    """Load a reference model or teacher without gradients, sharded over all ranks, in the dtype of the computation."""
     shard = partial(apply_fsdp, mesh=all_ranks(device), param_dtype=dtype)
     model = load_by_name(name, shard=shard, dtype=dtype, device=device)
     return model.requires_grad_(False).eval()
 
 
 def estimate_step(options: TrainOptions, model: CausalLM) -> TrainingMemory:
-    """The estimate of the memory of a step on this rank."""
+    """Estimate the memory of a step on this rank."""
     return estimate(
         model,
         options.batch_size * options.length // options.sharing,
@@ -553,10 +566,10 @@ def estimate_step(options: TrainOptions, model: CausalLM) -> TrainingMemory:
 
 
 def plan_step(options: TrainOptions, model: CausalLM, budget: int, dtype: torch.dtype) -> MemoryPlan:
-    """The fastest step within a budget in bytes, the same on all ranks.
+    """Plan the fastest step within a budget in bytes, the same on all ranks.
 
-    The optimizer steps in the backward only where nothing needs all gradients: without clipping (``max_norm`` inf),
-    accumulation and a loss scale. Muon's momentum stays on the device, and it needs whole gradients.
+    The optimizer steps in the backward only if nothing needs all gradients: neither clipping (``max_norm`` is inf), nor
+    accumulation, nor a loss scale. Muon's momentum stays on the device, and Muon needs whole gradients.
     """
     # All ranks plan with rank 0's estimate, because its shards are the largest.
     estimates = [estimate_step(options, model)]
@@ -577,7 +590,7 @@ def plan_step(options: TrainOptions, model: CausalLM, budget: int, dtype: torch.
 
 
 def bound_images(model: CausalLM, max_pixels: int | None) -> None:
-    """Set the most pixels of an image, if they are given.
+    """Set the largest number of pixels of an image, if it is given.
 
     Raises:
         ValueError: the model's images have no such bound.
@@ -593,14 +606,17 @@ def bound_images(model: CausalLM, max_pixels: int | None) -> None:
 
 
 def freeze_images(model: CausalLM) -> None:
-    """Freeze the parameters that only images use. If sharded they get zero gradients, and weight decay shrinks them."""
+    """Freeze the parameters that only images use.
+
+    Otherwise sharded ones would get zero gradients, and weight decay would shrink them.
+    """
     unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]
     for module in [*unreached, *([] if model.visual is None else [model.visual])]:
         module.requires_grad_(False)
 
 
 def make_optimizer(model: CausalLM, options: TrainOptions, plan: MemoryPlan | None) -> LigerAdamW:
-    """The optimizer that ``options`` name, with the trained parameters in groups and its moments where planned."""
+    """Make the optimizer that ``options`` name. A plan may put its moments into host memory."""
     rounding = options.dtype == "bfloat16"
     if options.optimizer == "muon":
         lr = options.lr if options.muon_lr is None else options.muon_lr
@@ -612,7 +628,7 @@ def make_optimizer(model: CausalLM, options: TrainOptions, plan: MemoryPlan | No
 
 
 def parameter_groups(model: CausalLM, options: TrainOptions) -> list[dict[str, Any]]:
-    """The trained parameters in the optimizer's groups: matrices, those without weight decay, and B of LoRA+."""
+    """Put the trained parameters into groups: with weight decay, without it, and the matrices B of LoRA+."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ratio = options.lora_plus_ratio
     raised = {name: parameter for name, parameter in trained.items() if ratio and name.endswith("lora_B")}
@@ -626,7 +642,7 @@ def parameter_groups(model: CausalLM, options: TrainOptions) -> list[dict[str, A
 
 
 def check_groups(model: CausalLM, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError unless each trained parameter is in one group of the optimizer, once."""
+    """Raise ValueError unless each trained parameter, and no other, is in exactly one group of the optimizer."""
     counts = Counter(parameter for group in optimizer.param_groups for parameter in group["params"])
     wrong = [name for name, parameter in model.named_parameters() if counts[parameter] != parameter.requires_grad]
     if wrong:
@@ -638,7 +654,8 @@ def check_groups(model: CausalLM, optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def evaluate(model: CausalLM, data: PackedDataset, device: torch.device, objective: Objective) -> dict[str, float]:
-    """The metrics of all batches on all ranks, such as ``eval_loss``, without mixtures' auxiliary losses."""
+    """Compute the metrics of all batches on all ranks, such as ``eval_loss``, without auxiliary losses."""
+    # Dropout is off. The order of the data is that of epoch 0.
     model.eval()
     data.set_epoch(0)
     total = Metrics()
@@ -650,7 +667,7 @@ def evaluate(model: CausalLM, data: PackedDataset, device: torch.device, objecti
 
 
 def endless(loader: PackedLoader) -> Iterator[Batch]:
-    """The batches of all epochs, without end."""
+    """Yield the batches of one epoch after the other, without end."""
     while True:
         yield from loader
 
@@ -671,7 +688,7 @@ def to_device(batch: Batch, device: torch.device, model: CausalLM) -> Batch:
 
 
 def cosine(step: int, warmup: int, steps: int, floor: float) -> float:
-    """Factor of the peak learning rate: a linear warm-up to 1, then a cosine decay to ``floor``."""
+    """The factor of the peak learning rate after ``step`` steps: a linear warm-up to 1, then a cosine to ``floor``."""
     if step < warmup:
         return (step + 1) / warmup
     progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
@@ -679,12 +696,13 @@ def cosine(step: int, warmup: int, steps: int, floor: float) -> float:
 
 
 def main(arguments: Sequence[str] | None = None, command: str | None = None, *, standalone: bool = True) -> None:
-    """Read the options and train. Exits with 130 or 143 if SIGINT or SIGTERM has stopped it.
+    """Read the options and train. The process exits with 130 or 143 if SIGINT or SIGTERM has stopped the run.
 
     Args:
-        arguments: default: the arguments of the process.
+        arguments: the arguments. Default: those of the process.
         command: name of the command in messages. Default: that of the process.
-        standalone: exit with 1 and one line for an error that its message explains. False raises it.
+        standalone: whether an error that its message explains ends the process with code 1 and one line. False raises
+            the error.
     """
     options = read_options(TrainOptions, arguments, command)
     try:

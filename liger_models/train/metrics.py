@@ -1,4 +1,4 @@
-"""What a training run reports: its log, tokens per second, and the share of the device's peak FLOPS (MFU)."""
+"""The log of a training run, its tokens per second, and its share of the device's peak FLOPS (MFU)."""
 
 import importlib
 import json
@@ -20,32 +20,39 @@ from liger_models.layers.layer import AttentionSpec, layers_of
 from liger_models.train.report import Lines, say
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "MI300X": 1307e12}
-"""Part of a device's name -> its peak dense bf16 FLOPS, from the vendor's datasheet; the divisor of MFU."""
+"""Part of a device's name -> its peak dense bf16 FLOPS from the vendor's datasheet, the divisor of MFU."""
 
 
 def flops(model: Decoder, batches: Sequence[Batch]) -> float:
-    """Floating-point operations of a forward and backward on this rank: matrix products, and attention of all kinds.
+    """Count the floating-point operations of a forward and backward on this rank.
 
-    Each element of a weight counts 2 per token for the forward, 2 for the gradient of its input if anything before it
-    is trained, and 2 for its own gradient if it is trained. Recomputation and vision towers are not counted. Experts
-    count only for the tokens routed to them, and the head only for tokens with a target.
+    Matrix products and attention of all kinds count. Each element of a weight counts 2 operations per token for the
+    forward, 2 for the gradient of its input if anything before it is trained, and 2 for its own gradient if it is
+    trained. Recomputation and vision towers do not count. Experts count only for the tokens that are routed to them,
+    and the head only for tokens with a target.
 
     Args:
-        model: sharded or not. Ranks that share a batch (`apply_tp`, `apply_cp`) have equal shares of the work.
-        batches: from `PackedDataset`, on the CPU, because their ``cu_seqlens`` are read.
+        model: the model, sharded or not. Ranks that share a batch (`apply_tp`, `apply_cp`) have equal shares of the
+            work.
+        batches: batches of a `PackedDataset`, on the CPU, because their ``cu_seqlens`` are read.
     """
+    # Tokens and targets of this rank, and the lengths of all documents.
     sharing = model.groups.sharded
     share_of_rank = 1 if sharing is None else 1 / sharing.size
     all_tokens = sum(batch["input_ids"].numel() for batch in batches)
     tokens = all_tokens * share_of_rank
     targets = sum(int((batch.get("labels", batch["input_ids"]) != -100).sum()) for batch in batches) * share_of_rank
     lengths = torch.cat([batch["cu_seqlens"].diff() for batch in batches]).double()
+
+    # Module -> number of rows in its products, and layer -> what it costs besides them.
     rows = dict.fromkeys(model.layers.modules(), tokens) | dict.fromkeys(model.lm_head.modules(), targets)
     attention: dict[nn.Module, AttentionSpec | None] = {layer: layer.attention for layer in layers_of(model.layers)}
     token_work: dict[nn.Module, float] = {layer: layer.token_flops for layer in layers_of(model.layers)}
     active: dict[nn.Module, float] = {layer: layer.active_share for layer in layers_of(model)}
+
+    # Modules in the order in which they run: a gradient reaches a module's input if anything before it is trained.
     total, before = 0.0, False
-    for module in model.modules():  # in the order in which they run
+    for module in model.modules():
         # Attention: pairs of tokens grow with the square of a length up to the window, and linearly past it.
         spec, work = attention.get(module), token_work.get(module, 0) * all_tokens
         if spec is not None:
@@ -68,16 +75,18 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
 
 
 class Log:
-    """Screen, log.jsonl, TensorBoard and W&B, all written by rank 0, and counts of tokens and time between lines.
+    """The log on the screen, in log.jsonl, in TensorBoard and in W&B. It counts tokens and time between its lines.
+
+    Only rank 0 writes.
 
     Args:
-        folder: holds log.jsonl; lines of steps after ``start`` are removed, because those steps run again.
+        folder: folder of log.jsonl. Lines of steps after ``start`` are removed, because those steps run again.
         start: number of finished steps.
         steps: number of all steps of the run.
         device: the device whose memory and share of the peak are reported.
         ranks: number of ranks with different batches. Default: all.
-        report_to: "tensorboard" also writes ``folder/tensorboard``, "wandb" a run of Weights & Biases, whose files are
-            in ``folder/wandb`` and whose id is in ``folder/wandb.id``: a run that goes on keeps its id.
+        report_to: "tensorboard" also writes ``folder/tensorboard``. "wandb" also writes a run of Weights & Biases, with
+            its files in ``folder/wandb`` and its id in ``folder/wandb.id``. A resumed run keeps its id.
         options: the options of the run, for W&B.
 
     Raises:
@@ -99,10 +108,12 @@ class Log:
         self.ranks = world_size() if ranks is None else ranks
         self.lines = Lines(start, steps)
         self.writers: list[_TensorBoard | _WandB] = []
-        # On a terminal only: a file would get a line for every step.
+        # None shows the bar on a terminal only: a file would get a line for every step.
         self.bar: Any = tqdm(total=steps, initial=start, unit="step", disable=None if self.first else True, leave=False)
         name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
         self.peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
+
+        # Remove the lines of steps that run again, and then add to the file.
         if self.first:
             folder.mkdir(parents=True, exist_ok=True)
             lines = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
@@ -126,6 +137,7 @@ class Log:
 
     def rates(self) -> dict[str, float]:
         """Tokens per second of all ranks, and MFU and peak memory in GiB of this rank, since the last `restart`."""
+        # Without a step since then, as after an evaluation, there are no rates.
         if not self.tokens:
             return {}
         seconds = time.perf_counter() - self.since
@@ -142,7 +154,7 @@ class Log:
 
         Args:
             step: number of the step.
-            epochs: passes through the data so far, for the screen instead of the whole number ``epoch``.
+            epochs: passes through the data so far. The screen shows them instead of the whole number ``epoch``.
             values: name -> value.
         """
         if self.first:
@@ -160,7 +172,7 @@ class Log:
 
 
 class _TensorBoard:
-    """Writes a file of TensorBoard's; values from step ``start`` on are hidden, because those steps run again."""
+    """Writes a file for TensorBoard, which hides earlier values from step ``start`` on: those steps run again."""
 
     def __init__(self, folder: Path, start: int) -> None:
         try:
@@ -179,13 +191,14 @@ class _TensorBoard:
 
 
 class _WandB:
-    """Writes to a run of Weights & Biases. Its mode, project and entity are those of the variables ``WANDB_...``."""
+    """Writes to a run of Weights & Biases. The variables ``WANDB_...`` set its mode, project and entity."""
 
     def __init__(self, folder: Path, options: Mapping[str, Any] | None) -> None:
         try:
             wandb: Any = importlib.import_module("wandb")
         except ImportError as error:
             raise _missing("wandb", "Weights & Biases") from error
+        # A resumed run continues the run whose id is in the file.
         file = folder / "wandb.id"
         run_id = file.read_text().strip() if file.is_file() else None
         config = None if options is None else {**options}
@@ -200,7 +213,7 @@ class _WandB:
 
 
 def _step(line: bytes) -> float:
-    """The step of a line of log.jsonl; infinity if a killed run or a lost machine has left only a part of it."""
+    """The step of a line of log.jsonl; infinity if a killed run has left only a part of the line."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
     except (KeyError, TypeError, ValueError):

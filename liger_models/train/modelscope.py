@@ -1,4 +1,4 @@
-"""Models and data sets of ModelScope, by names with ``modelscope:`` before them, through its own client."""
+"""Downloads of models and data sets from ModelScope, named ``modelscope:owner/name``, by ModelScope's own client."""
 
 import importlib
 import os
@@ -10,13 +10,14 @@ PREFIX = "modelscope:"
 
 
 def fetch(name: str, *, dataset: bool = False) -> str:
-    """The folder of ``modelscope:owner/name``, downloaded if it is not in ModelScope's cache; other names unchanged.
+    """Return the folder of ``modelscope:owner/name``, which is downloaded unless it is in ModelScope's cache.
 
-    Every rank must call it. The first rank of each host downloads, the others wait.
+    Other names are returned unchanged. Every rank must call it. The first rank of each host downloads, and the others
+    wait for it.
 
     Args:
         name: ``modelscope:owner/name``, or anything else.
-        dataset: the name is that of a data set, not of a model.
+        dataset: whether the name is that of a data set instead of a model.
 
     Raises:
         ImportError: ModelScope's client is not installed.
@@ -24,6 +25,7 @@ def fetch(name: str, *, dataset: bool = False) -> str:
     if not name.startswith(PREFIX):
         return name
     folder, first = "", not is_distributed() or int(os.environ.get("LOCAL_RANK", rank())) == 0
+    # The first ranks take the first turn. In the second turn the other ranks find the files in the cache.
     for turn in (True, False):
         with raise_on_all_ranks(), long_work("download"):
             if first == turn:

@@ -1,6 +1,6 @@
-"""AdamW's moments in an optimizer's state: tensors like the parameter, or codes of 8 bits with their scales.
+"""AdamW's moments in an optimizer's state: tensors like the parameter, or 8-bit codes with their scales.
 
-The latter have names of their own, so that no other optimizer takes codes for moments.
+Codes and scales have names of their own, so that no other optimizer mistakes codes for moments.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,14 @@ NAMES = (*MOMENTS, *(f"{name}_codes" for name in MOMENTS), *(f"{name}_scale" for
 
 
 def moment_dtype(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype of a parameter's moments where one is wanted; int8 stands for codes.
+    """The dtype of a parameter's moments if ``wanted`` is requested; int8 means 8-bit codes.
 
-    What has no whole blocks of 128 elements on every rank has moments in fp32 instead: vectors, narrow matrices, and
-    matrices whose last dimension is sharded within a block.
+    Each block of 128 elements of the last dimension has one scale. Parameters without whole blocks on every rank have
+    moments in fp32 instead: vectors, narrow matrices, and matrices whose last dimension is sharded within a block.
     """
     if wanted != torch.int8:
         return wanted or param.dtype
+    # The number of ranks that share the last dimension.
     ranks = 1
     if is_sharded(param):
         sharded: Any = param
@@ -39,13 +40,15 @@ def zero_moments(param: Tensor, dtype: torch.dtype, **memory: Any) -> dict[str, 
     """The moments of a parameter before its first step; ``memory`` is passed to ``torch.zeros_like``."""
     if dtype != torch.int8:
         return {name: torch.zeros_like(param, dtype=dtype, **memory) for name in MOMENTS}
+    # Codes have the shape of the parameter [..., C], and scales [..., C / 128].
     scale = _as_of(param, torch.empty(scale_shape(local(param).shape), device=param.device))
     moments = {f"{name}_codes": torch.zeros_like(param, dtype=codes, **memory) for name, codes in MOMENTS.items()}
     return moments | {f"{name}_scale": torch.zeros_like(scale, **memory) for name in MOMENTS}
 
 
 def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved state with its moments in the format of a dtype; those in another one are rounded to nearest."""
+    """A saved state with its moments in the format of ``dtype``. Conversions round to nearest."""
+    # Everything that is no moment, such as the step, is kept.
     state = {name: value for name, value in saved.items() if name not in NAMES}
     for name, code_dtype in MOMENTS.items():
         codes: Any = saved.get(f"{name}_codes")
@@ -54,6 +57,7 @@ def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> di
         if dtype != torch.int8:
             state[name] = value if codes is None else _as_of(param, decode(local(codes), local(scale)))
             continue
+        # Encoding needs whole rows in fp32, next to each other in memory.
         if codes is None:
             parts = encode(local(value).to(torch.float32).contiguous(), code_dtype)
             codes, scale = (_as_of(param, part) for part in parts)
@@ -62,13 +66,14 @@ def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> di
 
 
 def moments(state: Mapping[str, Any]) -> list[Tensor]:
-    """This rank's shards of the moments in a parameter's state; both codes, then both scales, if they have 8 bits."""
+    """This rank's shards of the moments in a parameter's state: both moments, or both codes and then both scales."""
     return [local(state[name]) for name in NAMES if name in state]
 
 
 def _as_of(param: Tensor, part: Tensor) -> Tensor:
-    """This rank's part of what is sharded as a parameter is, but for the size of the last dimension."""
+    """Wrap this rank's codes or scales in a DTensor that is sharded like the parameter."""
     if not is_sharded(param):
         return part
+    # Scales have another last dimension than the parameter.
     last = param.shape[-1] if part.shape == local(param).shape else scale_shape(param.shape)[-1]
     return sharded_as(param, part, torch.Size([*param.shape[:-1], last]))

@@ -26,46 +26,46 @@ SCALES = {
 class LigerMuon(LigerAdamW):
     """Muon for the weights of linear layers and experts, AdamW for embeddings, the head, norms, biases and adapters.
 
-    Muon moves a weight along its averaged gradient with all singular values made about equal::
+    Muon moves a weight along its averaged gradient, whose singular values it makes about equal::
 
         M = μ M + (1 - μ) G
         U = orthogonal factor of (1 - μ) G + μ M, or of M without ``nesterov``
         W = W - lr λ W - lr s U         s = 0.2 sqrt(max(rows, columns)), or sqrt(max(1, rows / columns))
 
-    The matrices are those of the Hugging Face checkpoint: q, k and v are three, with all of their heads, and gate and
-    up are two, unless the checkpoint has them in one tensor (Phi-3). Each expert's are its own. So a step is that of
-    ``torch.optim.Muon`` on the weights in transformers' layout. The products of `newton_schulz` are in bfloat16 on
-    accelerators, and on the CPU in at least fp32.
+    The matrices are those of the Hugging Face checkpoint: q, k and v are three matrices, each with all of its heads.
+    Gate and up are two, unless the checkpoint has them in one tensor (Phi-3). Each expert has its own. A step therefore
+    equals a step of ``torch.optim.Muon`` on the weights in transformers' layout. `newton_schulz` multiplies in bfloat16
+    on accelerators, and in at least fp32 on the CPU.
 
     The matrices of DTensors (FSDP2, HSDP, tensor and expert parallelism) are distributed over all ranks that hold
-    shards. Each is gathered on one rank, computed there once, and its shards are sent back (`SharedMatrices`). All
-    ranks must call ``step``, and a parameter must have a gradient on all of them or on none.
+    shards. One rank gathers a matrix, computes its update, and sends the shards back (`SharedMatrices`). All ranks must
+    call ``step``, and a parameter must have a gradient on all ranks or on none.
 
     Args:
-        model: sharded already, if it is to be. Its trainable parameters are optimized, in three groups: the matrices,
-            with ``momentum``; embeddings, head and others; and vectors and biases, without weight decay.
-        lr: learning rate of the matrices. With "match_rms_adamw", one that suits AdamW.
+        model: the model, already sharded if it should be. Its trainable parameters are optimized in three groups: the
+            matrices, with ``momentum``; embeddings, head and others; vectors and biases, without weight decay.
+        lr: learning rate of the matrices. With "match_rms_adamw", a learning rate that suits AdamW.
         weight_decay: λ of everything except vectors and biases.
         momentum: μ.
         nesterov: look one step of the momentum ahead.
-        adjust_lr_fn: "match_rms_adamw" or "original": s, under torch's names.
+        adjust_lr_fn: the formula of s under torch's names, "match_rms_adamw" or "original".
         adamw_lr: learning rate of all other parameters. Default: ``lr``.
-        betas, eps: of AdamW.
+        betas, eps: as for AdamW.
         stochastic_rounding: as for `LigerAdamW`; Muon's momentum is rounded to nearest.
         state_dtype: dtype of momentum and moments. Default: the parameter's. Moments in 8 bits are not supported.
         seed: seed of the stochastic rounding.
 
     Raises:
         TypeError: the model is not one of this package.
-        ValueError: an option is out of range, or no matrix of the model is trained. Adapters are none: their product
-            is what the model computes with, and AdamW suits its factors.
+        ValueError: an option is out of range, or no matrix of the model is trained. The matrices of adapters do not
+            count, because the model computes with their product. AdamW suits these factors.
 
     Source: https://kellerjordan.github.io/posts/muon, https://arxiv.org/abs/2502.16982 ("match_rms_adamw").
     """
 
     _separable = False
     _shared: SharedMatrices | None = None
-    """Made by the first step."""
+    """The matrices and the ranks that compute them; the first step creates it."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class LigerMuon(LigerAdamW):
                 "LigerMuon: state_dtype must be a floating-point dtype, got torch.int8. Use LigerAdamW for 8 bits."
             )
 
-        # The matrices, by the rows that each has in its parameter, and all other parameters.
+        # The matrices, by the rows that each occupies in its parameter, and all other parameters.
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         matrices = {name: weight for name, weight in model.hidden_matrices().items() if weight.requires_grad}
         if len(matrices) == 0:
@@ -141,7 +141,7 @@ class LigerMuon(LigerAdamW):
         entries = [*parameters]
         super()._apply(entry for entry in entries if entry[1] not in self._rows)
 
-        # The state of each matrix with a gradient.
+        # The state of each matrix with a gradient. Counts on the CPU are read without waiting for the device.
         matrices = [*self._rows]
         if self._shared is None:
             self._shared = SharedMatrices(matrices, [*self._rows.values()])
@@ -158,6 +158,7 @@ class LigerMuon(LigerAdamW):
         if steps:
             torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
 
+        # The direction of a parameter before orthogonalization, from this rank's shard: [rows, columns].
         def read(number: int) -> Tensor:
             param = matrices[number]
             grad: Any = param.grad
@@ -167,14 +168,18 @@ class LigerMuon(LigerAdamW):
                 device = torch.device(sharded.device_mesh.device_type)
                 if grad.placements != sharded.placements:
                     grad = grad.redistribute(placements=sharded.placements)
+
+            # The average is computed in at least fp32, and stored in the dtype of the state.
             wide = torch.promote_types(param.dtype, torch.float32)
             g, buffer = local(grad).to(wide), local(self.state[param]["momentum_buffer"])
             momentum = options[param][0]["momentum"]
             m = buffer.to(wide).lerp(g, 1 - momentum)
             buffer.copy_(m)
             update = g.lerp(m, momentum) if self.nesterov else m
+            # Experts [X, O, C] become rows [X O, C].
             return update.reshape(-1, update.shape[-1]).to(device, wide if device.type == "cpu" else torch.bfloat16)
 
+        # The step of this rank's shard with a finished update.
         def write(number: int, update: Tensor) -> None:
             param = matrices[number]
             group, stream = options[param]
@@ -182,22 +187,25 @@ class LigerMuon(LigerAdamW):
             wide = torch.promote_types(weight.dtype, torch.float32)
             new = weight.to(wide) * (1 - lr * group["weight_decay"])
             new.add_(update.view(weight.shape).to(weight.device), alpha=-lr)
+            # The rounding depends on seed, step and parameter alone, so that a resumed run has the same bits.
             generator = None
             if self.stochastic_rounding:
                 key = hash((self.seed, int(self.state[param]["step"]), stream)) & (2**63 - 1)
                 generator = torch.Generator(weight.device).manual_seed(key)
             write_rounded(weight, new, generator)
 
+        # Autograd must notice that wrappers of DTensors have changed with their local tensors.
         self._shared.run(active, read, self._orthogonal, write)
         torch.autograd.graph.increment_version([matrices[number] for number in active if is_sharded(matrices[number])])
 
     def _orthogonal(self, stacks: list[Tensor]) -> list[Tensor]:
-        """The scaled updates of stacks of matrices [k, n, c]; those of one shape, or its transpose, are one batch."""
+        """The scaled updates of stacks of matrices [k, n, c]. Stacks of one shape, or its transpose, are one batch."""
         batches: dict[tuple[int, ...], list[int]] = {}
         for index, stack in enumerate(stacks):
             batches.setdefault(tuple(sorted(stack.shape[1:])), []).append(index)
         results = [*stacks]
         for indices in batches.values():
+            # Newton-Schulz costs least with rows no longer than columns: n x n products.
             selected = (stacks[index] for index in indices)
             wide = [stack.mT if stack.shape[1] > stack.shape[2] else stack for stack in selected]
             updates = newton_schulz(torch.cat(wide)).split([len(stack) for stack in wide])

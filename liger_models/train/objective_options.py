@@ -1,4 +1,4 @@
-"""The options of the training objectives, and which objective reads which."""
+"""The options of the training objectives, each with the objectives that read it."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -30,7 +30,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def _of(objectives: str, help: str, **checks: Any) -> Any:
-    """An option that some objectives read."""
+    """An option that only the listed objectives read."""
     return option(f"{objectives}: {help}", None, read_by=("objective", objectives.split(", ")), **checks)
 
 
@@ -80,11 +80,12 @@ class ObjectiveOptions:
 
 
 def make_objective(options: Any) -> Objective:
-    """The objective of a run, from its checked options.
+    """Make the objective of a run from its checked options.
 
     Raises:
         ValueError: an option is out of the objective's range.
     """
+    # None means the objective's default, so it is not passed.
     settings = {
         field.name: getattr(options, field.name)
         for field in fields(ObjectiveOptions)

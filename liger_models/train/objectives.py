@@ -1,4 +1,4 @@
-"""Training objectives: how each reads its data, and how it computes the loss of a batch; the loop is the same."""
+"""Training objectives, which share one loop. Each defines how data are read and how a batch's loss is computed."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -32,9 +32,9 @@ from liger_models.parallel.step import mean_over_ranks, targets_per_rank
 from liger_models.text.tokenizer import Tokenizer
 
 Metrics: TypeAlias = dict[str, Tensor]
-"""Name -> [2], a sum on this rank and the number of what was added; a metric is the quotient of both over all ranks."""
+"""Name -> [2]: a sum on this rank and its number of summands. A metric is the quotient of both over all ranks."""
 Load = Callable[[str], CausalLM]
-"""Loads a frozen model by its folder or name, sharded as the trained one is."""
+"""Loads a frozen model by its folder or name, sharded like the trained model."""
 DIVERGENCES: dict[str, type[Any]] = {
     "jsd": LigerFusedLinearJSDLoss,
     "forward_kl": LigerFusedLinearForwardKLLoss,
@@ -45,7 +45,7 @@ DIVERGENCES: dict[str, type[Any]] = {
 
 
 def reader_of(model: CausalLM) -> Tokenizer | Processor:
-    """What reads the data: the processor of a model with images whose checkpoint has its settings, or the tokenizer."""
+    """The processor of a model with images whose checkpoint has image settings; otherwise the tokenizer."""
     if isinstance(model, VisionLanguageModel) and settings_of(model.assets, "image_processor"):
         processor: Processor = model.processor
         return processor
@@ -53,20 +53,21 @@ def reader_of(model: CausalLM) -> Tokenizer | Processor:
 
 
 class Reference:
-    """The reference model: a frozen one, or with adapters the model without them, if ``name`` is None.
+    """The reference model: a frozen model, or in a run with adapters the model without its adapters.
 
     Args:
         options: all options of the run.
-        name: folder or name of the reference model; None for the model that is trained, as it was.
+        name: folder or name of the reference model. None: the trained model, as it was before training.
     """
 
     def __init__(self, options: Any, name: str | None) -> None:
+        # Without adapters, training changes the model, so that its former state needs a second copy.
         self.name = name or options.model
         self.by_adapters = options.lora_r > 0 and self.name == options.model
         self.model: CausalLM | None = None
 
     def prepare(self, load: Load) -> None:
-        """Load the model, if there must be one."""
+        """Load the model if a second one is needed."""
         if not self.by_adapters:
             self.model = load(self.name)
 
@@ -78,7 +79,7 @@ class Reference:
 
     @torch.no_grad()
     def __call__(self, model: CausalLM, run: Callable[[CausalLM], Tensor]) -> Tensor:
-        """The result of ``run`` for the reference of ``model``."""
+        """Call ``run`` with the reference model and return its result."""
         with without_adapters(model) if self.by_adapters else nullcontext():
             log_probs = run(self.model or model)
         reshard(self.model or model)
@@ -86,37 +87,40 @@ class Reference:
 
 
 INPUTS = frozenset({"input_ids", "labels", "cu_seqlens", *PromptInputs.__annotations__})
-"""The parts of a batch that a model's forward takes."""
+"""The parts of a batch that are arguments of a model's forward."""
 
 
 class Objective:
-    """Learning texts: the mean cross entropy of all tokens that have a label.
+    """Learn texts: the loss is the mean cross entropy of all tokens that have a label.
 
     Args:
         options: all options of the run.
-        **settings: the objective's options that are not None.
+        settings: those options of the objective that are not None.
 
     Raises:
         ValueError: an option is out of range.
     """
 
     formats: tuple[str, ...] = DOCUMENTS
-    """Formats that examples may have."""
+    """Allowed formats of examples."""
     shares_rows = True
     """Whether ranks may share a row (tensor and context parallelism)."""
     repeats = 1
     """Number of steps on the same batches."""
     compares = False
-    """Whether examples are answers to compare, which are not packed into rows."""
+    """Whether examples are answers to compare. They are not packed into rows."""
 
     def __init__(self, options: Any, **settings: Any) -> None:
         self.accumulate = options.accumulate
 
     def prepare(self, model: CausalLM, load: Load) -> None:
-        """Load what is needed besides the model."""
+        """Load the models that the loss needs besides the trained one."""
 
     def frozen_models(self) -> dict[str, str]:
-        """What the loss needs besides the model -> a checksum of its weights. Every rank must call it."""
+        """Name of each model that the loss needs besides the trained one -> checksum of its weights.
+
+        Every rank must call it.
+        """
         return {}
 
     def dataset(self, source: Any, model: CausalLM, *, overflow: str | None, **options: Any) -> PackedDataset:
@@ -128,39 +132,41 @@ class Objective:
         return self.dataset(source, model, shuffle=False, **options)
 
     def batch(self, model: CausalLM, batch: Any) -> Batch:
-        """The batch to train on, from a batch of the data. Every rank must call it."""
+        """Make the batch to train on from a batch of the data. Every rank must call it."""
         return batch  # type: ignore[no-any-return]
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
-        """The divisor of the losses of a step's batches, from all of these batches."""
+        """The common divisor of the losses of all batches of a step; None if each loss has its own."""
         return targets_per_rank(batches)
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
-        """The share of a batch in the loss of a step, and metrics."""
+        """The part of a step's loss that comes from a batch, and metrics."""
         return model(**batch, num_items_in_batch=num_items).loss, {}
 
     def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
-        """The metrics of a batch, with its "loss" among them, without gradients or auxiliary losses."""
+        """The metrics of a batch, including its "loss", without gradients and auxiliary losses."""
         out = model(**batch, num_items_in_batch=1)  # the sum of the losses
         loss = out.loss - (0 if out.aux_loss is None else out.aux_loss)
         return {"loss": pair(loss, (batch["labels"] != -100).sum())}
 
 
 class PretrainObjective(Objective):
-    """Learning texts or token ids; chats and other formats are refused, so that none is trained on by mistake."""
+    """Learn texts or token ids. Chats and other formats are refused, so that none is trained on by mistake."""
 
     formats = ("text", "input_ids")
 
 
 class Compared(Objective):
-    """A loss of whole answers, in a batch of them, computed by one of `liger_models.losses`."""
+    """The base of objectives that compare whole answers of a batch, with a loss of `liger_models.losses`."""
 
     formats = ("preference",)
     shares_rows, compares = False, True
     make: Callable[..., Any]
     """The class of the loss."""
     needs_reference = False
+    """Whether the loss compares with a reference model."""
     rows_of_example = 2
+    """Number of rows that an example has in a batch: the chosen and the rejected answer, or one."""
 
     def __init__(self, options: Any, **settings: Any) -> None:
         super().__init__(options)
@@ -169,11 +175,12 @@ class Compared(Objective):
         self.function = type(self).make(**self.settings)  # refuses options before a model is loaded
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the loss."""
+        """Translate options into arguments of the loss."""
         return options
 
     def prepare(self, model: CausalLM, load: Load) -> None:
         """See `Objective.prepare`."""
+        # The loss computes the head itself, with the settings of the model's head.
         head = {"softcap": model.lm_head.softcap, "logit_scale": model.lm_head.logit_scale}
         self.function = type(self).make(**self.settings, **head)
         if self.needs_reference:
@@ -188,11 +195,11 @@ class Compared(Objective):
         return AnswerDataset(source, reader_of(model), formats=self.formats, **options)
 
     def eval_dataset(self, source: Any, model: CausalLM, **options: Any) -> PackedDataset:
-        """See `Objective.eval_dataset`. Each pair counts once; labeled answers need others in their batch."""
+        """See `Objective.eval_dataset`. Each pair counts once. Labeled answers need other answers in their batch."""
         return super().eval_dataset(source, model, complete=self.formats != ("preference",), **options)
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
-        """None: each batch has the same number of examples."""
+        """None, because each batch has the same number of examples."""
         return None
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
@@ -204,11 +211,12 @@ class Compared(Objective):
     def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
         """See `Objective.evaluate`."""
         out, metrics = self._run(model, batch)
+        # The loss is a mean over the examples that count.
         number = self._counted(batch).sum()
         return {"loss": pair(out.loss[0] * number, number), **metrics}
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
-        """The output of the model, whose loss is the loss and its metrics, and the metrics."""
+        """Return the output of the model, whose ``loss`` is a pair of loss and values, and the metrics."""
         reference = {"ref_log_probs": self.reference(model, _log_probs(batch))} if self.needs_reference else {}
         # The loss runs inside the head, where FSDP has gathered its weight.
         out = model(**batch, loss_function=lambda x, weight, target: self.function(weight, x, target, **reference))
@@ -224,11 +232,13 @@ class Compared(Objective):
             means["nll_loss"] = values.nll_loss
         odds = ("log_odds_ratio", "log_odds_chosen")
         means |= {name: getattr(values, name) for name in odds if hasattr(values, name)}
+        # Values are per example or scalars. An example that was filled in does not count.
         counted = self._counted(batch)
         return out, {name: pair((mean * counted).float().sum(), counted.sum()) for name, mean in means.items()}
 
     def _counted(self, batch: Batch) -> Tensor:
-        """Which examples of a batch count in metrics: those with labels, [examples] bool."""
+        """Whether each example of a batch has labels and counts in metrics, [examples] bool."""
+        # [rows, T] -> [rows] -> [rows of an example, examples]: all chosen answers come before all rejected ones.
         return (batch["labels"] != -100).any(1).view(-1, len(batch["labels"]) // self.rows_of_example).any(0)
 
 
@@ -251,6 +261,7 @@ class CPOObjective(Compared):
     alpha = 1.0
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
+        # The options have TRL's names. A weight of 0 leaves the NLL out.
         alpha = options.pop("cpo_alpha", self.alpha)
         names = {"simpo_gamma": "gamma"}
         settings = {names.get(name, name): value for name, value in options.items()}
@@ -282,9 +293,12 @@ class KTOObjective(Compared):
         return {**options, "use_ref_model": True}
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
+        # The answers, and the same prompts with the answers to other ones.
         answers = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         unrelated = {name: batch.get(f"kl_{name}", tensor) for name, tensor in answers.items()}  # pixels are the same
         good = batch["preference_labels"]
+
+        # The KL term z, the mean over all ranks, has no gradient.
         with torch.no_grad():
             moved = _log_probs(unrelated)(model).sum(-1)
             reshard(model)
@@ -308,7 +322,7 @@ class KTOObjective(Compared):
 
 
 class DistillObjective(Objective):
-    """Learning the distributions of a larger model's tokens beside the tokens themselves."""
+    """Learn the distributions of a larger model besides the tokens themselves."""
 
     shares_rows = False
 
@@ -354,7 +368,8 @@ class DistillObjective(Objective):
         return self._run(model, batch)[1]
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
-        """The output of the model, whose loss is the mean losses and the number of targets, and the metrics."""
+        """Return the model's output, whose ``loss`` is a pair of mean losses and number of targets, and the metrics."""
+        # The teacher's hidden states [N, C] and its head. Its logits are computed in chunks, by the loss.
         with torch.no_grad():
             hidden, head, _ = self.teacher(**batch, loss_function=lambda *inputs: inputs).loss
 
@@ -371,7 +386,7 @@ class DistillObjective(Objective):
 
 
 def _log_probs(batch: Batch) -> Callable[[CausalLM], Tensor]:
-    """A function from a model to the log-probabilities [rows, T] of the targets of a batch."""
+    """Make a function that takes a model and returns the log-probabilities [rows, T] of a batch's targets."""
 
     def run(model: CausalLM) -> Tensor:
         log_probs: Tensor = model(**batch, return_log_probs=True).log_probs
@@ -381,15 +396,16 @@ def _log_probs(batch: Batch) -> Callable[[CausalLM], Tensor]:
 
 
 def add_metrics(total: Metrics, metrics: Metrics) -> None:
-    """Add the sums and numbers of ``metrics`` to those of ``total``, in place."""
+    """Add the sums and counts of ``metrics`` to those of ``total``, in place."""
     for name, pair in metrics.items():
         total[name] = total[name] + pair if name in total else pair.detach()
 
 
 def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, float]:
-    """The metrics over all ranks, of which every one must call it. A metric without summands is left out."""
+    """The means of metrics over all ranks. Metrics without summands are left out. Every rank must call it."""
     if not total:
         return {}
+    # One collective for all metrics: [metrics, 2]. Sums and counts are both divided by the number of ranks.
     pairs = mean_over_ranks(torch.stack([pair.float() for pair in total.values()])).tolist()
     means = {prefix + name: added / number for name, (added, number) in zip(total, pairs, strict=True) if number}
     chosen, rejected = (means.get(f"{prefix}rewards/{name}") for name in ("chosen", "rejected"))
@@ -399,6 +415,6 @@ def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, flo
 
 
 def pair(total: Tensor, number: Tensor | float) -> Tensor:
-    """A metric of `Metrics`: [2], a sum [] and the number of what was added, without waiting for the device."""
+    """Make a metric of `Metrics` [2] from a sum [] and its number of summands, without waiting for the device."""
     total = total.detach().float()
     return torch.stack([total, number.float() if isinstance(number, Tensor) else torch.full_like(total, number)])

@@ -1,4 +1,4 @@
-"""AdamW in one kernel launch for all parameters, optionally inside the backward or with moments in host memory."""
+"""AdamW in one kernel launch for all parameters, optionally within the backward or with moments in host memory."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,22 +24,23 @@ STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, tor
 class LigerAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` in one kernel launch, whatever the number of parameters and groups.
 
-    Computes in fp32 and rounds once, to each tensor's dtype. The state has torch's names, so either optimizer loads the
-    other's ``state_dict``. DTensors (FSDP2, tensor parallelism) are updated shard by shard; their moments are DTensors.
+    The kernel computes in fp32 and rounds once, to each tensor's dtype. The state has torch's names, so either
+    optimizer loads the other's ``state_dict``. DTensors (FSDP2, tensor parallelism) are updated shard by shard, and
+    their moments are DTensors too.
 
     Args:
         params: parameters, or dicts with the options of a group, as for every optimizer of torch.
         lr, betas, eps, weight_decay, maximize: as for torch's AdamW.
-        stochastic_rounding: round bfloat16 parameters and moments up or down at random, with the mean unchanged, so
-            that updates smaller than half a bfloat16 step are not lost. Other dtypes are rounded to nearest.
-        state_dtype: dtype of the moments. Default: the parameter's. ``torch.int8``: 2.06 bytes for both moments of an
-            element, as codes that are rounded at random, and a scale for each 128 elements of the last dimension.
+        stochastic_rounding: whether bfloat16 parameters and moments are rounded up or down at random, with an unchanged
+            mean, so that updates smaller than half a bfloat16 step are not lost. Other dtypes are rounded to nearest.
+        state_dtype: dtype of the moments. Default: the parameter's. With ``torch.int8`` both moments of an element take
+            2.06 bytes: codes that are rounded at random, and a scale for each 128 elements of the last dimension.
             Vectors, and matrices with fewer than 128 columns on a rank, then have moments in float32.
-        offload: parameters on a GPU whose moments live in page-locked host memory. These moments are on the GPU only
-            during their update, in a buffer with room for twice those of the largest parameter. Copies overlap with
-            computation, best with `step_in_backward`; ``state_dict()`` waits for them.
-        seed: seed of the stochastic rounding. The rounding depends only on it, the step and an element's position, so
-            runs are reproducible and replicas stay equal.
+        offload: parameters on a GPU whose moments are in page-locked host memory. These moments are on the GPU only
+            during their update, in a buffer for twice the moments of the largest parameter. The copies overlap with
+            computation, best with `step_in_backward`. ``state_dict()`` waits for them.
+        seed: seed of the stochastic rounding. The rounding depends only on the seed, the step and the position of an
+            element, so runs are reproducible and replicas stay equal.
 
     Raises:
         ValueError: an option is out of range, or a loaded state is AMSGrad's.
@@ -52,6 +53,7 @@ class LigerAdamW(torch.optim.Optimizer):
     """Number of backward passes that updated each parameter since the last `step`; None without `step_in_backward`."""
 
     _staging: dict[torch.device, Staging] | None = None
+    """Device -> the copies of its parameters' moments; None before the first one."""
 
     _separable = True
     """Whether each parameter can be updated by itself."""
@@ -114,7 +116,7 @@ class LigerAdamW(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``torch.amp.GradScaler.step`` asks first."""
+        """False: ``torch.amp.GradScaler.step``, which reads this first, must unscale the gradients itself."""
         if self._backwards is not None:
             raise RuntimeError(
                 "LigerAdamW: a loss scale (GradScaler) needs all gradients before the step, got step_in_backward, "
@@ -129,6 +131,7 @@ class LigerAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that this class or torch's AdamW saved. Moments are converted to ``state_dtype``."""
         self._settle()  # the state may hold this optimizer's own moments
+        # The hook must run last, after those that rewrite the state.
         last = self.register_load_state_dict_pre_hook(_wrapped)
         try:
             super().load_state_dict(state_dict)
@@ -144,6 +147,7 @@ class LigerAdamW(torch.optim.Optimizer):
                 continue
             # Moments have the layout of the parameter; codes and scales keep theirs.
             like, target = (value, value.dtype) if dtype == torch.int8 else (param, dtype)
+            # Offloaded moments go to page-locked memory, and others to the parameter's device.
             if self._offloads(param):
                 state[name] = torch.empty_like(like, dtype=target, device="cpu", pin_memory=True).copy_(value)
                 continue
@@ -162,6 +166,7 @@ class LigerAdamW(torch.optim.Optimizer):
         if self._staging is None:
             self._staging = {}
         if device not in self._staging:
+            # Room for the moments in use and for those that are fetched ahead.
             size = 2 * max(sum(map(aligned, self._moment_bytes(param))) for param in self.offload)
             left = next((other.left for other in self._staging.values()), {})
             self._staging[device] = Staging(device, size, left)
@@ -170,15 +175,17 @@ class LigerAdamW(torch.optim.Optimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; ``closure`` as for every optimizer of torch.
+        """Update every parameter that has a gradient. ``closure`` is as for every optimizer of torch.
 
         Raises:
             RuntimeError: `step_in_backward` is in use and there were several backward passes since the last step.
         """
+        # The closure computes the gradients.
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Where the hooks of `step_in_backward` have stepped, a second backward was a second step.
         if self._backwards is not None:
             most = max(self._backwards.values(), default=0)
             removed = any(param.grad is not None for param in self._backwards)  # the hooks leave no gradients
@@ -198,7 +205,8 @@ class LigerAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _apply(self, parameters: Iterable[tuple[int, Tensor, int]]) -> None:
-        """One step of the parameters that have a gradient."""
+        """One step of those parameters that have a gradient."""
+        # Updates of parameters whose moments are on the device run in one launch at the end.
         updates, steps, wrappers = [], [], []
         run = partial(adamw_, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
         for number, param, stream in parameters:
@@ -227,6 +235,8 @@ class LigerAdamW(torch.optim.Optimizer):
                 wrappers.append(param)
                 if grad.placements != placements:
                     grad = grad.redistribute(placements=placements)
+
+            # Hyperparameters are read in each step, because schedulers change them.
             hyper = Hyper(
                 lr=float(group["lr"]),
                 beta1=group["betas"][0],
@@ -240,6 +250,8 @@ class LigerAdamW(torch.optim.Optimizer):
             code_scales = (scales[0], scales[1]) if scales else None
             update = Update(local(param), local(grad), first, second, hyper, stream, code_scales)
             steps.append(state["step"])
+
+            # Staged moments are updated alone, so that the buffer is free for the next ones.
             if staging and visit:
                 run([update])
                 staging.give(param, visit, self.state)
@@ -247,6 +259,7 @@ class LigerAdamW(torch.optim.Optimizer):
                 updates.append(update)
         if updates:
             run(updates)
+        # The steps count up, and autograd notices that DTensors have changed.
         if steps:
             # Passing a number would create a tensor for each step.
             torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
@@ -254,7 +267,7 @@ class LigerAdamW(torch.optim.Optimizer):
 
 
 def _wrapped(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state with each value wrapped in a function: PyTorch would round the moments, but not what is no tensor."""
+    """Wrap each value of the state in a function. PyTorch would cast tensors to the parameter's dtype."""
     state = {
         key: {name: lambda value=value: value for name, value in values.items()}
         for key, values in state_dict["state"].items()
@@ -263,9 +276,12 @@ def _wrapped(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_by_decay(parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters by name -> those that weight decay suits, and the others: vectors, numbers, and biases of any shape.
+    """Split parameters into those with weight decay, and vectors, scalars, and biases of any shape without it.
 
-    The biases of experts are matrices [X, O], of which each row is the bias of an expert.
+    The biases of experts are matrices [X, O], in which each row is the bias of one expert.
+
+    Args:
+        parameters: name -> parameter.
     """
     decayed, others = list[Tensor](), list[Tensor]()
     for name, parameter in parameters.items():
@@ -274,18 +290,20 @@ def split_by_decay(parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list
 
 
 def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
-    """Make every backward apply each gradient as soon as it is computed and free it, so that few exist at a time.
+    """Make every backward apply each gradient as soon as it is computed and free it, so that few gradients exist.
 
     The result equals ``backward(); optimizer.step(); optimizer.zero_grad()``, bit for bit. The last two calls may stay
-    in the loop, as learning rate schedulers expect; they have nothing left to do. Anything that needs all gradients at
-    once is impossible: clipping by their norm (it sees no gradients and does nothing), loss scaling, and gradient
-    accumulation (`step` raises). Works with FSDP2, but not with DistributedDataParallel, which averages too late.
+    in the loop, as learning rate schedulers expect, although they have nothing left to do. Anything that needs all
+    gradients at once is impossible: clipping by their norm (which sees no gradients and does nothing), loss scaling,
+    and gradient accumulation (`step` raises an error). This works with FSDP2, but not with DistributedDataParallel,
+    which averages gradients too late.
 
     Args:
-        optimizer: as for an ordinary loop. Under FSDP2 it must hold the parameters that ``fully_shard`` created.
+        optimizer: the optimizer of an ordinary loop. Under FSDP2 it must hold the parameters that ``fully_shard`` has
+            created.
 
     Returns:
-        The handles of the hooks: call ``remove()`` on each to go back to ordinary steps.
+        The handles of the hooks. Call ``remove()`` on each to return to ordinary steps.
 
     Raises:
         TypeError: another optimizer, whose step updates all parameters together.
@@ -303,6 +321,7 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
             f"step_in_backward: optimizer must be a LigerAdamW, got {type(optimizer).__name__}. Create one of the "
             "other kind for each parameter, and call its step in a hook, as the tutorial in the docstring does."
         )
+    # All checks come before the first hook.
     backwards: Counter[Tensor] = Counter()
     trained = [entry for entry in optimizer._parameters() if entry[1].requires_grad]
     for _, param, _ in trained:

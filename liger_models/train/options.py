@@ -53,7 +53,7 @@ def option(
 
 
 def check_options(options: Any) -> None:
-    """Check each field by its metadata, see `option`. A path or str in place of a list becomes a list of one.
+    """Check each field by its metadata (see `option`). A path or str in place of a list becomes a list of one.
 
     Raises:
         ValueError: a value is not allowed.
@@ -68,12 +68,13 @@ def check_options(options: Any) -> None:
 
 
 def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
-    """What is wrong with the value of a field, as the end of a sentence that begins with its name; None if nothing."""
+    """The error of a field's value, as the rest of a sentence that begins with the field's name; None without one."""
+    # None means the default, and is always allowed.
     value, checks = getattr(options, field.name), field.metadata
     if value is None:
         return None
 
-    # Numbers. A comparison with nan is False, so that nan is out of every bound.
+    # Numbers. A comparison with NaN is False, so NaN is out of every bound.
     at_least, more_than = checks.get("at_least"), checks.get("more_than")
     if at_least is not None and not value >= at_least:
         return f"must be at least {at_least}, got {value}."
@@ -104,19 +105,24 @@ def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
 
 
 def read_options(cls: type[Options], arguments: Sequence[str] | None = None, command: str | None = None) -> Options:
-    """The options of a command line. If it names a YAML or JSON file, its other arguments override the file's.
+    """Read the options of a command line. If it names a YAML or JSON file, its other arguments override the file.
 
-    Exits with a message if an option is unknown or invalid, or the file cannot be read.
+    The process exits with a message if an option is unknown or invalid, or the file cannot be read.
 
     Args:
-        cls: a dataclass whose fields have type str, int, float or bool, optionally ``| None``, or a list.
-            ``metadata["help"]`` of a field is its help text. The help has a group for each base class, under the first
-            line of its docstring.
-        arguments: default: the arguments of the process.
+        cls: a dataclass whose fields have type str, int, float or bool, optionally ``| None``, or a list of these.
+            ``metadata["help"]`` of a field is its help text. The help has a group for each base class, with the first
+            line of its docstring as the title.
+        arguments: the arguments. Default: those of the process.
         command: name of the command in messages. Default: that of the process.
     """
-    parser = argparse.ArgumentParser(command, description=_title(cls))
+    # Without a usage of its own, argparse would print all options before the message of an error.
+    usage = "%(prog)s [-h] [config] [--option value ...]"
+    parser = argparse.ArgumentParser(command, usage, _title(cls))
     parser.add_argument("config", nargs="?", type=Path, help="a .yaml, .yml or .json file of these options")
+
+    # An option for each field, in the group of the class that declares it. Options that are not given are left out of
+    # the result, so that they do not override the file.
     types = typing.get_type_hints(cls)
     groups: dict[type, argparse._ActionsContainer] = {cls: parser}
     for field in _fields(cls):
@@ -133,6 +139,8 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
         if field.default is not dataclasses.MISSING and field.default is not None:
             help += f" (default: {field.default})"
         groups[owner].add_argument(_flag(field.name), default=argparse.SUPPRESS, help=help, **settings)
+
+    # Unknown options and further files are errors with a hint.
     parsed, unparsed = parser.parse_known_args(arguments)
     values = vars(parsed)
     try:
@@ -150,11 +158,12 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
 
 
 def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
-    """Options from names and values, for example those of a file.
+    """Make options from names and values, for example from those of a file.
 
     Raises:
         ValueError: a name is unknown, a value has the wrong type, or an option without a default is missing.
     """
+    # Convert each value to the type of its field.
     types = typing.get_type_hints(cls)
     converted: dict[str, Any] = {}
     for name, value in values.items():
@@ -173,6 +182,8 @@ def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
             raise ValueError(
                 f"{cls.__name__}: {name} must be {value_type.__name__}, got {value!r}. Correct it."
             ) from error
+
+    # Fields without a default and without a factory have two equal sentinels.
     required = [field.name for field in _fields(cls) if field.default is field.default_factory]
     missing = [name for name in required if name not in converted]
     if missing:
@@ -181,13 +192,14 @@ def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
 
 
 def _unknown(cls: type, name: str, names: Sequence[str]) -> str:
-    """The error of an unknown option: it suggests the nearest in spelling, or the one whose help has its words.
+    """The error of an unknown option. It suggests the nearest spelling, or the option whose help has its words.
 
     Args:
         cls: the dataclass.
         name: the option.
-        names: the name of each field, spelled as ``name`` is.
+        names: the name of each field, spelled in the style of ``name``.
     """
+    # A close spelling, then words of the help, then any similar spelling, and finally all names.
     words = re.findall("[a-z]+", name.lower())
     helps = {option: field.metadata["help"].lower() for option, field in zip(names, _fields(cls), strict=True)}
     near = difflib.get_close_matches(name, names, 1, cutoff=0.8)
@@ -206,7 +218,7 @@ def _title(cls: type) -> str:
 
 
 def _flag(name: str) -> str:
-    """The option of the command line for a field."""
+    """The command-line option of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -223,6 +235,7 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def _scalar(value: Any, value_type: type) -> Any:
+    # bool is a subclass of int, so true would pass as 1.
     if not isinstance(value, str | int | float) or isinstance(value, bool) != (value_type is bool):
         raise TypeError(value)
     if value_type is int and isinstance(value, float) and int(value) != value:
@@ -262,7 +275,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _unique(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Keys and values as a dict; a ValueError if a key occurs twice."""
+    """Make a dict of keys and values. Raises ValueError if a key occurs twice."""
     content: dict[Any, Any] = {}
     for key, value in items:
         if key in content:

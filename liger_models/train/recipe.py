@@ -1,4 +1,4 @@
-"""Options of the training command that fit a model into the memory of one GPU, chosen by the estimate of a step."""
+"""Options of the training command with which a model fits into one GPU, chosen by the estimate of a step's memory."""
 
 import math
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from liger_models.train.report import estimate
 from liger_models.train.train_options import LEARNING_RATES
 
 METHODS = {"full": "all weights", "lora": "LoRA", "4bit": "LoRA on 4-bit weights"}
-"""Methods, the one that trains the most first -> what they train."""
+"""Method -> what it trains. The method that trains the most comes first."""
 LENGTHS = (4096, 2048, 1024)
-"""Tokens of a row, the preferred number first."""
+"""Numbers of tokens of a row; the preferred one comes first."""
 STEP_TOKENS, MOST_TOKENS, ENOUGH_TOKENS = 65536, 16384, 4096
-"""Tokens of an optimizer step, the most of a batch, and the number from which larger batches are hardly faster."""
+"""Tokens of an optimizer step, the most tokens of a batch, and the number beyond which batches are hardly faster."""
 RANK = 16
 """Rank of the adapters."""
 
 
 class Recipe(NamedTuple):
-    """Options that fit.
+    """Options with which a model fits into a GPU.
 
     Attributes:
         method: a key of `METHODS`.
@@ -42,7 +42,7 @@ class Recipe(NamedTuple):
     memory: int
 
     def yaml(self, model: str, output: str) -> str:
-        """The file of the training command.
+        """The content of an options file for the training command.
 
         Args:
             model: folder of a checkpoint, or its name on the hub.
@@ -50,6 +50,7 @@ class Recipe(NamedTuple):
         """
         import yaml  # a dependency of huggingface_hub
 
+        # A comment at the head, and comments beside some options, in a column of their own.
         comments = {
             "data": "files and folders: .jsonl, .txt, .parquet",
             "length": "tokens in a packed row",
@@ -75,7 +76,7 @@ class Recipe(NamedTuple):
 
 
 class Planner:
-    """Finds the options with which a model trains in a given memory. It remembers the estimates that it has made.
+    """Finds the options with which a model trains in a given memory. It keeps the estimates for later calls.
 
     Args:
         config: the model's configuration.
@@ -104,20 +105,21 @@ class Planner:
         return self._steps[method, dtype, tokens]
 
     def plan(self, memory: int, method: str = "auto", length: int | None = None) -> Recipe:
-        """The options that fit.
+        """Choose the options that fit.
 
-        Among what fits, more comes first in this order: trained weights (if the method is "auto"), tokens of a row,
-        tokens of a step, fewer recomputed activations, rows of a batch. Weights that are all trained are in float32
-        where this fits, else in bfloat16, with stochastic rounding.
+        The choice prefers, in this order: more trained weights (with method "auto"), more tokens of a row, more tokens
+        of a step, less recomputation, and more rows of a batch. If all weights are trained, they are in float32 where
+        this fits, and otherwise in bfloat16 with stochastic rounding.
 
         Args:
-            memory: of the GPU, in bytes.
+            memory: memory of the GPU in bytes.
             method: "full", "lora", "4bit" or "auto".
             length: tokens of a row. Default: 4096, or fewer if no method fits with more.
 
         Raises:
             ValueError: nothing fits, or an argument is out of range.
         """
+        # The arguments, and what to try.
         names = [*METHODS, "auto"]
         if method not in names:
             raise ValueError(f"recipe: method must be one of {', '.join(names)}, got {method!r}.")
@@ -131,6 +133,8 @@ class Planner:
                 recipe = self._plan(memory, candidate, longest)
                 if recipe is not None:
                     return recipe
+
+        # Nothing fits: the error names the memory that would.
         peaks = (self.step(candidate, torch.bfloat16, lengths[-1]).peak("full", 1) for candidate in methods)
         least = min(peaks) / self.share
         raise ValueError(
@@ -140,14 +144,14 @@ class Planner:
 
     @property
     def share(self) -> float:
-        """Share of the memory that the estimate may take."""
+        """Fraction of the memory that the estimate may take."""
         return usable_share(self.model("full", torch.bfloat16))
 
     def _plan(self, memory: int, method: str, lengths: Sequence[int]) -> Recipe | None:
         dtypes = [torch.float32] * (method == "full") + [torch.bfloat16]
         for dtype in dtypes:
             for length in lengths:
-                # Without accumulation no gradients exist beside activations.
+                # Without accumulation (0) no gradients exist beside activations.
                 for step_tokens in (STEP_TOKENS, 0) if dtype == torch.bfloat16 else (STEP_TOKENS,):
                     recipe = self._fit(memory, method, dtype, length, step_tokens)
                     if recipe is not None:
@@ -175,5 +179,5 @@ class Planner:
 
 
 def gigabytes(memory: int) -> str:
-    """Bytes as "24 GB"."""
+    """Format bytes as "24 GB"."""
     return f"{memory / 1e9:.3g} GB"

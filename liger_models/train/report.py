@@ -1,4 +1,4 @@
-"""The output of a training run on the screen: banner, lines of the log, samples of text, and the last lines."""
+"""The output of a training run on the screen: banner, lines of the log, samples of text, and the final hints."""
 
 import math
 import shlex
@@ -40,27 +40,28 @@ SAMPLE_TOKENS = 64
 """Length of a sample of text."""
 COLUMNS = {"epoch": 6, "loss": 8, "lr": 8, "norm": 8, "loss_scale": 8, "tokens_per_s": 9, "mfu": 5, "memory_gib": 9}
 COLUMNS |= {"eta": 10}
-"""Values of the log that have a column -> its width."""
+"""Value of the log that has a column -> width of the column."""
 HEADERS = {"loss_scale": "scale", "tokens_per_s": "tokens/s", "mfu": "MFU", "memory_gib": "memory", "eta": "ETA"}
 
 
 def say(*lines: str) -> None:
     """Print lines on rank 0, above the progress bar."""
     if rank() == 0:
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # texts of any language must not end a run
+        # A text that the terminal can't show must not end a run.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         lines = tuple(printable(line).encode(encoding, "replace").decode(encoding) for line in lines)
         with tqdm.external_write_mode():
             print(*lines, sep="\n", flush=True)
 
 
 class Lines:
-    """The lines of the log on the screen.
+    """Formats the lines of the log for the screen.
 
-    Each is at most `WIDTH` columns wide. Values without a column follow on lines of their own, with their names.
+    Each line is at most `WIDTH` columns wide. Values without a column follow on separate lines, with their names.
 
     Args:
         start: number of finished steps.
-        steps: number of all steps of the run, from which the time that is left is estimated.
+        steps: number of all steps of the run, for the estimate of the remaining time.
     """
 
     def __init__(self, start: int, steps: int) -> None:
@@ -73,7 +74,7 @@ class Lines:
         position = f"{step}/{self.steps}".rjust(2 * len(str(self.steps)) + 1)
         lines = []
 
-        # Values with a column, below the names of the columns if these have changed or are far above.
+        # Values with a column. The names of the columns are repeated if they have changed or are far above.
         if "loss" in values:
             seconds = (time.perf_counter() - self.begin) / (step - self.start) * (self.steps - step)
             row = {**values, "eta": duration(seconds)}
@@ -96,7 +97,7 @@ class Lines:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as "0:01:02" or "3d 4:05:06"."""
+    """Format seconds as "0:01:02" or "3d 4:05:06"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -113,7 +114,7 @@ def _text(name: str, value: float | str) -> str:
 
 
 def _fold(parts: Iterator[str], width: int) -> list[str]:
-    """Parts on lines of at most this width; a part that is longer, or has several lines, is wrapped."""
+    """Put parts on lines of at most this width. A part that is longer or has several lines is wrapped."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= width:
@@ -126,16 +127,17 @@ def _fold(parts: Iterator[str], width: int) -> list[str]:
 def banner(
     model: CausalLM, options: TrainOptions, *, ranks: int, memory: float | None, start: int, steps: int, epochs: float
 ) -> list[str]:
-    """The lines that a run begins with.
+    """The first lines of a run.
 
     Args:
-        model: as it is trained.
-        options: of the run.
+        model: the model as it is trained.
+        options: the options of the run.
         ranks: number of processes.
-        memory: estimate of the memory of a device in bytes; None if there is none.
+        memory: estimated memory on each device in bytes; None without an estimate.
         start, steps: number of finished and of all steps.
         epochs: passes through the data in ``steps``.
     """
+    # Parameters, rows of a step, and the name and memory of the device.
     length, sharing, device = options.length, options.sharing, model.device
     parameters = model.num_parameters()
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -166,22 +168,23 @@ def estimate(
     moments_8bit: bool = False,
     muon: bool = False,
 ) -> TrainingMemory:
-    """Estimate a step's memory on this rank's device, for a model that FSDP shards.
+    """Estimate the memory of a step on this rank's device, for a model that FSDP shards.
 
-    This rank's parameters, gradients and the optimizer's moments are counted as they are. Activations, the head, and
-    what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation, but quantized
-    weights as they are stored. For these, what a product makes is counted besides: of 4-bit weights, of experts and of
-    weights with scales of blocks (``keep_float8``) the dense ones; in float8 the transposed weight and the rows that it
-    is multiplied with. On one device nothing is gathered.
+    Parameters, gradients and the optimizer's moments count with the sizes that they have on this rank. Activations, the
+    head, and the weights that FSDP gathers (embedding, head, two blocks) count in bfloat16, the dtype of the
+    computation. Quantized weights count as they are stored, plus the temporary tensors of a product: dense weights for
+    4-bit weights, experts, and weights with block scales (``keep_float8``); the transposed weight and the multiplied
+    rows for float8. On one device nothing is gathered.
 
     Args:
-        model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
-        tokens: tokens of a batch on this rank.
-        four_bit: count the weights under the adapters, and experts, in 4 bits, as after `quantize_base`.
-        float8: count them in float8, as after ``quantize_base(model, dtype="float8")``.
-        moments_8bit: count the moments in 8 bits, as ``LigerAdamW(state_dtype=torch.int8)`` has them.
-        muon: count what `LigerMuon` holds: one momentum for each matrix.
+        model: the model as it is trained, but not sharded by `apply_tp`. It may be on the meta device.
+        tokens: number of tokens of a batch on this rank.
+        four_bit: whether weights under adapters, and experts, count in 4 bits, as after `quantize_base`.
+        float8: whether they count in float8, as after ``quantize_base(model, dtype="float8")``.
+        moments_8bit: whether moments count in 8 bits, as with ``LigerAdamW(state_dtype=torch.int8)``.
+        muon: whether the moments are those of `LigerMuon`, which has one momentum for each matrix.
     """
+    # Activations and the head come from a whole model without weights.
     empty, adapters = model, adapter_config(model)
     if model.device.type != "meta" or frozen_weights(model):
         empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
@@ -191,7 +194,7 @@ def estimate(
     name = "nf4" if four_bit else "float8" if float8 else None
     frozen = frozen_weights(model).values()
 
-    # Weights that are dense now, and are counted as `quantize_base` will store them.
+    # Weights that are dense now, and count as `quantize_base` will store them.
     pending: set[Any] = set()
     if name is not None:
         pending = {layer.weight for layer in quantized_layers(model) if not frozen_parts(layer)}
@@ -208,16 +211,17 @@ def estimate(
             return [bytes_of(parameter)]
         return moment_bytes(local(parameter).shape, moment_dtype(parameter, torch.int8 if moments_8bit else None))
 
-    # What FSDP gathers in bfloat16: embedding and head, and two blocks.
+    # FSDP gathers embedding, head and two blocks in bfloat16.
     sharded = any(map(is_sharded, model.parameters()))
     ends = {id(weight): weight.numel() for weight in (empty.embed_tokens.weight, empty.lm_head.weight)}
     gathered = 2 * (sum(ends.values()) + 2 * max(sum(p.numel() for p in block.parameters()) for block in empty.layers))
 
-    # On one device nothing is gathered, but a product makes a weight that is kept in float8 dense.
+    # On one device nothing is gathered, but a product needs the dense weight of one that is kept in float8.
     kept = [weight.shape.numel() for weight in frozen if weight.format.is_kept]
     if kept and not sharded:
         gathered = 2 * max(kept)
 
+    # Quantized weights are gathered as they are stored.
     if name is not None:
         layers, experts = quantized_layers(empty), quantized_experts(empty)
         # Only FSDP gathers experts in fewer bits. After apply_ep and apply_tp they stay on their ranks.
@@ -231,7 +235,7 @@ def estimate(
         ]
         gathered = gathered - 2 * max(saved) if sharded else 0
 
-        # What a product makes: dense experts, a dense weight, or in float8 a transposed one and rounded rows.
+        # A product needs dense experts, a dense weight, or in float8 a transposed weight and rounded rows.
         made = [2 * math.prod(weight.shape if by_fsdp else weight.local_shape) for weight in of_ranks]
         made += [2 * local(weight).numel() for weight in quantized_experts(model) if isinstance(weight, Tensor)]
         if layers:
@@ -244,7 +248,7 @@ def estimate(
 
 
 def warn_of_few_steps(options: TrainOptions, steps: int, ranks: int) -> str | None:
-    """A warning if the epochs have few steps because each takes many batches; None otherwise."""
+    """A warning if the epochs have few steps because each step takes many batches; None otherwise."""
     sequences = options.batch_size * options.accumulate * (ranks // options.sharing)
     if options.steps is not None or steps >= FEW_STEPS or options.batch_size * options.accumulate == 1:
         return None
@@ -256,7 +260,8 @@ def warn_of_few_steps(options: TrainOptions, steps: int, ranks: int) -> str | No
 
 
 def check_turn_end(model: CausalLM) -> str | None:
-    """A warning if generation does not stop where the chat template ends an answer; None if it does."""
+    """A warning if generation does not stop where the chat template ends an answer; None if it stops there."""
+    # The last token of an answer, if it is a special token, must be a stop token.
     tokenizer = model.tokenizer
     if not tokenizer.chat_template:
         return None
@@ -282,8 +287,8 @@ def check_turn_end(model: CausalLM) -> str | None:
 def sample(model: CausalLM, prompt: str) -> str:
     """The most probable continuation of a prompt, or the answer to it if there is a chat template.
 
-    Every rank of a sharded model must call it. All generate the same number of tokens, so that no rank waits for one
-    that has stopped; tokens after a stop token are cut off.
+    Every rank of a sharded model must call it. All ranks generate the same number of tokens, so that no rank waits for
+    one that has stopped. Tokens after a stop token are cut off.
     """
     tokenizer: Any = model.tokenizer
     if tokenizer.chat_template:
@@ -301,7 +306,7 @@ def sample(model: CausalLM, prompt: str) -> str:
 
 
 def next_steps(output: Path, *, model: str, adapters: bool, chat: bool) -> list[str]:
-    """The last lines of a finished run: where the result is, and the commands that use it."""
+    """The last lines of a finished run, which name the result and the commands that use it."""
     folder = output / ("adapter" if adapters else "model")
     result = [model, "--adapter", str(folder)] if adapters else [str(folder)]
     commands = {"generate": ["liger-models", "generate", *result, *["--chat"] * chat, "Hello"]}

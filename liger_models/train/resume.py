@@ -1,4 +1,4 @@
-"""What must stay the same when a run resumes, and what has changed since it was begun."""
+"""The settings that must stay the same when a run resumes, and the options that have changed since its last start."""
 
 import json
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ UNREPORTED = ("model", "data", "eval_data", "output", "log_every", "eval_every",
 
 
 def fixed_settings(options: TrainOptions, objective: Objective) -> dict[str, Any]:
-    """The settings that a resumed run must share with the run that was begun, for `save_state` and `load_state`.
+    """The settings that must not change when a run resumes, for `save_state` and `load_state`.
 
-    Model, adapters and data are not among them: `load_state` compares these itself.
+    Model, adapters and data are not included, because `load_state` compares these itself.
     """
     names = [field.name for field in fields(ObjectiveOptions) if field.name not in COMPARED_BY_WEIGHTS]
     settings = {name: getattr(options, name) for name in [*names, "dtype", *STORED]}
@@ -32,17 +32,23 @@ def fixed_settings(options: TrainOptions, objective: Objective) -> dict[str, Any
 
 
 def changed_options(options: TrainOptions, start: int) -> list[str]:
-    """The options that differ from those of the last start, as "lr 1e-05 instead of 2e-05", and write the new ones.
+    """List the options that differ from those of the last start, and write the options of this start.
 
     Args:
-        options: of this start.
+        options: the options of this start.
         start: number of finished steps; 0 for a new run, in which nothing has changed.
+
+    Returns:
+        Texts such as "lr 1e-05 instead of 2e-05".
     """
+    # JSON has no tuples, so that only what went through JSON can be compared.
     path, now = Path(options.output) / OPTIONS, json.loads(json.dumps(asdict(options)))
     try:
         before: Mapping[str, Any] = json.loads(path.read_text()) if start > 0 else {}
     except (OSError, ValueError):  # a former version wrote none, or the machine lost power
         before = {}
+
+    # Rank 0 has read the old options, and alone prints the changes. The new file appears by one rename.
     if rank() == 0:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(now, indent=2) + "\n")

@@ -14,16 +14,17 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
     Args:
         seed: 0 ≤ seed < 2³². Ranks that must draw different numbers (dropout) take different seeds, ``seed + rank``.
             Ranks that must draw the same weights or adapters take the same seed.
-        deterministic: make two runs on the same machine, with the same versions and number of threads, give the same
-            bits. PyTorch then uses algorithms that sum in a fixed order, some of them slower, and raises RuntimeError
-            where it has none. This package's kernels always sum in a fixed order. Call it before the first matrix
-            product on a GPU.
+        deterministic: whether two runs must give the same bits on the same machine, with the same versions and number
+            of threads. PyTorch then uses algorithms that sum in a fixed order, some of which are slower, and raises
+            RuntimeError for operations without such an algorithm. This package's kernels always sum in a fixed order.
+            Call `seed_all` before the first matrix product on a GPU.
 
     Raises:
         ValueError: ``seed`` is out of range.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed_all: seed must be from 0 to 2**32 - 1, got {seed}. Choose another.")
+    # NumPy is seeded only if something has imported it.
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

@@ -1,4 +1,4 @@
-"""Optimizer moments that live in host memory: their copies to a GPU for an update, and back."""
+"""Copies of optimizer moments from host memory to a GPU for an update, and back to host memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +13,13 @@ from liger_models.train.moments import moments
 
 @dataclass
 class Visit:
-    """One parameter's moments while they are on the GPU, in the bytes from ``start`` to ``end`` of the buffer.
+    """The moments of one parameter while they are on the GPU.
 
     Attributes:
         host: the moments in host memory.
-        versions: their version counters when they were copied.
+        versions: the version counters of ``host`` when they were copied.
         staged: the moments on the GPU.
+        start, end: first byte of the moments in the buffer, and the byte after the last one.
         arrived: event after the copies to the GPU.
         left: event after the copies back; None until they are queued.
     """
@@ -39,22 +40,22 @@ class Visit:
 class Staging:
     """Copies moments from host memory to a GPU before their update, and back after it.
 
-    They pass through a ring buffer on the GPU. Moments are fetched ahead of the updates, in the order of the last step.
-    The copies run on streams of their own, and the host never waits.
+    The moments pass through a ring buffer on the GPU. They are fetched ahead of the updates, in the order of the last
+    step. The copies run on streams of their own, and the host never waits.
 
     Args:
         device: the GPU.
         size: bytes of the ring buffer.
-        left: event after the last copy back of each parameter's moments, from whichever device.
+        left: parameter -> event after the last copy of its moments back to the host, from any device.
     """
 
     def __init__(self, device: torch.device, size: int, left: dict[Tensor, torch.Event]) -> None:
         self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._at = 0
         self._coming: dict[Tensor, Visit] = {}
-        """Fetched ahead, in the order in which they are expected."""
+        """Parameter -> moments that were fetched ahead, in the order in which they are expected."""
         self._gone: list[Visit] = []
-        """Copied back, in bytes of the buffer that are not reused yet."""
+        """Moments that were copied back, whose bytes in the buffer are not reused yet."""
         self.left = left
         self._next: dict[Tensor, Tensor] = {}
         """The parameter that followed each one in the last step."""
@@ -66,12 +67,16 @@ class Staging:
         self._buffer.record_stream(self._out)
 
     def take(self, param: Tensor, state: Mapping[Tensor, Any]) -> Visit:
-        """The moments on the GPU, ready for what the current stream computes next."""
+        """Return the moments on the GPU, ready for the next computation on the current stream."""
+        # Remember the order for the next step.
         if self._last is not None:
             self._next[self._last] = param
         self._last = param
+
+        # Use the moments that were fetched ahead, unless they have been replaced or changed since. Those of parameters
+        # before this one are dropped, because these parameters have no gradient in this step.
         host, visit = moments(state[param]), None
-        while self._coming and visit is None:  # moments fetched for parameters before this one were not wanted
+        while self._coming and visit is None:
             first, fetched = next(iter(self._coming.items()))
             del self._coming[first]
             is_same = first is param and all(a is b for a, b in zip(fetched.host, host, strict=True))
@@ -83,13 +88,15 @@ class Staging:
         return visit
 
     def give(self, param: Tensor, visit: Visit, state: Mapping[Tensor, Any]) -> None:
-        """Copy the moments back after the work queued on the current stream, and fetch the next parameters' moments."""
+        """Copy the moments back after the work queued on the current stream, and fetch those of the next parameters."""
         self._out.wait_stream(torch.accelerator.current_stream(self._buffer.device))
         with self._out:
             for host, staged in zip(visit.host, visit.staged, strict=True):
                 host.copy_(staged, non_blocking=True)
         visit.left = self.left[param] = self._out.record_event()
         self._gone.append(visit)
+
+        # Fetch ahead until the buffer is full, starting behind the last parameter that is on its way.
         ahead = self._next.get(next(reversed(self._coming), param))
         while ahead is not None and ahead not in self._coming and state.get(ahead):
             visit_ahead = self._fetch(ahead, moments(state[ahead]))
@@ -100,7 +107,7 @@ class Staging:
 
     def _fetch(self, param: Tensor, host: list[Tensor]) -> Visit | None:
         """Queue the copies of moments to the GPU; None if the buffer has no room for them."""
-        # The next bytes of the ring, or its first ones, if no moments that are still expected lie there.
+        # Take the next bytes of the ring, or its first ones, unless moments that are still expected are there.
         buffers, end = [], self._at
         if end + sum(aligned(moment.nbytes) for moment in host) > len(self._buffer):
             end = 0
@@ -112,13 +119,14 @@ class Staging:
             return None
         self._at = end
 
-        # The copies wait for copies back from these bytes, and of these moments.
+        # The copies to the GPU wait until the bytes are free, and until the moments are back in host memory.
         for visit in self._gone:
             if visit.overlaps(start, end) and visit.left is not None:
                 self._into.wait(visit.left)
         self._gone = [visit for visit in self._gone if not visit.overlaps(start, end)]
         if param in self.left:
             self._into.wait(self.left[param])
+        # The moments keep their shapes and strides. The copies move plain bytes.
         staged = [
             buffer.view(moment.dtype).as_strided(moment.shape, moment.stride())
             for buffer, moment in zip(buffers, host, strict=True)
@@ -128,7 +136,7 @@ class Staging:
         return Visit(host, [moment._version for moment in host], staged, start, end, arrived)
 
     def settle(self) -> None:
-        """Wait until all moments that were given back are in host memory."""
+        """Wait until all copies back to host memory have ended."""
         self._out.synchronize()
 
 

@@ -1,4 +1,4 @@
-"""Stopping a run by a signal: after a step that all ranks agree on, so that it can be saved."""
+"""Stopping a run by a signal, after a step that all ranks agree on, so that the step can be saved."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from liger_models.distributed.ranks import rank, world_size
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 APART = 1.0
-"""Seconds within which a second signal is taken for the first: torchrun repeats a Ctrl-C that the terminal sends."""
+"""Seconds within which a second signal counts as the first one: torchrun repeats a Ctrl-C that the terminal sends."""
 
 
 @contextlib.contextmanager
@@ -32,13 +32,13 @@ def keep_signal_handlers() -> Iterator[None]:
 
 
 class Stop:
-    """Turns the first SIGINT or SIGTERM into a wish to stop, which all ranks learn of; the second one acts at once.
+    """Turns the first SIGINT or SIGTERM into a request to stop, which all ranks receive. A second signal acts at once.
 
-    Every rank must create one, and call `check` once per step. Outside of the main thread no handler is installed, and
-    the rank only learns of the others' signals.
+    Every rank must create a `Stop` and call `check` once per step. Outside of the main thread no handler is installed,
+    and the rank only receives the signals of other ranks.
 
     Attributes:
-        signal: the signal for which all ranks stop, from the step on in which `check` returned True; otherwise 0.
+        signal: the signal for which all ranks stop, as soon as `check` has returned True; 0 before.
     """
 
     def __init__(self) -> None:
@@ -62,19 +62,21 @@ class Stop:
             self._received, self._at = number, time.monotonic()
             if rank() == 0:  # print is not safe in a handler
                 os.write(2, b"\nStopping at the end of a step, which is saved. A second signal stops at once.\n")
+        # The second signal has the effect that it had before the run.
         elif time.monotonic() - self._at > APART:
             self._restore()
             signal.raise_signal(number)
 
     def check(self) -> bool:
-        """Whether to stop after this step: the same on all ranks.
+        """Whether to stop after this step, which is the same on all ranks.
 
-        Ranks exchange their signals in the background, and read them a step later, so that neither the host nor the
-        device waits.
+        Ranks exchange their signals in the background and read the result one step later, so that neither the host nor
+        the device waits.
         """
         if self._group is None:
             self.signal = self._received
             return self.signal != 0
+        # Read the exchange of the last step, and start the next one. The largest number wins, and 0 means no signal.
         self._read()
         if not self.signal:
             signals = torch.tensor(self._received)
@@ -90,7 +92,7 @@ class Stop:
             self.signal, self._sent = int(signals), None
 
     def close(self) -> None:
-        """End the exchange, and act at once on signals from now on. Every rank must call it after its last step."""
+        """End the exchange, and restore the signal handlers. Every rank must call it after its last step."""
         self._restore()
         if self._group is not None:
             stopped = self.signal
@@ -99,7 +101,7 @@ class Stop:
             dist.destroy_process_group(self._group)
 
     def leave(self) -> None:
-        """Do what the signal asked for: raise KeyboardInterrupt or SystemExit if the run was stopped."""
+        """Raise KeyboardInterrupt or SystemExit, as the signal requests, if the run was stopped."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         if self.signal:

@@ -1,4 +1,4 @@
-"""The options of the training command, in groups. Each is an option of the command line and a key of an option file."""
+"""The options of the training command, in groups. Each one is a command-line option and a key of an options file."""
 
 # ruff: noqa: RUF009 (`option` returns a field)
 
@@ -22,9 +22,9 @@ from liger_models.train.options import check_options, option
 DTYPES = dict.fromkeys(("dtype", "export_dtype"), (torch.float32, torch.bfloat16, torch.float16))
 """The allowed dtypes of options."""
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
-"""What is trained -> the highest learning rate. Adapters start at zero and need the larger one."""
+"""Method -> highest learning rate. Adapters start at zero and need the larger one."""
 STORED = "lora_4bit", "lora_float8", "lora_keep_float8"
-"""The options that store the weights under adapters in fewer bits."""
+"""Options that store the weights under adapters in fewer bits."""
 
 _adapter_option = partial(option, needs="lora_r")
 
@@ -163,7 +163,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
     """The options of a run."""
 
     def __post_init__(self) -> None:
-        # Each option by itself, as its field says.
+        # Check each option by itself, by the metadata of its field.
         check_options(self)
         for name, dtypes in DTYPES.items():  # "bf16" and torch.bfloat16 become "bfloat16"
             dtype = as_dtype(f"TrainOptions: {name}", getattr(self, name), dtypes)
@@ -174,6 +174,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
             )
             self.report_to, self.tensorboard = [*{*self.report_to, "tensorboard"}], False
 
+        # Objectives that compare answers keep the small learning rate for adapters, too.
         learns_texts = self.objective in ("sft", "pretrain", "distill")
         self.lr = self.lr or LEARNING_RATES["lora" if self.lora_r and learns_texts else "full"]
 
@@ -199,6 +200,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
             )
 
     def _check_weights(self) -> None:
+        # Weights have one format, and Muon trains plain matrices only.
         stored = [name for name in STORED if getattr(self, name)]
         if len(stored) >= 2:
             raise ValueError(
@@ -211,6 +213,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
             )
 
     def _check_sharing(self) -> None:
+        # Either layers or tokens are shared, in equal parts.
         if self.tensor_parallel != 1 and self.context_parallel != 1:
             raise ValueError(
                 "TrainOptions: tensor_parallel can't be combined with context_parallel, got "
@@ -228,6 +231,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
             )
 
     def _check_objective(self) -> None:
+        # Making the objective checks its own options.
         objective = make_objective(self)
         Formats(objective.formats, self.format)  # refuses a format before a model is loaded
         if not objective.shares_rows and self.sharing != 1:

@@ -12,24 +12,26 @@ from liger_models.kernels.dispatch import HAS_TRITON, INTERPRET
 
 
 def warm_up(model: nn.Module, **batch: Any) -> int:
-    """Compile all kernels of this package that ``model(**batch)`` and its backward launch, unless they already are.
+    """Compile the kernels of this package that ``model(**batch)`` and its backward launch, unless they are compiled.
 
-    Triton compiles each kernel at its first launch, one after the other, while the GPU waits. Here a first pass records
-    the kernels without launching them, and then threads compile them in parallel. Triton's cache on disk keeps them for
-    later processes. Kernels of other packages run as usual.
+    Triton compiles each kernel at its first launch, one after the other, while the GPU waits. `warm_up` first runs the
+    model and records the kernels without launching them. Then threads compile them in parallel. Triton's cache on disk
+    keeps them for later processes. Kernels of other packages run as usual.
 
     Args:
-        model: in the mode, precision, compilation and sharding that it will train with. Its weights and the random
-            number generators are unchanged. Buffers that a forward writes would change, but no model here has buffers.
-        batch: arguments of the model, of the sizes used in training. Without labels there is no backward. The results
+        model: the model in the mode, precision, compilation and sharding of the training. Its weights and the random
+            number generators do not change. Buffers that a forward writes would change, but the models of this package
+            have no buffers.
+        batch: arguments of the model, in the sizes of the training. Without labels there is no backward. The results
             are meaningless, because no kernel ran, and are discarded.
 
     Returns:
         The number of kernels compiled: 0 on a CPU, and in a second call.
 
     Raises:
-        ValueError: a parameter has a gradient, to which the backward would add, or a hook that would act on one.
+        ValueError: a parameter has a gradient, to which the backward would add, or a hook that would use the gradient.
     """
+    # The gradients of this pass are garbage and must reach nothing.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not all(parameter.grad is None for parameter in trained):
         raise ValueError("warm_up: a parameter has a gradient. Call zero_grad() first.")
@@ -41,6 +43,7 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
         return 0
     from triton import AsyncCompileMode, knobs
 
+    # (kernel, device, key of the specialization) -> what `preload` needs, so that each is compiled once.
     kernels: dict[Any, tuple[Any, int, str]] = {}
 
     def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -53,6 +56,7 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
 
     computing = torch.device("cuda", torch.cuda.current_device())  # the weights may be elsewhere
     devices = {computing, *(parameter.device for parameter in trained if parameter.is_cuda)}
+    # Run the model with the hook. Whatever fails, the hook and the gradients are removed.
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, record
     try:
         with torch.random.fork_rng(devices):

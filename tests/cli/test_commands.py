@@ -294,6 +294,15 @@ def test_generate(folder):
     assert sampled != drawn[0]  # from `seed`, which drafts need
     ids = model.generate("Hello", max_new_tokens=256, do_sample=True, seed=7)
     assert sampled == model.tokenizer.decode(ids[0, len(model.tokenizer.encode("Hello")) :]) + "\n"
+    for option, flags in (
+        ({"do_sample": True, "top_k": 2}, ["--sample", "--top-k", "2", "--seed", "7"]),
+        ({"do_sample": False, "repetition_penalty": 9.0}, ["--repetition-penalty", "9"]),
+    ):
+        torch.manual_seed(7)
+        ids = model.generate("Hello", max_new_tokens=12, **option)
+        text = model.tokenizer.decode(ids[0, len(model.tokenizer.encode("Hello")) :])
+        assert text != want
+        assert run("generate", "model", "Hello", *options, *flags) == text + "\n"
 
 
 def test_text_that_ends_in_the_middle_of_a_character(folder, monkeypatch):
@@ -315,6 +324,19 @@ def test_chat(folder):
     lines = run(*options, input=b"\xff Hi\nAnd?\n")  # not UTF-8
     assert lines.count("> ") >= 3
     run("generate", "model", code=2)
+
+
+def test_commands_of_a_chat(folder):
+    options = ["generate", "model", "--chat", "--max-new-tokens", "4", "--device", "cpu"]
+    lines = "/help\n/think about it\n/exit\nnever read\n"
+    done = CliRunner().invoke(commands.app, options, input=lines, env={"COLUMNS": "80"})
+    assert done.exit_code == 0
+    assert done.stdout == "> > > "  # nothing is sent to the model
+    shown = [line for line in done.stderr.splitlines() if "Commands: /image PATH" in line]
+    assert [line.partition("Commands")[0] for line in shown] == ["", "/think is no command. "]
+    done = CliRunner().invoke(commands.app, options, input="/usr/bin is full\n /think\n")
+    assert done.stdout.count("> ") == 3
+    assert "Commands" not in done.stderr
 
 
 @pytest.fixture
@@ -439,6 +461,11 @@ def test_bench(folder):
         (["verify", "nowhere"], 1, "nowhere: must be a folder"),
         (["info", "nowhere"], 1, "nowhere: must be a folder, on the hub or in the client's cache"),
         (["generate", "nowhere", "Hi"], 1, "nowhere: must be a folder, on the hub or in the client's cache"),
+        (
+            ["download", "model"],
+            2,
+            "model must be a name on the hub, got the folder model. There is nothing to download",
+        ),
         (["download", "./nowhere"], 1, "./nowhere: must be a folder, or owner/name on the hub"),
         (["convert", "model", "new", "--dtype", "int8"], 2, "dtype must be one of float64, float32"),
         (["convert", "model", "new", "--dtype", "float8_e4m3fn"], 2, "dtype must be one of float64, float32"),
@@ -449,6 +476,7 @@ def test_bench(folder):
         (["bench", "model", "--checkpointing", "some"], 1, "policy must be one of"),
         (["convert", "model", "new", "--adapter", "model"], 1, "adapter_config.json"),
         (["train", "nowhere.yaml"], 2, ""),
+        (["train", "--learn", "1"], 2, "train: error: TrainOptions: an option must be known, got --learn."),
         (["inf"], 2, "info"),
     ],
 )
@@ -459,9 +487,20 @@ def test_mistakes_are_told_without_a_traceback(folder, monkeypatch, arguments, c
     assert "Traceback" not in output
 
 
+def test_hints_are_whole_lines_in_a_narrow_window(folder):
+    done = CliRunner().invoke(commands.app, ["generate", "model", "Hi", "--device", "cuda:99"], env={"COLUMNS": "40"})
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: device must be one of this machine and this PyTorch (cpu")
+    assert line.endswith("got 'cuda:99'. Use one of these.")
+
+
+def test_python_m(folder):
+    assert shell("-m", "liger_models", "--version").stdout.strip() == liger_models.__version__
+
+
 @pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_mistake(folder):
-    command = f"{sys.executable} -m liger_models.cli generate model Hi --max-new-tokens 200 | head -c 1"
+    command = f"{sys.executable} -m liger_models generate model Hi --max-new-tokens 200 | head -c 1"
     done = shell("-c", f"import subprocess; subprocess.run({command!r}, shell=True)")
     assert "Loading weights" in done.stderr
     assert "error" not in done.stderr
@@ -484,7 +523,7 @@ def shell(*command: str) -> subprocess.CompletedProcess:
 
 
 def test_the_command():
-    done = shell("-X", "importtime", "-m", "liger_models.cli", "--help")
+    done = shell("-X", "importtime", "-m", "liger_models", "--help")
     assert done.returncode == 0, done.stderr
     for name in ("list", "info", "download", "verify", "convert", "train", "generate", "bench", "new-arch"):
         assert f" {name} " in done.stdout

@@ -88,6 +88,12 @@ def test_an_automatic_device_map_is_the_accelerator(folder, monkeypatch):
         ("device_map", "balanced", "'device_map' = 'balanced'. Pass device=\"cuda\". To spread a model over GPUs"),
         ("device_map", {"layers.0": 0, "layers.1": 1}, "'device_map'. Pass device"),
         ("use_safetensors", False, "only safetensors are read"),
+        (
+            "cross_entropy",
+            True,
+            "'cross_entropy' = True. Pass kernels=KernelOptions(...), which has a field of this name",
+        ),
+        ("rope", False, "'rope' = False. Pass kernels=KernelOptions(...)"),
         ("kernel", None, "unexpected keyword argument 'kernel'. Did you mean kernels?"),
     ],
 )
@@ -270,6 +276,29 @@ def test_roles_are_assigned_and_saved(folder, tmp_path):
     assert all(torch.equal(inputs[name], want[name]) for name in ("input_ids", "attention_mask"))
     with pytest.raises(ValueError, match="return_dict must be False, or True with return_tensors='pt'"):
         again.apply_chat_template(MESSAGES, return_dict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("AutoLigerKernelForCausalLM", "AutoLigerModel"),
+        ("AutoModelForCausalLM", "AutoLigerModel"),
+        ("AutoTokenizer", "Tokenizer"),
+        ("LoraConfig", "LoRAConfig"),
+    ],
+)
+def test_names_of_others(name, ours):
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}'\. Did you mean {ours}\?"):
+        getattr(liger_models, name)
+    with pytest.raises(ImportError, match=rf"cannot import name '{name}' .* Did you mean {ours}\?"):
+        exec(f"from liger_models import {name}")
+
+
+@pytest.mark.parametrize("config", ["folder", Path("folder"), LlamaConfig, None, 3])
+def test_a_config_that_is_none(config):
+    for cls in (AutoLigerModel, LigerLlama):
+        with pytest.raises(TypeError, match=r"^from_config: config must be .*, got .* call from_pretrained"):
+            cls.from_config(config)
 
 
 def test_every_argument_is_on_the_page():

@@ -44,7 +44,7 @@ FLOORS = (
     ("parallel",),
     ("train",),
     ("",),
-    ("cli",),
+    ("cli", "__main__"),
 )
 """The floors of the house, lowest first: a module imports from its own floor and from those below it.
 

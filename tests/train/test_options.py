@@ -143,7 +143,10 @@ def test_an_unknown_option_of_the_command_line(capsys, arguments, message):
         return
     with pytest.raises(SystemExit):
         read_options(Options, arguments)
-    assert message in capsys.readouterr().err
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: ")
+    assert usage.endswith("[-h] [config] [--option value ...]")
+    assert message in error
 
 
 @pytest.mark.parametrize(
