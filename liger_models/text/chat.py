@@ -31,6 +31,8 @@ _TAGS = 8
 """The most tags of a text around which marks are set."""
 _TOOLS = -1
 """Owner of the marks in tools; the owner of others is the index of their message."""
+_INSTEAD = {*THOUGHTS, "tool_calls", "function_call"}
+"""What an answer may have instead of content."""
 _AROUND, _INSIDE, _NOWHERE = range(3)
 """Where the marks of a field are, from where they tell most to where no template can notice them."""
 
@@ -228,6 +230,7 @@ class _Marks:
         places: of each mark, its owner and the owner's field.
         counts: of each mark, how often it is set: at both ends of a text, or inside.
         unmarked: owner, field and text of what has no mark.
+        blank: marks of texts without a character that could be lost.
     """
 
     def __init__(self, messages: Messages, tools: Any, placing: Mapping[tuple[int, str], int]) -> None:
@@ -235,6 +238,7 @@ class _Marks:
         self.places: list[tuple[int, str]] = []
         self.counts: list[int] = []
         self.unmarked: list[tuple[int, str, str]] = []
+        self.blank: set[int] = set()
         self.messages = [self._message(index, message) for index, message in enumerate(messages)]
         self.tools = [self._names(_TOOLS, "tools", tool) for tool in tools] if isinstance(tools, list) else tools
 
@@ -244,6 +248,13 @@ class _Marks:
             if field in message:
                 place = (index, "reasoning_content" if field in THOUGHTS else field)
                 marked[field] = self._value(place, message[field])
+        # A message without any text has a mark, too, because its neighbors begin and end there.
+        content, place = message.get("content"), (index, "content")
+        is_blank = isinstance(content, str) and not content.strip() and not message.keys() & _INSTEAD
+        if is_blank and self._placing.get(place, _AROUND) != _NOWHERE:
+            self.blank.add(len(self.places))
+            marked["content"] = self._mark(place, 1) + str(content)
+
         calls = message.get("tool_calls")
         if isinstance(calls, list | tuple):
             marked["tool_calls"] = [self._names(index, "tool_calls", call) for call in calls]
@@ -372,15 +383,11 @@ class _Conversation:
         self._groups: list[_Group] = []
         for position, number in zip(positions, numbers, strict=True):
             (owner, _), count = self._marks.places[number], self._seen[number]
-            is_repeated = count >= self._marks.counts[number]  # such as a call's name beside its result
+            is_repeated = count >= self._marks.counts[number] and count >= self._own_count(owner, number)
             self._seen[number] = count + 1
             last = self._groups[-1] if self._groups else None
             if last is not None and (last.owner, last.is_repeated) == (owner, is_repeated):
                 self._groups[-1] = last._replace(end=position, number=number)
-            elif not is_repeated and [group[::4] for group in self._groups[-2:]] == [(owner, False), (owner, True)]:
-                # A name that a call writes twice, before its arguments, is part of the call.
-                self._groups.pop()
-                self._groups[-1] = self._groups[-1]._replace(end=position, number=number)
             else:
                 self._groups.append(_Group(owner, position, position, number, is_repeated))
         return True
@@ -398,6 +405,14 @@ class _Conversation:
             self._prefixes[end] = self._render(self._marks.messages[:end])
         return self._prefixes[end]
 
+    def _own_count(self, owner: int, number: int) -> int:
+        """How often a mark is in the text of its message, without that of later ones.
+
+        A call may write its name twice, and so may the result that follows it.
+        """
+        prefix = None if owner == _TOOLS else self._prefix(owner + 1)
+        return 0 if prefix is None else prefix.count(_mark(number))
+
     def unrendered(self, learned: Sequence[int], elsewhere: Sequence[int] = ()) -> list[str]:
         """The fields that the text lacks. Templates may leave out the thoughts of answers that are not learned.
 
@@ -408,7 +423,7 @@ class _Conversation:
         missing: dict[tuple[int, str], bool] = {}
         for number, place in enumerate(self._marks.places):
             missing.setdefault(place, False)
-            missing[place] |= number not in self._seen
+            missing[place] |= number not in self._seen and number not in self._marks.blank
         shown = {self._marks.places[number] for number in self._seen}
         for owner, field, text in self._marks.unmarked:  # the best that can be told
             missing[owner, field] = missing.get((owner, field), False) or max(text.split(), key=len) not in self.text
@@ -434,15 +449,20 @@ class _Conversation:
             start, end = groups[number].start, groups[number].end
             if number == own[0]:
                 start = lower + self._header(index, before and before.number, self.text[lower:start])
+                if not _TAG.sub("", self.text[start:end]).strip():
+                    # Tags of the answer may be among those of the prompt, such as empty thoughts.
+                    prompt = self._prompt(index, before and before.number) or ""
+                    start = max(start, lower + len(prompt)) if self.text.startswith(prompt, lower) else start
             tail = self._tail(self.text[end:upper], index, groups[number].number, number != own[-1])
-            spans.append((start, end + tail))
+            spans.append((start, max(start, end + tail)))
         if own:
             return spans
 
-        # An answer without marks, such as an empty one, is between its neighbors.
-        earlier = [number for number, group in enumerate(groups) if group.owner < index]
-        before = groups[earlier[-1]] if earlier else None
-        lower, upper = before.end if before else 0, self._start_of(earlier[-1] + 1 if earlier else 0)
+        # An answer without a text, such as an empty one, is between its neighbors.
+        earlier = [group for group in groups if group.owner < index]
+        before = earlier[-1] if earlier else None
+        lower = before.end if before else 0
+        upper = next((g.start for g in groups if g.owner > index and g.start >= lower), len(self.text))
         start = lower + self._header(index, before and before.number, self.text[lower:upper])
         tail = self._tail(self.text[start:upper], index, before and before.number, skip=start - lower)
         return [(start, start + tail)]
@@ -475,7 +495,8 @@ class _Conversation:
         learned = sorted(itertools.chain.from_iterable(spans.values()))
         last = len(self.messages) - 1
         text = self.text
-        if last in spans and learned and learned[-1][1] == len(text) and not self._special.search(text, self._end()):
+        is_open = last in spans and learned and learned[-1][1] == len(text)
+        if is_open and not self._special.search(text, max(self._end(), learned[-1][0])):
             stop = self._stop()
             learned[-1] = (learned[-1][0], len(text) + len(stop))
             text += stop
@@ -496,11 +517,7 @@ class _Conversation:
         key = (self.style.template, self._key, before)
         if key in _headers:
             return _headers[key]
-        marked = self._render(self._marks.messages[:index], prompts=True)
-        if marked is not None and number is not None:
-            _, mark, marked = marked.rpartition(_mark(number))
-            marked = marked if mark else None
-        prompt = None if marked is None else _unmarked(marked)
+        prompt = self._prompt(index, number)
         if prompt is None or not before.startswith(prompt) or (not prompt and before):
             length = self._likely_header(index, number, before)
         else:
@@ -510,6 +527,14 @@ class _Conversation:
                 _headers.clear()
             _headers[key] = length
         return length
+
+    def _prompt(self, index: int, number: int | None) -> str | None:
+        """The prompt of an answer from the mark ``number`` on; None if the template refuses it or lacks the mark."""
+        marked = self._render(self._marks.messages[:index], prompts=True)
+        if marked is not None and number is not None:
+            _, mark, marked = marked.rpartition(_mark(number))
+            marked = marked if mark else None
+        return None if marked is None else _unmarked(marked)
 
     @functools.cached_property
     def _key(self) -> str:

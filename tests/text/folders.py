@@ -30,7 +30,7 @@ WRITTEN = re.compile(
     r"|<\|turn>|<\|tool_response>|\[/?[A-Z_]{3,}\]|</?s>|<end_of_utterance>|<image>|</?seed:[a-z_]+>|\]~!?b\[|\]~b\]|\[e~\["
 )
 """Special tokens that templates write."""
-SPEAKERS = ("system", "user", "assistant", "observation")
+SPEAKERS = ("system", "user", "assistant", "observation", "tool")
 
 SPECIAL = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 

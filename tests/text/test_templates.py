@@ -28,6 +28,7 @@ from .conversations import (
     ASKED_MORE,
     CASES,
     MODELS,
+    TAKES_PARTS,
     TEMPLATES,
     TOOLS,
     Case,
@@ -214,12 +215,13 @@ def supervised(name: str) -> tuple[Tokenizer, dict[str, Case], dict[str, list[Do
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "trained", [name for name in TEMPLATES if not any(family in name for family in TAKES_PARTS)], indirect=True
+)
 def test_packed_rows_have_the_labels_of_the_documents(trained: Any, tmp_path: Any) -> None:
     """Of the data set, and of its rows and collator, which go into transformers' Trainer."""
     tokenizer, cases, learned = trained
     titles = [title for title, case in cases.items() if not case.has_parts]
-    if not titles:
-        pytest.skip("this template takes no texts")
     rows = [{"messages": cases[title].messages, "tools": json.dumps(cases[title].tools)} for title in titles]
     want = sorted(document for title in titles for document in learned[title])
     length = max(map(len, want)) + 1
