@@ -72,6 +72,7 @@ def long_work(name: str) -> Iterator[None]:
 
     Raises:
         TimeoutError: for the process group's timeout no rank that has not finished has shown a sign of life.
+        ConnectionError: rank 0, which holds the store, has ended.
     """
     if world_size() == 1:
         yield
@@ -83,9 +84,10 @@ def long_work(name: str) -> Iterator[None]:
             yield
         except Exception as raised:
             error = raised
-    if store.add(f"{key} finished", 1) == world_size():
-        store.set(f"{key} done", b"")
-    _wait(key, f"{name}: all ranks must finish, but one has ended or hangs. Look for its error.")
+    with _lost_store(name):
+        if store.add(f"{key} finished", 1) == world_size():
+            store.set(f"{key} done", b"")
+        _wait(key, f"{name}: all ranks must finish, but one has ended or hangs. Look for its error.")
     if error is not None:
         raise error
 
@@ -101,7 +103,8 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
         work: function whose result and errors can be pickled.
 
     Raises:
-        TimeoutError: rank 0 did not call, or has died, within the process group's timeout.
+        TimeoutError: rank 0 did not call, or has ended, within the process group's timeout.
+        ConnectionError: rank 0 has ended, and the store with it.
     """
     if world_size() == 1:
         return work()
@@ -117,8 +120,9 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
                 error = raised
         store.set(f"{key} done", pickle.dumps((result, _picklable(error))))
     else:
-        _wait(key, f"{name}: rank 0 must make the same call, got nothing from it. Call it there, too.")
-        result, error = pickle.loads(store.get(f"{key} done"))
+        with _lost_store(name):
+            _wait(key, f"{name}: rank 0 must make the same call, got nothing from it. Call it there, too.")
+            result, error = pickle.loads(store.get(f"{key} done"))
     if error is not None:
         raise error
     done: Result = result
@@ -136,26 +140,35 @@ def wait_for_ranks(name: str) -> None:
 
     Raises:
         TimeoutError: a rank did not call within the process group's timeout.
+        ConnectionError: rank 0, which holds the store, has ended.
     """
-    if world_size() == 1:
-        return
+    if world_size() > 1:
+        with _lost_store(name):
+            _wait_for_ranks(name)
+
+
+def _wait_for_ranks(name: str) -> None:
     # Ranks that have called are bits of a few numbers.
     store, key = _store(), _key(name)
     words = [f"{key} ranks {word}" for word in range(-(-world_size() // BITS))]
     store.add(words[rank() // BITS], 1 << rank() % BITS)
     if store.add(f"{key} called", 1) == world_size():
         store.set(f"{key} done", b"")
+    patience = min(PATIENCE, store.timeout)
     try:
-        store.wait([f"{key} done"], PATIENCE)
+        store.wait([f"{key} done"], patience)
     except dist.DistStoreError:
         called = [store.add(word, 0) for word in words]
         absent = [index for index in range(world_size()) if not called[index // BITS] >> index % BITS & 1]
         message = f"{name}: every rank must make this call, got none from rank {', '.join(map(str, absent))}"
-        warnings.warn(f"{message} in {PATIENCE.total_seconds():g} s. Still waiting.", stacklevel=3)
+        warnings.warn(f"{message} in {patience.total_seconds():g} s. Still waiting.", stacklevel=3)
         try:
-            store.wait([f"{key} done"])
+            store.wait([f"{key} done"], max(store.timeout - patience, timedelta(milliseconds=1)))
         except dist.DistStoreError as timeout:
-            raise TimeoutError(f"{message}. Call it on all ranks, not under `if rank == 0`.") from timeout
+            raise TimeoutError(
+                f"{message} in {store.timeout.total_seconds():g} s. Call it on all ranks, not under `if rank == 0`; or "
+                "look for the error of a rank that has ended."
+            ) from timeout
     if store.add(f"{key} left", 1) == world_size():
         for name_of_key in (*words, f"{key} called", f"{key} done", f"{key} left"):
             store.delete_key(name_of_key)
@@ -172,14 +185,27 @@ def _key(name: str) -> str:
 
 
 @contextlib.contextmanager
+def _lost_store(name: str) -> Iterator[None]:
+    """Raise ConnectionError if the process that holds the store has ended: rank 0, unless torchrun holds it."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise ConnectionError(
+            f"{name}: all ranks must be running, but rank 0, which holds the store of the process group, has ended. "
+            "Look for its error."
+        ) from error
+
+
+@contextlib.contextmanager
 def _sign_of_life(key: str) -> Iterator[None]:
     """Context in which a thread counts up a number in the store, which `_wait` watches."""
     store, ended = _store(), threading.Event()
 
     def count() -> None:
-        store.add(f"{key} signs", 1)
-        while not ended.wait(_period(store)):
+        with contextlib.suppress(dist.DistNetworkError):  # the rank itself reports a lost store
             store.add(f"{key} signs", 1)
+            while not ended.wait(_period(store)):
+                store.add(f"{key} signs", 1)
 
     thread = threading.Thread(target=count, daemon=True)
     thread.start()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,10 +36,13 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
             `apply_cp`. Integers are compared by value, floating-point tensors by shape and dtype.
 
     Raises:
-        ValueError: something differs; the message names it, and two ranks.
+        ValueError: something differs; the message names it, and two ranks. Or ``fully_shard`` has sharded only some of
+            the trained parameters, so that nothing averages the gradients of the others.
     """
     if not is_distributed():
         return
+    if not any(isinstance(hook, FirstForward) for hook in model._forward_pre_hooks.values()):
+        _check_hand_written(model)
     groups = model.groups
     experts = [layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None]
     over = [group.process_group for group in (groups.sharded, *experts[:1], *groups.data) if group is not None]
@@ -125,6 +128,24 @@ def check_first_forward(
     versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
     dated = {name: (sample, versions[name]) for name, sample in samples.items() if name in versions}
     model.register_forward_pre_hook(FirstForward(averaged, replicas, dated), prepend=True, with_kwargs=True)
+    if model.groups.context is None:
+        # DistributedDataParallel reads this attribute first, and would fail later, with an error about tensors.
+        refusal: Any = _Refusal(type(model).__name__)
+        model._ddp_params_and_buffers_to_ignore = refusal
+
+
+class _Refusal:
+    """Names of parameters for DistributedDataParallel, which raise ValueError when it reads them."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(
+            f"DistributedDataParallel: {self._model} must not be sharded, got one after apply_tp, apply_ep or "
+            "apply_fsdp. Call apply_fsdp(model, mesh), with the mesh of all ranks, and wrap nothing: it averages "
+            "gradients over all ranks that hold copies of a weight."
+        )
 
 
 def weight_samples(model: Decoder) -> dict[str, int]:
@@ -172,7 +193,7 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
     if any(layer.groups.expert for layer in layers_of(model)):
         raise ValueError(
             "forward: a model after apply_ep must be sharded by apply_fsdp to be trained, got one that is not. Call "
-            "apply_fsdp(model, mesh) after apply_ep; DistributedDataParallel and fully_shard cannot replace it."
+            "apply_fsdp(model, mesh) after apply_ep; fully_shard cannot replace it."
         )
     needed = {rank(), *replicas}
     if len(needed) == 1:
@@ -190,6 +211,18 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
             f"among them, got a model where they are not. Call apply_fsdp(model, mesh)"
             f"{' or DistributedDataParallel(model)' * (function == 'apply_cp')} over all ranks; if other code averages "
             f"them, pass averaged=True to {function}."
+        )
+
+
+def _check_hand_written(model: Decoder) -> None:
+    """Refuse FSDP2 by hand that leaves out trained parameters, whose gradients nothing averages."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()) and not _all_in_fsdp(model):
+        trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        left_out = next((name for name in trained if not is_sharded(model.get_parameter(name))), "some")
+        raise ValueError(
+            f"check_ranks: fully_shard must shard all trained parameters, got a model in which {left_out} is not "
+            "sharded, so that its gradient differs between the ranks. Call fully_shard(model) after the blocks, or "
+            "apply_fsdp instead."
         )
 
 

@@ -104,9 +104,11 @@ def apply_fsdp(
             "apply_fsdp: the process group must be initialized. Call torch.distributed.init_process_group() first, in "
             "processes started by torchrun."
         )
-    if isinstance(model, FSDPModule):
+    modules = model.modules() if isinstance(model, Decoder) else [model]  # the model of a LigerMedusa may be sharded
+    if any(isinstance(module, FSDPModule) for module in modules):
         raise ValueError(
-            f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model."
+            f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is, or whose modules are. Call "
+            "it once for each model, without fully_shard."
         )
     mixtures = [layer for layer in layers_of(model) if isinstance(layer, LigerMoE)]
     for adapted in adapted_layers(model).values():

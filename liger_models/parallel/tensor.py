@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.nn.parallel import DistributedDataParallel
 
 from liger_models.adapters.quantize import quantized_layers
 from liger_models.distributed.collectives import group_of
@@ -137,8 +136,6 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
     dims = _with_frozen(model, dims, group.size)
     model.groups = dataclasses.replace(model.groups, balance=group)
     _distribute(model, mesh, dims, rest=False)
-    # It would send experts from rank 0 to all others, and fail there. The first forward says what to call instead.
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, dims)
     check_first_forward(model, samples)
     return model
 

@@ -109,11 +109,7 @@ def without_averages(expected: dict[str, torch.Tensor]) -> None:
     assert_same({name: mean(gradient) for name, gradient in own.items()}, expected)
     mesh = mesh_with("ep")
     model = apply_ep(moe(), mesh)
-    for each in (
-        DistributedDataParallel(apply_ep(moe(), mesh)),
-        hand_written(apply_ep(moe(), mesh), mesh["dp"]),
-        model,
-    ):
+    for each in (hand_written(apply_ep(moe(), mesh), mesh["dp"]), model):
         with pytest.raises(
             ValueError, match=r"after apply_ep must be sharded by apply_fsdp to be trained.*Call apply_fsdp"
         ):
@@ -125,6 +121,62 @@ def without_averages(expected: dict[str, torch.Tensor]) -> None:
 
 def test_training_without_averaged_gradients_is_refused(two):
     two(without_averages, step(tiny()))
+
+
+def wrapped_by_hand() -> None:
+    """Wrappers of PyTorch around what is sharded already, and what fully_shard leaves out."""
+    mesh, ep_mesh = mesh_with("tp"), mesh_with("ep")
+    not_sharded = "DistributedDataParallel: .*Liger.* must not be sharded, .*Call apply_fsdp"
+    sharded = {
+        "tp": apply_tp(tiny(), mesh),
+        "tp and fsdp": apply_fsdp(apply_tp(tiny(), mesh), mesh),
+        "ep": apply_ep(moe(), ep_mesh),
+        "fsdp": apply_fsdp(tiny()),
+    }
+    for model in sharded.values():
+        with pytest.raises(ValueError, match=not_sharded):
+            DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=not_sharded):
+        DistributedDataParallel(apply_tp(tiny(), mesh), device_mesh=mesh["dp"])
+
+    halfway = tiny()
+    for block in halfway.layers:
+        fully_shard(block)
+    with pytest.raises(
+        ValueError, match=r"fully_shard must shard all trained parameters, .*embed_tokens.weight is not"
+    ):
+        check_ranks(halfway)
+    with pytest.raises(ValueError, match=r"apply_fsdp: LigerLlama must not be sharded yet, got one .*without fully_sh"):
+        apply_fsdp(halfway)
+    halfway.requires_grad_(False)
+    halfway.layers[0].requires_grad_()
+    check_ranks(halfway)
+    check_ranks(hand_written(tiny()))
+
+
+def test_wrappers_around_what_is_sharded_are_refused(two):
+    two(wrapped_by_hand)
+
+
+def test_wrappers_of_one_model_give_the_gradients_of_one_process(two):
+    two(wrapped_once, step(tiny()))
+
+
+def wrapped_once(expected: dict[str, torch.Tensor]) -> None:
+    """DistributedDataParallel with its options, under each policy of checkpointing, and accumulated."""
+    rank = dist.get_rank()
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+        for policy in ("none", "full"):
+            model = tiny()
+            model.set_checkpointing(policy)
+            wrapped = DistributedDataParallel(model, **options)
+            for _ in range(2):  # a static graph is recorded in the first step
+                model.zero_grad()
+                assert_same(step(wrapped, rank, 2), expected)
+    wrapped = DistributedDataParallel(tiny())
+    with wrapped.no_sync():
+        step(wrapped, rank, 2)
+    assert_same(step(wrapped, rank, 2), {name: 2 * gradient for name, gradient in expected.items()})
 
 
 def odd_one_out() -> None:

@@ -232,7 +232,9 @@ def save_late(folder: Path) -> None:
     dist.barrier()
     if not late:
         store.set_timeout(timedelta(seconds=0.5))
-        message = r"save_pretrained: every rank must make this call, got none from rank 1\. Call it on all ranks"
+        message = (
+            r"save_pretrained: every rank must make this call, got none from rank 1 in 0\.5 s\. Call it on all ranks"
+        )
         with (
             mock.patch.object(ranks, "PATIENCE", timedelta(seconds=0.2)),
             pytest.warns(UserWarning, match="Still waiting"),

@@ -456,7 +456,7 @@ def skip_a_save(folder: Path) -> str | None:
         mock.patch("liger_models.distributed.ranks.PATIENCE", timedelta(seconds=0.1)),
         mock.patch("liger_models.distributed.ranks._store", Impatient),
         pytest.warns(UserWarning, match="save_state .* every rank must make this call, got none from rank 1 in 0.1 s"),
-        pytest.raises(TimeoutError, match=r"got none from rank 1\. Call it on all ranks, not under") as error,
+        pytest.raises(TimeoutError, match=r"got none from rank 1 in 0\.5 s\. Call it on all ranks, not under") as error,
     ):
         save_state(folder, 1, tiny())
     return str(error.value)

@@ -57,7 +57,7 @@ def fill_the_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
 
-def die() -> None:
+def die(*_: Any, **__: Any) -> None:
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -75,11 +75,21 @@ def die_in_a_save() -> Any:
     return mock.patch.object(state._Writer, "write_data", write_once)
 
 
+def die_in_the_export() -> Any:
+    return mock.patch("liger_models.base.causal_lm.CausalLM.save_pretrained", side_effect=die)
+
+
+def die_with_the_tokens() -> Any:
+    return mock.patch("liger_models.data.tokens.TokenFile.verify", side_effect=die)
+
+
 PATCHES = {
     "terminate": lambda: in_step(3, terminate_the_group),
     "full": lambda: in_step(3, fill_the_disk),
     "die in a step": lambda: in_step(3, die),
     "die in a save": die_in_a_save,
+    "die in the export": die_in_the_export,
+    "die with the tokens": die_with_the_tokens,
 }
 
 
@@ -98,8 +108,14 @@ def command(given: list[str], variables: dict[str, str], errors: Path, patch: st
                 main(given)
 
 
-def run_ranks(given: list[str], folder: Path, patch: str | None, ranks: int = 1) -> tuple[list[int | None], list[str]]:  # noqa: F811
-    """Exit codes and errors of ranks, of which the last one is patched. Nobody ends those that wait."""
+def run_ranks(
+    given: list[str],
+    folder: Path,  # noqa: F811
+    patch: str | None,
+    ranks: int = 1,
+    patched: int = -1,
+) -> tuple[list[int | None], list[str]]:
+    """Exit codes and errors of ranks, of which one is patched, by default the last. Nobody ends those that wait."""
     start_forkserver()
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     processes, files = [], []
@@ -107,7 +123,7 @@ def run_ranks(given: list[str], folder: Path, patch: str | None, ranks: int = 1)
         place = {} if ranks == 1 else {"RANK": str(rank), "LOCAL_RANK": str(rank), **rendezvous}
         variables = environment(XDG_CACHE_HOME=str(folder / "cache"), **place)
         files.append(folder / f"errors {time.monotonic()} {rank}")
-        of_rank = patch if rank == ranks - 1 else None
+        of_rank = patch if rank == patched % ranks else None
         processes.append(FORKSERVER.Process(target=command, args=(given, variables, files[-1], of_rank)))
         processes[-1].start()
     for process in processes:
@@ -159,13 +175,22 @@ def test_a_full_disk(folder, whole, tmp_path):  # noqa: F811
     assert_resumes(folder, tmp_path / "run", whole[1])
 
 
-@pytest.mark.parametrize("where", ["die in a step", "die in a save"])
-def test_one_of_two_ranks_is_killed(folder, whole, tmp_path, where):  # noqa: F811
-    """The other one ends by itself."""
-    codes, errors = run_ranks(arguments(folder, tmp_path / "run"), folder, where, 2)
-    assert codes == [1, -signal.SIGKILL], errors
-    assert "error on rank 0: " in last_line(errors[0])
-    assert (tmp_path / "run" / "latest").read_text() == "step-00000002\n"
+@pytest.mark.parametrize(
+    ("where", "killed"),
+    [
+        ("die in a step", 1), ("die in a step", 0), ("die in a save", 1), ("die in a save", 0),
+        ("die with the tokens", 0), ("die in the export", 0),
+    ],
+)  # fmt: skip
+def test_one_of_two_ranks_is_killed(folder, whole, tmp_path, where, killed):  # noqa: F811
+    """The other one ends by itself, with one line. Rank 0 holds the store, in which others wait for it."""
+    codes, errors = run_ranks(arguments(folder, tmp_path / "run"), folder, where, 2, killed)
+    left = 1 - killed
+    assert (codes[killed], codes[left]) == (-signal.SIGKILL, 1), errors
+    assert f"error on rank {left}: " in last_line(errors[left])
+    steps = {"die in a step": 2, "die in a save": 2, "die in the export": 6}
+    if where in steps:
+        assert (tmp_path / "run" / "latest").read_text() == f"step-{steps[where]:08d}\n"
     assert_resumes(folder, tmp_path / "run", whole[2], 2)
 
 
