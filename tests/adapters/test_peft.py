@@ -520,15 +520,6 @@ def test_prompts_of_a_bare_model(folder):
         ours.generate(input_ids=IDS, max_new_tokens=2)
 
 
-def test_prefixes_are_refused(folder):
-    """They are keys and values in a cache of transformers."""
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    model = peft.get_peft_model(unpack_projections(hf_llama(folder)), config)
-    for call, options in ((model, {}), (model.generate, {"max_new_tokens": 2})):
-        with pytest.raises(ValueError, match="prefix tuning and cartridges need the class of transformers"):
-            call(input_ids=IDS, **options)
-
-
 def test_activated_lora_needs_saved_activations(folder):
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3])
     model = peft.get_peft_model(unpacked("llama", folder), config).train()
