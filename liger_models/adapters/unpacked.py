@@ -360,13 +360,6 @@ class UnpackedModel(Node):
 
     def _before_forward(self, *_: Any) -> None:
         self.sync()
-        configs = (self.adapter_configs or {}).values()
-        recomputes = self.causal_lm.checkpointing != "none" and self.training and torch.is_grad_enabled()
-        if recomputes and any(getattr(config, "alora_invocation_tokens", None) for config in configs):
-            raise ValueError(
-                f"aLoRA: activations must be saved, got recomputation ({self.causal_lm.checkpointing}), where PEFT's "
-                'adapters do not know where they begin. Call set_checkpointing("none"), or disable checkpointing.'
-            )
 
     def _check_config(self, config: Any) -> None:
         """Raise ValueError for settings that PEFT would silently ignore."""

@@ -1,12 +1,18 @@
 """The decode cache under the interface of transformers, so that its generation can use it."""
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from liger_models.layers.kv_cache import DecodeCache
+
+KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Layers of transformers' caches that hold keys and values as they are."""
 
 
 class LigerCache(Cache):
@@ -14,22 +20,55 @@ class LigerCache(Cache):
 
     Attributes:
         decode: the cache of the layers.
+        given: a cache of transformers in whose place this cache is; None if there is none.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.decode = DecodeCache()
+        self.given: Cache | None = None
 
-    @staticmethod
-    def of(past_key_values: object) -> "LigerCache":
-        """The argument, if it is such a cache; otherwise raises ValueError."""
-        if not isinstance(past_key_values, LigerCache):
+    @classmethod
+    def in_place_of(cls, past_key_values: object, *, allowed: bool) -> "LigerCache":
+        """A cache with the tokens of a cache of transformers.
+
+        Args:
+            past_key_values: transformers' ``DynamicCache``. Its tensors may require gradients, as those that PEFT's
+                prefix tuning learns.
+            allowed: whether the model caches keys and values only, so that such a cache can hold everything.
+
+        Raises:
+            ValueError: it is something else, or not allowed.
+        """
+        layers = past_key_values.layers if isinstance(past_key_values, Cache) else None
+        if layers is None or not allowed or not all(type(layer) in (*KEYS_AND_VALUES, DummyLayer) for layer in layers):
+            known = "a DynamicCache, " if allowed else ""
             raise ValueError(
-                "forward: past_key_values must be what this model returned, or None with use_cache=True for a new "
-                f"cache, got {type(past_key_values).__name__}. PEFT's prefix tuning and cartridges need the class of "
-                "transformers: here prompt tuning learns prompts."
+                f"forward: past_key_values must be {known}what this model returned, or None with use_cache=True for a "
+                f"new cache, got {_describe(past_key_values)}. Pass None."
             )
-        return past_key_values
+        cache = cls()
+        cache.given = past_key_values
+        filled = [layer for layer in layers if type(layer) is not DummyLayer and layer.is_initialized]
+        cache.decode.length = max((int(layer.get_seq_length()) for layer in filled), default=0)
+        for i, layer in enumerate(layers):
+            if layer in filled and cache.decode.length:
+                # [B, G, S, D] -> [B, S, G, D]. A layer with a window has dropped the first tokens, which no query
+                # sees: zeros stand for them.
+                held = (x.transpose(1, 2) for x in (layer.keys, layer.values))
+                keys, values = (pad(x, (0, 0, 0, 0, cache.decode.length - x.shape[1], 0)) for x in held)
+                cache.decode._layers[i] = keys, values
+        return cache
+
+    def returned(self) -> Cache:
+        """The cache to return: this one, or that of transformers in whose place it is, with the new tokens."""
+        if self.given is None:
+            return self
+        past = int(self.given.get_seq_length()) if self.given.layers else 0
+        for i, (keys, values) in sorted(self.decode._layers.items()):
+            new = (x[:, past : self.decode.length].transpose(1, 2) for x in (keys, values))  # [B, G, T, D]
+            self.given.update(*new, i)
+        return self.given
 
     def __len__(self) -> int:
         return len(self.decode._layers)
@@ -105,3 +144,10 @@ class LigerCache(Cache):
     def is_croppable(self) -> bool:
         """Whether `crop` leaves no trace."""
         return not self.decode.is_recurrent
+
+
+def _describe(cache: Any) -> str:
+    """The type of a cache, and of those of its layers that hold more than keys and values."""
+    layers = {type(layer) for layer in getattr(cache, "layers", None) or ()} - {*KEYS_AND_VALUES}
+    names = ", ".join(sorted(layer.__name__ for layer in layers))
+    return type(cache).__name__ + (f" with {names}" if names else "")

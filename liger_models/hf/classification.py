@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import open_safetensors, read_headers
-from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import (
     PREFIX,
     Checkpoint,
@@ -160,7 +159,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: LigerCache | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,

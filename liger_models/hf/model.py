@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from transformers import AutoModel, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from liger_models.arch.auto import get_arch
@@ -22,6 +23,7 @@ from liger_models.hf.checkpoint import Checkpoint, body_tensors
 from liger_models.hf.config import class_name, to_liger
 from liger_models.hf.edits import Edits, replace_layer
 from liger_models.kernels.options import KernelOptions
+from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
 from liger_models.layers.layer import Layer, layers_of
 
 LOSS_TYPE = "ForCausalLM"
@@ -185,6 +187,12 @@ class LigerModel(LigerPreTrainedModel):
         self.edits = Edits(config, decoder)
         self.post_init()
 
+    @property
+    def caches_only_keys(self) -> bool:
+        """Whether decoding needs keys and values only: no states of linear attention, and nothing of images."""
+        recurrent = any(isinstance(layer, LigerGatedDeltaNet) for layer in layers_of(self.decoder))
+        return not recurrent and not self.decoder.prompt_inputs
+
     def apply_edits(self) -> None:
         """Let the layers follow the configuration, and the configuration what was resized, tied or untied."""
         self.edits.apply(self.config, self.decoder)
@@ -263,7 +271,7 @@ class LigerModel(LigerPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: LigerCache | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
@@ -289,7 +297,7 @@ class LigerModel(LigerPreTrainedModel):
         out = self.decoder(**prepared, return_logits=False, output_hidden_states=all_hidden)
         outputs = MoeModelOutputWithPast(
             last_hidden_state=out.hidden_states[-1],
-            past_key_values=cache,
+            past_key_values=None if cache is None else cache.returned(),
             hidden_states=out.hidden_states if all_hidden else None,
             router_logits=out.router_logits or None,
         )
@@ -300,7 +308,7 @@ class LigerModel(LigerPreTrainedModel):
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
-        past_key_values: LigerCache | None,
+        past_key_values: Cache | None,
         inputs_embeds: Tensor | None,
         use_cache: bool | None,
         output_attentions: bool | None,
@@ -348,7 +356,10 @@ class LigerModel(LigerPreTrainedModel):
                 )
 
         # A new cache, unless documents are packed or a loss is computed.
-        cache = None if past_key_values is None else LigerCache.of(past_key_values)
+        if past_key_values is None or isinstance(past_key_values, LigerCache):
+            cache = past_key_values
+        else:
+            cache = LigerCache.in_place_of(past_key_values, allowed=self.caches_only_keys)
         if use_cache is None:
             use_cache = not self.training and bool(getattr(self.config.get_text_config(), "use_cache", False))
         if cache is None and use_cache and not is_packed and not has_labels:
@@ -429,6 +440,12 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         replace_layer(self.model.decoder, name, value, "set_output_embeddings")
         self.has_own_head = not isinstance(value, Layer)
 
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As `torch.nn.Module.named_children`. PEFT, which freezes the children, is given the head as well."""
+        yield from super().named_children()
+        if sys._getframe(1).f_globals.get("__name__") == "peft.peft_model":
+            yield "lm_head", self.lm_head
+
     @property
     def has_own_loss(self) -> bool:
         """Whether the loss is computed from logits: by a function, or behind a head, of a user's own."""
@@ -439,7 +456,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: LigerCache | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -490,6 +507,14 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             decoder.config = dataclasses.replace(decoder.config, output_router_logits=with_routers)
         all_hidden = _resolve(output_hidden_states, self.config, "output_hidden_states")
 
+        if cache is not None and labels is not None and shifted is None:
+            # The decoder shifts labels in batches without cached tokens, so they are shifted here.
+            shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            mask = prepared["attention_mask"]
+            if mask is not None:
+                padding = mask[:, -labels.shape[1] :] == 0
+                shifted = shifted.masked_fill(padding | padding.roll(-1, 1), -100)
+            skip = self.training and torch.is_grad_enabled() if skip is None else skip
         own_loss = self.has_own_loss and (labels is not None or shifted is not None)
         if isinstance(logits_to_keep, Tensor) or shifted is not None or own_loss:
             # The decoder knows none of them, so it returns hidden states, and the head is called here.
@@ -507,7 +532,9 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
                 loss, logits = self.lm_head(hidden, shifted, num_items=num_items_in_batch, return_logits=not skip)
             else:
                 logits = self.lm_head(hidden[:, logits_to_keep])
-            aux_loss = decoder.auxiliary_loss([*out.router_logits], prepared["attention_mask"])
+            mask = prepared["attention_mask"]
+            mask = None if mask is None else mask[:, -hidden.shape[1] :]
+            aux_loss = decoder.auxiliary_loss([*out.router_logits], mask)
             if loss is not None and aux_loss is not None:
                 targets = labels[:, 1:] if shifted is None else shifted  # type: ignore[index]
                 share = 1 if num_items_in_batch is None else decoder.groups.share_of_step(targets, num_items_in_batch)
@@ -530,7 +557,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             loss=out.loss,
             aux_loss=None if out.aux_loss is None else out.aux_loss / (weight or 1.0),
             logits=out.logits,
-            past_key_values=cache,
+            past_key_values=None if cache is None else cache.returned(),
             hidden_states=out.hidden_states if all_hidden else None,
             router_logits=out.router_logits if with_routers and out.router_logits else None,
         )
@@ -565,7 +592,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: LigerCache | None = None,
+        past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool | None = False,

@@ -1,6 +1,7 @@
 """Recomputation of blocks and layers, which save only their input and recompute the rest in the backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -73,9 +74,14 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
         if not parameter.is_inference()
     ]
 
+    # What surrounds the forward may have ended before the backward: a context, and hooks that PEFT sets for one call.
     invariant = is_batch_invariant()
+    hooked = [module for owner in owners for module in owner.modules() if module._forward_pre_hooks]
+    hooks = [(module._forward_pre_hooks.copy(), module._forward_pre_hooks_with_kwargs.copy()) for module in hooked]
+    is_second = False
 
     def call(*args: Any) -> Any:
+        nonlocal is_second
         for name, parameter, version in read:
             if parameter._version != version:
                 raise RuntimeError(
@@ -84,10 +90,25 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
                     f"{parameter._version} instead of {version}. Call backward before optimizer.step() and other "
                     "changes of the weights."
                 )
-        with batch_invariant(invariant):  # the backward may run outside of the forward's context
+        replaced = _pre_hooks(hooked, hooks) if is_second else nullcontext()
+        is_second = True
+        with batch_invariant(invariant), replaced:
             return function(*args)
 
     return checkpoint(call, *args, use_reentrant=False, **options)
+
+
+@contextmanager
+def _pre_hooks(modules: list[nn.Module], hooks: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Context in which modules have other forward pre-hooks."""
+    now = [(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs) for module in modules]
+    try:
+        for module, pair in zip(modules, hooks, strict=True):
+            module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs = pair
+        yield
+    finally:
+        for module, pair in zip(modules, now, strict=True):
+            module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs = pair
 
 
 def run_again(block: nn.Module, x: Tensor | None, residual: Tensor, layout: Any) -> Any:

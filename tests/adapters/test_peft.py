@@ -520,24 +520,26 @@ def test_prompts_of_a_bare_model(folder):
         ours.generate(input_ids=IDS, max_new_tokens=2)
 
 
-def test_prefixes_are_refused(folder):
-    """They are keys and values in a cache of transformers."""
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    model = peft.get_peft_model(unpack_projections(hf_llama(folder)), config)
-    for call, options in ((model, {}), (model.generate, {"max_new_tokens": 2})):
-        with pytest.raises(ValueError, match="prefix tuning and cartridges need the class of transformers"):
-            call(input_ids=IDS, **options)
-
-
-def test_activated_lora_needs_saved_activations(folder):
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3])
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_activated_lora_with_recomputation(folder, policy):
+    """PEFT removes the hooks that say where the adapters begin before the backward computes the blocks again."""
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], alora_invocation_tokens=[int(IDS[0, 4])],
+        init_lora_weights=False,
+    )  # fmt: skip
     model = peft.get_peft_model(unpacked("llama", folder), config).train()
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    for policy in ("full", "selective"):
-        model.get_base_model().set_checkpointing(policy)
-        with pytest.raises(ValueError, match=rf"aLoRA: activations must be saved, got recomputation \({policy}\)"):
-            model(input_ids=IDS, labels=IDS)
-    model.eval()(input_ids=IDS)
+    other = IDS.roll(2, 1)  # the adapters begin elsewhere
+    gradients = []
+    for recomputation in ("none", policy):
+        model.get_base_model().set_checkpointing(recomputation)
+        model.zero_grad()
+        losses = [model(input_ids=ids, labels=ids).loss for ids in (IDS, other)]
+        sum(losses).backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters() if each.requires_grad})
+    want, got = gradients
+    for name in want:
+        assert want[name].abs().max() > 0
+        assert error(got[name], want[name]) <= LIMIT, name
 
 
 def test_an_adapter_for_each_prompt_with_beams(folder):

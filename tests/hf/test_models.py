@@ -228,6 +228,63 @@ def test_generation_across_the_length_at_which_all_frequencies_change(hf):
     assert torch.equal(ours.generate(ids, **options), theirs.generate(ids, **options))
 
 
+@pytest.mark.parametrize(
+    "hf", [("llama", "gqa"), ("gemma2", "gqa"), ("gemma4_text", "shared")], indirect=True, ids="-".join
+)
+def test_a_cache_of_transformers(hf):
+    """It is filled in place, by a model with windows and one with shared keys as well."""
+    arch, variant, theirs, ours = hf
+    ids = tokens(arch, variant, 2, T)
+    want = theirs(ids).logits
+    for options in ({}, {"config": ours.config}):
+        cache, logits = transformers.DynamicCache(**options), []
+        for start, end in ((0, 5), (5, 6), (6, 7), (7, T)):
+            out = ours(ids[:, start:end], past_key_values=cache)
+            assert out.past_key_values is cache
+            assert cache.get_seq_length() == end
+            logits.append(out.logits)
+        assert error(torch.cat(logits, 1), want) <= LIMIT
+        answers = [
+            model.generate(ids, past_key_values=transformers.DynamicCache(**options), max_new_tokens=4, do_sample=False)
+            for model in (ours, theirs)
+        ]
+        assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("hf", [("qwen3_next", "mixed"), ("qwen2_vl", "gqa")], indirect=True, ids="-".join)
+def test_a_cache_of_transformers_for_more_than_keys(hf):
+    arch, variant, _, ours = hf
+    with pytest.raises(ValueError, match=r"must be what this model returned, or None .* got DynamicCache"):
+        ours(tokens(arch, variant, 1, T), past_key_values=transformers.DynamicCache())
+
+
+@pytest.mark.parametrize("hf", [("llama", "gqa"), ("gemma2", "gqa")], indirect=True, ids="-".join)
+def test_prefixes_that_peft_learns(hf):
+    """They are keys and values in a cache of transformers, with gradients."""
+    peft = pytest.importorskip("peft")
+    arch, variant, theirs, _ = hf
+    ids = tokens(arch, variant, 2, T)
+    mask, labels = torch.ones_like(ids), ids.clone()
+    mask[1, :3], labels[1, :4] = 0, -100  # the first token after padding has no target in this package
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    runs = []
+    for model in (copy.deepcopy(theirs), copy.deepcopy(hf[-1]), unpack_projections(copy.deepcopy(hf[-1]))):
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, copy.deepcopy(config)).train()
+        loss = adapted(input_ids=ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        (prefix,) = (parameter for parameter in adapted.parameters() if parameter.requires_grad)
+        options = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+        adapted.eval()
+        runs.append((loss, prefix.grad, adapted.generate(**options), adapted.generate(**options, num_beams=2)))
+    want, *others = runs
+    for got in others:
+        assert error(got[0], want[0]) <= LIMIT
+        assert error(got[1], want[1]) <= LIMIT
+        assert torch.equal(got[2], want[2])
+        assert torch.equal(got[3], want[3])
+
+
 @llama
 def test_cache(hf):
     arch, variant, theirs, ours = hf
@@ -248,8 +305,8 @@ def test_cache(hf):
     assert error(again.logits, want[[2, 0], -1:]) <= LIMIT
     assert ours(ids, use_cache=False).past_key_values is None
     assert ours.train()(ids).past_key_values is None
-    with pytest.raises(ValueError, match=r"past_key_values must be what this model returned, .* got DynamicCache"):
-        ours(ids, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match=r"must be a DynamicCache, what this model returned, .* got StaticCache with"):
+        ours(ids, past_key_values=transformers.StaticCache(config=ours.config, max_cache_len=T))
     with pytest.raises(ValueError, match="output_attentions must be False"):
         ours(ids, output_attentions=True)
 

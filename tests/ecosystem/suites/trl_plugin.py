@@ -5,6 +5,7 @@ datasets find them before they ask the hub. A test that needs another model or d
 """
 
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-import transformers
+import transformers.processing_utils  # replaces sys.modules["transformers"], whose attributes change below
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -37,6 +38,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tiny-MistralForCausalLM-0.1": ("Mistral", "qwen2_5", {}),
     "tiny-MistralForCausalLM-0.2": ("Mistral", "qwen2_5", {}),
     "tiny-Gemma2ForCausalLM": ("Gemma2", "gemma", {}),
+    "tiny-Cohere2ForCausalLM": ("Cohere2", "cohere2", {}),
     "tiny-Phi3ForCausalLM": ("Phi3", "phi3", {}),
     "tiny-Olmo3ForCausalLM": ("Olmo3", "qwen2_5", {}),
     "tiny-Qwen2ForSequenceClassification-2.5": ("Qwen2", "qwen2_5", {"hidden_size": 16}),
@@ -47,7 +49,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 DATA = ("zen", "toolcall", "harmony")
 """Data sets of the hub that TRL's scripts write."""
-ENDS = {"llama": "<|eot_id|>", "gptoss": "<|return|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}
+ENDS = {
+    "llama": "<|eot_id|>",
+    "gptoss": "<|return|>",
+    "gemma": "<end_of_turn>",
+    "phi3": "<|end|>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+}
 """Beginning of a template's name -> the token that ends a turn. Qwen's is the default."""
 PAD = "<|endoftext|>"
 
@@ -89,7 +97,7 @@ def write_data(checkout: Path) -> list[str]:
 def train_tokenizer(texts: list[str], template: str, name: str) -> transformers.PreTrainedTokenizerFast:
     """A tokenizer of bytes with merges learned from these texts, and with the special tokens of a chat template."""
     end = next((token for start, token in ENDS.items() if name.startswith(start)), "<|im_end|>")
-    special = [PAD, end, *re.findall(r"<\|?[a-z_]+\|?>", template)]
+    special = [PAD, end, *re.findall(r"<\|?[A-Za-z_]+\|?>", template)]
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -162,15 +170,20 @@ def pytest_configure(config: Any) -> None:
     use_the_door()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: Any) -> None:
+    global unpacked
+    unpacked = bool(re.search("peft|lora|adapter|prompt_tuning", item.nodeid.lower()))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: Any) -> Any:
     """Run a test, and skip it if it asks for a model or a data set that is not here."""
-    global unpacked
-    unpacked = bool(re.search("peft|lora|adapter|prompt_tuning", item.nodeid.lower()))
     try:
         return (yield)
     except Exception as error:
-        lacking = re.search(r"(trl-internal-testing|Qwen|stanfordnlp|qgallouedec|HuggingFaceTB)/[\w.-]+", str(error))
-        if isinstance(error, (OSError, ConnectionError)) and lacking and not Path(lacking[0]).is_dir():
-            pytest.skip(f"{lacking[0]} is not here")
+        text = item.nodeid + inspect.getsource(item.function)
+        absent = [name for name in re.findall(r"[\w-]+/(?:tiny-|zen|[A-Z])[\w.-]+", text) if not Path(name).is_dir()]
+        if isinstance(error, (OSError, ConnectionError)) and absent:
+            pytest.skip(f"the run is offline, and {absent[0]} is not here")
         raise
