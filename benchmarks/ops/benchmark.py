@@ -80,7 +80,7 @@ def best_table(rows: Rows) -> str:
             best.get("mode", ""), total(best) or "", ratio(total(best), total(ours)),
             ours.get("peak_mib", ""), best.get("peak_mib", ""),
         ))  # fmt: skip
-    return markdown("op|shape|ours ms|of its limit|fastest peer|its ms|speed ratio|ours MiB|its MiB", lines)
+    return markdown("op|shape|ours ms|share of the limit|fastest peer|peer ms|speed ratio|ours MiB|peer MiB", lines)
 
 
 def error_ratios(row: Row) -> str:
@@ -110,8 +110,8 @@ def table(rows: Rows) -> str:
                     ratio(total(best), total(row)), row.get("peak_mib", ""), row.get("above_gradients_mib", ""), errors,
                 ))  # fmt: skip
     return markdown(
-        "op|shape|peer|forward ms|backward ms|total ms|of its limit|speed ratio|peak MiB|above gradients MiB"
-        "|error over torch's",
+        "op|shape|peer|forward ms|backward ms|total ms|share of the limit|speed ratio|peak MiB|MiB above gradients"
+        "|error relative to torch's",
         lines,
     )
 

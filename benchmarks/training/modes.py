@@ -7,9 +7,9 @@
 | ``unsloth`` | | Unsloth, which trains adapters: with ``lora`` |
 | ``titan`` | | torchtitan |
 | ``compile`` | hf, ours, titan | torch.compile of the whole model; in torchtitan and under FSDP2 of each block |
-| ``graph`` | hf, ours | CUDA graphs of forward and backward, by `CausalLM.capture`; by PyTorch for hf and for compiled
-models | | ``lora`` | hf, ours, unsloth | train adapters of rank 16 on all linear layers of the text's blocks and on
-experts | | ``medusa`` | hf, ours | train five Medusa heads on the frozen model |
+| ``graph`` | hf, ours | CUDA graphs, by `CausalLM.capture`, or by PyTorch for hf and for compiled models |
+| ``lora`` | hf, ours, unsloth | train adapters of rank 16 on all linear layers of the text's blocks and on experts |
+| ``medusa`` | hf, ours | train five Medusa heads on the frozen model |
 | ``nf4`` | hf, ours, unsloth | after ``lora``: frozen weights have 4 bits, for transformers by bitsandbytes |
 | ``float8`` | ours | after ``lora``: frozen weights are in float8, and so are their products |
 | ``peft`` | ours | after ``lora``: the adapters are PEFT's, on the unpacked model |
@@ -64,20 +64,22 @@ TITLES = {
     "liger": " + Liger Kernel", "ac": ", activation checkpointing",
     "selective": ', policy "selective"', "full": ', policy "full"', "compile": ", torch.compile",
     "graph": ", CUDA graphs", "static": ", static cache, compiled",
-    "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
-    "bf16": ", all in bf16", "8bit": ", moments in 8 bits", "moments": ", host memory for the moments",
-    "warm": ", warmed up",
-    "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",
-    "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4 bits",
-    "float8": " on float8", "medusa": ", Medusa heads",
+    "adamw": ", LigerAdamW", "inbackward": ", optimizer step in the backward", "offload": ", all activations offloaded",
+    "bf16": ", weights, gradients and moments in bf16", "8bit": ", 8-bit moments", "moments": ", all moments offloaded",
+    "warm": ", after warm_up",
+    "fp8": ", float8", "fp8rowwise": ", float8 with a scale per row", "blocks": ", each block compiled",
+    "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4-bit weights",
+    "float8": " on float8 weights", "medusa": ", Medusa heads",
 }  # fmt: skip
-"""Word -> its text in tables. A number after a word is a number of blocks."""
+"""Word without a number -> its text in tables."""
 
 COUNTED_TITLES = {
+    "offload": "activations of {} blocks offloaded", "moments": "moments of {} blocks offloaded",
+    "selective": 'policy "selective" for {} blocks', "full": 'policy "full" for {} blocks',
     "plan": "planned for {} GB", "tp": "tensor parallel over {} GPUs", "ep": "expert parallel over {} GPUs",
     "hsdp": "{} replicas",
 }  # fmt: skip
-"""Word with another number than one of blocks -> its text in tables."""
+"""Word with a number -> its text in tables."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,9 @@ def title(mode: str) -> str:
     for part in mode.split("+"):
         # A word without its number, but "8bit", "bf16" and "fp8" are words themselves.
         word = part if part in TITLES else part.rstrip("0123456789")
-        if word in COUNTED_TITLES:
-            words += ", " + COUNTED_TITLES[word].format(part[len(word) :])
-            continue
-        words += TITLES.get(word, f", {word}") + (f" of {part[len(word) :]} blocks" if part != word else "")
+        number = part[len(word) :]
+        if number:
+            words += ", " + COUNTED_TITLES.get(word, word + " {}").format(number)
+        else:
+            words += TITLES.get(word, f", {word}")
     return words

@@ -89,10 +89,12 @@ def test_medusa_heads_have_the_same_loss(tmp_path):
 
 def test_modes_have_names():
     assert title("hf+liger+ac") == "transformers + Liger Kernel, activation checkpointing"
-    assert title("ours+offload20+new") == "liger_models, offload of 20 blocks, new"
-    assert title("unsloth+lora+nf4+ac") == "Unsloth, LoRA on 4 bits, activation checkpointing"
+    assert title("ours+offload20+new") == "liger_models, activations of 20 blocks offloaded, new"
+    assert title("unsloth+lora+nf4+ac") == "Unsloth, LoRA on 4-bit weights, activation checkpointing"
     assert title("titan+compile+selective") == 'torchtitan, torch.compile, policy "selective"'
-    assert title("ours+fp8+blocks") == "liger_models, float8, blocks compiled"
+    assert title("ours+fp8+blocks") == "liger_models, float8, each block compiled"
+    assert title("ours+full9") == 'liger_models, policy "full" for 9 blocks'
+    assert title("ours+offload") == "liger_models, all activations offloaded"
 
 
 def test_kernels_have_classes():
@@ -144,10 +146,10 @@ def test_a_mode_is_parsed():
     assert Mode.parse("ours+plan60").extras == {"plan": 60}
     assert title("ours+plan60") == "liger_models, planned for 60 GB"
     assert title("ours+adamw+tp2") == "liger_models, LigerAdamW, tensor parallel over 2 GPUs"
-    assert title("ours+hsdp2+offload4") == "liger_models, 2 replicas, offload of 4 blocks"
+    assert title("ours+hsdp2+offload4") == "liger_models, 2 replicas, activations of 4 blocks offloaded"
     assert not re.fullmatch(MODE, "ours+ep")
     assert title("ours+adamw+8bit+moments16") == (
-        "liger_models, LigerAdamW, moments in 8 bits, host memory for the moments of 16 blocks"
+        "liger_models, LigerAdamW, 8-bit moments, moments of 16 blocks offloaded"
     )
 
 
