@@ -1,8 +1,8 @@
-"""Gemma 3 with images (4B, 12B, 27B), MedGemma: model_type ``gemma3``.
+"""Gemma 3 with images (4B, 12B, 27B) and MedGemma: model_type ``gemma3``.
 
 The language model is ``gemma3_text``, except that the tokens of an image attend to each other in both directions. The
-vision tower is SigLIP, with images of one size, learned positions, pre-norm blocks with LayerNorm and biases, and no
-rotation. Its output is averaged over squares of patches, normalized and projected.
+vision tower is SigLIP: all images have one size, positions are learned, blocks are pre-norm with LayerNorm and biases,
+and there is no rotary embedding. The tower's output is averaged over squares of patches, normalized and projected.
 
 Source: https://arxiv.org/abs/2503.19786, https://arxiv.org/abs/2303.15343, transformers ``models/gemma3``.
 """
@@ -41,8 +41,8 @@ class Gemma3VisionConfig:
     """Sizes of the vision tower.
 
     Raises:
-        ValueError: the width does not divide into heads, the image does not divide into patches, or the activation is
-            not supported.
+        ValueError: ``hidden_size`` is not a multiple of the number of heads, ``image_size`` is not a multiple of
+            ``patch_size``, or the activation, attention dropout or head is not supported.
     """
 
     hidden_size: int = 768
@@ -112,7 +112,7 @@ class Gemma3Config(Gemma3TextConfig):
 
 
 class Gemma3Tower(nn.Module):
-    """The vision tower: images to image tokens.
+    """The vision tower, which turns images into image tokens.
 
     Args:
         config: sizes of the language model and the tower.
@@ -124,7 +124,7 @@ class Gemma3Tower(nn.Module):
         vision = config.vision_config
         self.patch, self.side, C = vision.patch_size, config.tokens_per_side, vision.hidden_size
         layer_norm = partial(LigerLayerNorm, C, vision.layer_norm_eps, kernel=kernels.layer_norm)
-        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
+        # Patches are flattened first, so the checkpoint's convolution becomes a linear layer.
         self.patch_embed = nn.Linear(vision.num_channels * vision.patch_size**2, C)
         self.pos_embed = nn.Embedding(vision.patches_per_side**2, C)
         self.blocks = nn.ModuleList(
@@ -136,7 +136,7 @@ class Gemma3Tower(nn.Module):
             for _ in range(vision.num_hidden_layers)
         )  # fmt: skip
         self.post_layernorm = layer_norm()
-        # From the tower to the decoder: the norm is that of the decoder with the eps of the tower.
+        # The projector from tower to decoder uses the decoder's norm with the tower's eps.
         self.soft_emb_norm = zero_centered_norm(config, kernels)(C, eps=vision.layer_norm_eps)
         self.projection = nn.Linear(C, config.hidden_size, bias=False)
 
@@ -151,7 +151,7 @@ class Gemma3Tower(nn.Module):
         for block in self.blocks:
             x, residual = block(x, residual, layout)
         seen = self.post_layernorm.add(x, residual)[0]
-        # Image tokens are means over squares of patches: [n, tokens, patches of a token, C].
+        # Each image token is the mean over a square of patches: [n, tokens, patches per token, C].
         side = int(seen.shape[1] ** 0.5)
         squares = rearrange(
             seen, "n (h y w x) c -> n (h w) (y x) c", h=self.side, w=self.side, y=side // self.side, x=side // self.side
@@ -181,14 +181,14 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
         cache: DecodeCache | None = None,
         **options: Any,
     ) -> CausalLMOutput:
-        """Compute logits, or the loss if ``labels`` are given, of text with or without images.
+        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
 
         Args:
             input_ids: [B, T] int64, with one placeholder per image token.
-            pixel_values: [images, channels, height, width], in the order of the text.
+            pixel_values: [images, channels, height, width]; the images are in the order of their placeholders.
             token_type_ids: ignored; accepted because the processor of transformers returns it.
-            position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`; images
-                need ``input_ids``.
+            position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`. If there
+                are images, ``input_ids`` is required.
 
         Returns:
             `CausalLMOutput`.
@@ -198,7 +198,7 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
                 `Decoder.forward`.
         """
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
-        # Embeddings without ids: text only.
+        # Without input_ids there are no images.
         if input_ids is None or inputs_embeds is not None:
             if pixel_values is not None:
                 raise ValueError("forward: pixels need input_ids, which say where the images are.")
@@ -219,18 +219,18 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
         if not decoding and not torch.compiler.is_compiling():
             images = None if pixel_values is None else len(pixel_values)
             sizes = input_ids.new_full((images or 0,), per_image)
-            # One wait for the device for both numbers.
+            # Both numbers are read with one synchronization.
             tokens, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes, cu_seqlens)]).tolist()
             check_placeholders(tokens, (images or 0) * per_image, torn, images, f"{per_image} ")
 
-        # Image tokens take the places of the placeholders, whose id the embedding may lack.
+        # Image tokens replace the embeddings of the placeholders, whose id may lie outside the embedding.
         outside = self.config.image_token_index >= self.config.vocab_size
         embeds = self.embed_tokens(input_ids.masked_fill(here, 0) if outside else input_ids)
         if pixel_values is None and self.tower_is_sharded and not decoding:
-            # All ranks gather the weights of a sharded tower together, whichever of them has images.
+            # All ranks must gather the weights of a sharded tower together, including ranks that have no images.
             unused = self.visual(embeds.new_zeros(1, *size))
             embeds = embeds + 0 * unused.sum().to(embeds.dtype)
-        # The tokens of an image attend to each other, so each of them sees up to the end of its image.
+        # The tokens of an image attend to each other, so each of them attends up to the end of its image.
         visible_until = None
         if pixel_values is not None:
             embeds = embeds.masked_scatter(here[..., None], self.visual(pixel_values).to(embeds.dtype))
@@ -242,12 +242,12 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
         return self.run(embeds, layout, **options)
 
     def image_features(self, pixel_values: Tensor) -> Tensor:
-        """The image tokens of each image, [images, tokens, C]; the argument is that of `forward`."""
+        """Return the image tokens [images, tokens, C] of ``pixel_values``, which has the shape given in `forward`."""
         tokens: Tensor = self.visual(pixel_values).unflatten(0, (len(pixel_values), -1))
         return tokens
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """`VisionLanguageModel.repeat_prompts`, where images are in the order of the text."""
+        """See `VisionLanguageModel.repeat_prompts`; the images are in the order of their placeholders."""
         repeated = super().repeat_prompts(input_ids, inputs, times)
         if isinstance(inputs.get("pixel_values"), Tensor):
             counts = (input_ids == self.config.image_token_index).sum(1) // self.config.mm_tokens_per_image
@@ -257,7 +257,7 @@ class LigerGemma3(VisionLanguageModel, Gemma3Decoder):
 
 IGNORED_KEYS = (
     *text.IGNORED_KEYS,
-    "final_logit_softcapping",  # transformers does not read it in the model with images
+    "final_logit_softcapping",  # not read by transformers in the model with images
 )
 TOP = (
     "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "vision_config",
@@ -271,14 +271,15 @@ IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys of ``text_config`` to the top, and rename ``hidden_activation`` to ``hidden_act``.
 
-    ``image_token_id`` is another name of ``image_token_index``, and so for the other tokens of an image.
+    ``image_token_id`` is also accepted for ``image_token_index``, ``boi_token_id`` for ``boi_token_index``, and
+    ``eoi_token_id`` for ``eoi_token_index``.
     """
     hf = {f"{key.removesuffix('_id')}_index" if key in IMAGE_TOKENS else key: value for key, value in hf.items()}
     return of_text(Gemma3Config, hf, text.from_json(hf.get("text_config") or {}), TOP)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`, which moves the language model's keys back into ``text_config``."""
+    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
     text_keys = {key: value for key, value in keys.items() if key not in TOP}
     return {key: keys[key] for key in TOP if key in keys} | {"text_config": text.to_json(text_keys)}
 
@@ -289,7 +290,7 @@ def weight_map(config: Gemma3Config) -> WeightMap:
 
 
 def other_maps(config: Gemma3Config) -> list[WeightMap]:
-    """The layouts of new models in transformers 5, of its modules in memory, and of transformers 4.52 to 4.57."""
+    """The layouts of new models in transformers 5, of the modules of transformers 5 in memory, and of 4.52 to 4.57."""
     return [
         _map(config, "language_model.model", "vision_tower", "", "language_model.lm_head.weight"),
         _map(config, "model.language_model", "model.vision_tower", "model.", "lm_head.weight"),

@@ -1,13 +1,14 @@
 """Llama 3.2 Vision (11B, 90B): model_type ``mllama``.
 
-The language model is Llama, except that some layers attend to the images instead of the text. They are cross-attention
-with norms of queries and keys, without rotation, and with gates that are initially 0. Without images these layers are
-skipped. In the text an image is a single token. Later tokens attend to the last image before them, and to images
-directly before that image.
+The language model is Llama, except that some layers attend to the images instead of the text. These cross-attention
+layers normalize queries and keys, do not rotate them, and scale their output by gates that are initially 0. For text
+without images, these layers are skipped. In the text, an image is a single placeholder token. Later tokens attend to
+the last image before them, and to further images that directly precede that image.
 
-The vision tower splits an image into up to four tiles. Each tile has a class token and learned positions, which a gate
-mixes with positions that depend on the tile's place. Pre-norm blocks over all tiles are followed by blocks with gates.
-The outputs of the tower and of some of its earlier blocks are concatenated along the features of each token.
+The vision tower splits an image into up to four tiles. Each tile has a class token. A gate mixes the learned positions
+within a tile with positions that also depend on where the tile is in the image. Pre-norm blocks over all tiles are
+followed by blocks with gates. The image tokens are the outputs of the tower and of some of its earlier blocks,
+concatenated along the feature dimension.
 
 Source: https://arxiv.org/abs/2407.21783, transformers ``models/mllama``.
 """
@@ -61,9 +62,9 @@ from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
 from liger_models.layers.vision import VisionBlock
 
 PATCHES_MULTIPLE = 8
-"""The tokens of a tile are padded to a multiple of this. Tokens attend to the padding, so it affects the result."""
+"""The tokens of a tile are padded to a multiple of this. Tokens attend to the padding, which changes the result."""
 PLACEHOLDERS = 8
-"""Number of embedding rows after the vocabulary; the first of them is the image placeholder."""
+"""Number of embedding rows after the vocabulary. The first of these rows is the image placeholder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class MllamaVisionConfig:
     """Sizes of the vision tower.
 
     Raises:
-        ValueError: the sizes do not fit together, or the activation is not supported.
+        ValueError: the sizes are inconsistent, or the activation is not supported.
     """
 
     hidden_size: int = 1280
@@ -129,7 +130,7 @@ class MllamaVisionConfig:
 
     @property
     def tokens_per_tile(self) -> int:
-        """Number of tokens of a tile, which are its patches and its class token."""
+        """Number of tokens of a tile: one per patch, and the class token."""
         return (self.image_size // self.patch_size) ** 2 + 1
 
 
@@ -178,7 +179,7 @@ class MllamaGlobalBlock(VisionBlock):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [n, N, C]; return the next ``(x, residual)``."""
-        # Each gate scales the result of a branch before it joins the residual stream.
+        # Each gate scales the output of a branch before it is added to the residual stream.
         y, residual = self.attn.add_norm(self.norm1, x, residual, layout)
         y, residual = self.mlp.add_norm(self.norm2, y * local(self.gate_attn).tanh(), residual)
         return y * local(self.gate_ffn).tanh(), residual
@@ -190,7 +191,7 @@ def _mlp(config: MllamaVisionConfig, kernels: KernelOptions) -> LigerMLP:
 
 
 class MllamaTower(nn.Module):
-    """The vision tower: tiled images to image tokens.
+    """The vision tower, which turns the tiles of images into image tokens.
 
     Args:
         config: sizes of the language model and the tower.
@@ -207,7 +208,7 @@ class MllamaTower(nn.Module):
         C, tiles, ratios = vision.hidden_size, vision.max_num_tiles, len(vision.supported_aspect_ratios) + 1
         self.config, self.intermediate = vision, "outputs"
         norm = partial(LigerLayerNorm, C, vision.norm_eps, kernel=kernels.layer_norm)
-        # The norms before and after the first blocks have a fixed eps.
+        # The eps of the norms before and after the first blocks does not come from the config.
         around = partial(LigerLayerNorm, C, 1e-5, kernel=kernels.layer_norm)
         self.patch_embed = nn.Linear(vision.num_channels * vision.patch_size**2, C, bias=False)
         self.class_embed = nn.Parameter(torch.empty(C))
@@ -216,7 +217,7 @@ class MllamaTower(nn.Module):
         self.pre_tile_embed, self.post_tile_embed = (nn.Embedding(ratios, tiles * C) for _ in range(2))
         self.pos_gate, self.pre_tile_gate, self.post_tile_gate = (nn.Parameter(torch.empty(1)) for _ in range(3))
         self.layernorm_pre, self.layernorm_post = around(), around()
-        # Blocks of the tower, then blocks whose branches have a gate.
+        # Blocks without gates are followed by blocks whose branches have gates.
         local = (
             VisionBlock(C, vision.attention_heads, norm, _mlp(vision, kernels), kernels, rotary=None, bias=False)
             for _ in range(vision.num_hidden_layers)
@@ -247,16 +248,17 @@ class MllamaTower(nn.Module):
         patches = rearrange(pixels, "n t c (h y) (w x) -> n t (h w) (c y x)", y=side, x=side)
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
         x = self._add_tile(x, ratio, self.pre_tile_embed, self.pre_tile_gate)  # [n, tiles, patches, C]
-        # Each tile has a class token in front: [n, tiles, P, C].
+        # Prepend the class token to each tile: [n, tiles, P, C].
         x = torch.cat([local(self.class_embed).expand(n, tiles, 1, -1), x], 2)
-        # Positions within a tile, and by the gate those that depend on the place of the tile.
+        # Mix the positions within a tile, by the gate, with positions that also depend on the tile's place in the
+        # image.
         gate = local(self.pos_gate).tanh()
         x = x + (1 - gate) * local(self.pos_embed.weight)
         x = x + gate * nn.functional.embedding(ratio, local(self.tile_pos_embed.weight)).view(n, tiles, P, -1)
         residual = nn.functional.pad(self.layernorm_pre(x), (0, 0, 0, -P % PATCHES_MULTIPLE)).flatten(1, 2)
         layout = self._layout(used)
 
-        # The first blocks, of some of which the inputs or outputs are features of the image tokens.
+        # Run the blocks without gates. The inputs or outputs of some of them become features of the image tokens.
         intermediate = []
         x = None
         blocks, count = list(self.blocks), self.config.num_hidden_layers
@@ -268,7 +270,7 @@ class MllamaTower(nn.Module):
             if take and self.intermediate == "outputs":
                 intermediate.append(residual + x)
 
-        # The last, gated blocks, on the normed stream.
+        # Run the blocks with gates on the normalized stream.
         normed = self.layernorm_post.add(x, residual)[0].unflatten(1, (tiles, -1))  # [n, tiles, N, C]
         x, residual = None, self._add_tile(normed, ratio, self.post_tile_embed, self.post_tile_gate).flatten(1, 2)
         for block in blocks[count:]:
@@ -280,17 +282,17 @@ class MllamaTower(nn.Module):
         return tokens
 
     def _add_tile(self, x: Tensor, ratio: Tensor, table: nn.Embedding, gate: Tensor) -> Tensor:
-        """Add to x [n, tiles, N, C] the gated embedding of each tile, which depends on the image's aspect ratio."""
+        """Add a gated embedding per tile, chosen by the image's aspect ratio, to ``x`` [n, tiles, N, C]."""
         added = nn.functional.embedding(ratio, local(table.weight)).view(len(x), x.shape[1], 1, -1)
         y: Tensor = x + added * local(gate).tanh()
         return y
 
     def _layout(self, used: Tensor) -> BatchLayout:
-        """All tokens of an image attend to each other, but padding and unused tiles not among themselves."""
+        """Let all tokens of an image attend to each other, except for padding and unused tiles among themselves."""
         P = self.config.tokens_per_tile
         tiles = used.shape[1]
         padded = P + -P % PATCHES_MULTIPLE
-        parts = torch.stack([used, torch.zeros_like(used)], 2).flatten(1)  # two parts per tile: tokens, padding
+        parts = torch.stack([used, torch.zeros_like(used)], 2).flatten(1)  # each tile has two parts: tokens and padding
         lengths = torch.tensor([P, padded - P] * tiles, device=used.device)
         part = torch.arange(2 * tiles, device=used.device).repeat_interleave(lengths, output_size=tiles * padded)
         mask = parts_mask(parts[:, part, None] | parts[:, None], part, segments=True, recurring=True)
@@ -318,8 +320,7 @@ class MllamaBlock(nn.Module):
 class MllamaCrossBlock(Layer):
     """``h += tanh(a) · cross_attention(norm(h), images); h += tanh(b) · mlp(norm(h))`` with learned gates a and b.
 
-    The MLP adds nothing to tokens that attend to no image, and the whole block adds nothing in documents without
-    images.
+    The MLP branch is zero for tokens that attend to no image. Both branches are zero in documents without images.
     """
 
     needs_images = True
@@ -353,13 +354,13 @@ class MllamaCrossBlock(Layer):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: CrossLayout) -> tuple[Tensor | None, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        # Without images the block does nothing, and x stays to be added by the next one.
+        # Without images the block does nothing, and the next block adds x to the residual stream.
         images = layout.images
         if images is None:
             return x, residual
         y, residual = self.cross_attn.add_norm(self.input_layernorm, x, residual, images)
         attn_gate, mlp_gate = (replicated(gate, self.groups.tensor).tanh() for gate in (self.attn_gate, self.mlp_gate))
-        # The masks are factors, 0 or 1 per token, so that a compiled graph has no branch.
+        # Multiply by the masks, which are 0 or 1 per token, so that a compiled graph has no branch.
         y, residual = self.mlp.add_norm(self.post_attention_layernorm, y * (attn_gate * images.reached), residual)
         return y * (mlp_gate * images.sees), residual
 
@@ -380,12 +381,12 @@ class LigerMllama(VisionLanguageModel):
     )
 
     def build_embedding(self, config: MllamaConfig) -> LigerEmbedding:
-        """An embedding with further rows for the placeholders of images."""
+        """An embedding with additional rows for image placeholders."""
         rows = config.vocab_size + PLACEHOLDERS
         return LigerEmbedding(rows, config.hidden_size, padding_idx=config.pad_token_id)
 
     def build_block(self, config: MllamaConfig, layer: int) -> nn.Module:
-        """A block with attention to the text, or with cross-attention to the images."""
+        """A block with self-attention over the text, or with cross-attention to the images."""
         block_class = MllamaCrossBlock if layer in config.cross_attention_layers else MllamaBlock
         return block_class(config, layer, self.kernels)
 
@@ -404,25 +405,26 @@ class LigerMllama(VisionLanguageModel):
         cache: DecodeCache | None = None,
         **options: Any,
     ) -> CausalLMOutput:
-        """Compute logits, or the loss if ``labels`` are given, of text with or without images.
+        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
 
         Args:
             input_ids: [B, T] int64, with one placeholder per image.
-            pixel_values: [B, M, tiles, channels, height, width], up to M images for each row, in the order of its text.
-                The values of missing images are ignored.
+            pixel_values: [B, M, tiles, channels, height, width], up to M images per row, in the order of their
+                placeholders. If a row has fewer than M images, the values of the missing ones are ignored.
             aspect_ratio_ids: [B, M] int64, 1 + index of each image's aspect ratio, 0 for no image.
             aspect_ratio_mask: ignored; accepted because the processor of transformers returns it.
-            cross_attention_mask: [B, T, M, tiles], nonzero where a token attends to a tile; tokens after the mask
-                attend to the same tiles as its last token. The default follows from the placeholders, see `tiles_seen`.
-            position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`. Images
-                need ``input_ids`` and must come with the first tokens of a cache.
+            cross_attention_mask: [B, T, M, tiles], nonzero where a token attends to a tile. If the mask has fewer than
+                T tokens, later tokens attend to the same tiles as the mask's last token. By default, the placeholders
+                determine the tiles; see `tiles_seen`.
+            position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`. If there
+                are images, ``input_ids`` is required, and a given cache must be empty.
 
         Returns:
             `CausalLMOutput`.
 
         Raises:
             ValueError: the number of placeholders does not match the number of images, or shapes do not match;
-                otherwise as `Decoder.forward`.
+                otherwise as in `Decoder.forward`.
         """
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
         has_images = pixel_values is not None
@@ -431,7 +433,7 @@ class LigerMllama(VisionLanguageModel):
                 "forward: pixel_values and aspect_ratio_ids must be given together, and cross_attention_mask with them."
             )
 
-        # The images: those of this call, those in the cache, or none.
+        # Attend to the images of this call, to the images in the cache, or to none.
         past = 0 if cache is None else cache.length
         if input_ids is None:
             if has_images:
@@ -445,7 +447,7 @@ class LigerMllama(VisionLanguageModel):
             here = input_ids == self.config.image_token_index
             checked = not past and not torch.compiler.is_compiling()
             if checked and not self._check_images(here, pixel_values, aspect_ratio_ids):
-                # All entries are empty, for example in a slice of a batch that has images elsewhere.
+                # All images are missing, for example in a slice of a batch whose images are all in other rows.
                 pixel_values = None
             if pixel_values is not None and aspect_ratio_ids is not None:
                 images = self._look(here, pixel_values, aspect_ratio_ids, cross_attention_mask, cu_seqlens, cache)
@@ -455,7 +457,7 @@ class LigerMllama(VisionLanguageModel):
                 if cache is not None:
                     cache.extra.pop(IMAGES_SEEN, None)
                 images = self._nothing(here) if self.tower_is_sharded else None
-        # After the check of the images: an id that the embedding lacks may be a placeholder without pixels.
+        # Embed after the images were checked, because an id outside the embedding may be a placeholder without pixels.
         embeds, shape = self.embed(input_ids, inputs_embeds)
         layout = self.layout(
             shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
@@ -472,17 +474,18 @@ class LigerMllama(VisionLanguageModel):
         cu_seqlens: Tensor | None,
         cache: DecodeCache | None,
     ) -> ImageStates:
-        """Run the tower on the images, and find which token attends to which tile."""
+        """Run the tower on the images, and determine which token attends to which tile."""
         vision = self.config.vision_config
         ratios = ratios.to(pixels.device)
         real, number = ratios > 0, torch.arange(vision.max_num_tiles, device=pixels.device)
         counts = [0, *(rows * columns for rows, columns in vision.supported_aspect_ratios)]
         used = number < torch.tensor(counts, device=pixels.device)[ratios][..., None]  # [B, M, tiles]
-        # The tower runs on the images that exist; the tokens of missing ones are zeros: [B, M · tiles · N, C].
+        # Run the tower only on existing images. The tokens of missing images are zeros: [B, M · tiles · N, C].
         features = self.visual(pixels[real], ratios[real], used[real])  # [n, tokens, C]
         tokens = features.new_zeros(*real.shape, *features.shape[1:])
         tokens = tokens.masked_scatter(real[..., None, None], features).flatten(1, 2)
-        # Which tiles each token attends to: by the placeholders, or by the caller's mask, repeated for tokens after it.
+        # The caller's mask, if given, replaces the tiles found by placeholders. Its last row is repeated for later
+        # tokens.
         seen, in_document = tiles_seen(here, real, used, cu_seqlens)
         if mask is not None:
             T, size = here.shape[1], [len(here), min(here.shape[1], mask.shape[1]), *used.shape[1:]]
@@ -495,7 +498,7 @@ class LigerMllama(VisionLanguageModel):
         return ImageStates.build(tokens, seen, in_document, vision.tokens_per_tile, cache, self.groups)
 
     def _cached(self, new: Tensor | None, cache: DecodeCache | None) -> ImageStates | None:
-        """The states for new tokens [B, T, ...], with cached keys and values; None without images."""
+        """Build the states of new tokens [B, T, ...] whose images are in the cache; return None without images."""
         if cache is None or IMAGES_SEEN not in cache.extra or new is None:
             return None
         seen, in_document = (
@@ -506,7 +509,7 @@ class LigerMllama(VisionLanguageModel):
         )
 
     def _nothing(self, here: Tensor) -> ImageStates:
-        """The states of a zero image that no token attends to; all ranks must gather the tower's weights together."""
+        """Run the tower on an unseen zero image, because all ranks must gather the tower's weights together."""
         vision, device = self.config.vision_config, here.device
         size = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
         used = torch.ones(1, vision.max_num_tiles, dtype=torch.bool, device=device)
@@ -519,7 +522,7 @@ class LigerMllama(VisionLanguageModel):
         )  # fmt: skip
 
     def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
-        """Return the number of images; raise ValueError unless placeholders match. Synchronizes once."""
+        """Return the number of images, or raise ValueError if it does not match the placeholders. Synchronizes once."""
         if pixels is None or ratios is None:
             count = int(here.sum())
             if count != 0:
@@ -561,12 +564,12 @@ TOP = ("image_token_index", "vision_config")
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys of ``text_config`` to the top, and rename ``dropout`` to ``attention_dropout``."""
     text = {"attention_dropout" if key == "dropout" else key: value for key, value in hf["text_config"].items()}
-    # transformers never ties the head, whatever the file says
+    # transformers never ties the head, even if the file says so
     return of_text(MllamaConfig, hf, text, TOP) | {"tie_word_embeddings": False}
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`, which moves the language model's keys back into ``text_config``."""
+    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
     text = {"dropout" if key == "attention_dropout" else key: value for key, value in keys.items() if key not in TOP}
     return {key: keys[key] for key in TOP} | {"text_config": text}
 
@@ -577,7 +580,7 @@ def weight_map(config: MllamaConfig) -> WeightMap:
 
 
 def other_maps(config: MllamaConfig) -> list[WeightMap]:
-    """The layout of transformers' modules since 4.52, which some of its versions also wrote to checkpoints."""
+    """The layout of the modules in transformers since 4.52. Some versions also wrote it to checkpoints."""
     return [_map(config, "model.language_model", "model.", "lm_head.weight")]
 
 
@@ -586,7 +589,7 @@ def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
     C, intermediate = vision.hidden_size, len(vision.intermediate_layers_indices)
     own, cross, kinds = f"{text}.layers.{{own}}", f"{text}.layers.{{cross}}", ("weight", "bias")
 
-    # The tower, the blocks with self-attention, and those with cross-attention.
+    # The parts of the model are the tower, the blocks with self-attention, and the blocks with cross-attention.
     tower: dict[str, Expression | str] = {
         "visual.patch_embed.weight": Rearrange(
             "c p y x -> c (p y x)", f"{visual}.patch_embedding.weight", p=vision.num_channels, y=vision.patch_size
@@ -596,25 +599,26 @@ def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
         "visual.pos_gate": f"{visual}.gated_positional_embedding.gate",
         "visual.tile_pos_embed.weight": f"{visual}.gated_positional_embedding.tile_embedding.weight",
         "visual.projection.bias": f"{projector}.bias",
-        # In the checkpoint the intermediate layers are the inner axis of the input features; here they are the outer.
+        # In the checkpoint, the input features are ordered by feature and then by layer; here, by layer and then by
+        # feature.
         "visual.projection.weight": Split(
             f"{projector}.weight", 1, {"last": C, "between": intermediate * C},
             Cat(["last", Rearrange("o (c l) -> o (l c)", "between", l=intermediate)], 1, [C, intermediate * C]),
         ) if intermediate else f"{projector}.weight",
         **{f"visual.layernorm_{at}.{k}": f"{visual}.layernorm_{at}.{k}" for at in ("pre", "post") for k in kinds},
     }  # fmt: skip
-    # Embeddings of the tile's position, before and after the first blocks.
+    # Embeddings of the tile's position are added before and after the blocks without gates.
     for at in ("pre", "post"):
         tower[f"visual.{at}_tile_embed.weight"] = f"{visual}.{at}_tile_positional_embedding.embedding.weight"
         tower[f"visual.{at}_tile_gate"] = f"{visual}.{at}_tile_positional_embedding.gate"
     for layer in range(vision.num_hidden_layers):
         tower |= _tower_block(config, layer, f"{visual}.transformer.layers.{layer}")
-    # Blocks with gates follow the others.
+    # Blocks with gates follow the blocks without gates.
     for layer in range(vision.num_global_layers):
         number, theirs = vision.num_hidden_layers + layer, f"{visual}.global_transformer.layers.{layer}"
         tower |= _tower_block(config, number, theirs)
         tower |= {f"visual.blocks.{number}.{gate}": f"{theirs}.{gate}" for gate in ("gate_attn", "gate_ffn")}
-    # A layer has self-attention or cross-attention, so neither is in the map that all layers share.
+    # A layer has either self-attention or cross-attention, so neither is in the map shared by all layers.
     return decoder_map(
         config,
         instead={"self_attn.qkv_proj.weight": None, "self_attn.o_proj.weight": None},
