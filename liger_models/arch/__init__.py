@@ -1,7 +1,7 @@
 """The model families: a file for each family, or a folder for a family with several model types or a vision tower.
 
 The file of a family is named after its ``model_type`` in config.json. The ``__init__.py`` of a folder has the table
-``MODEL_TYPES``, which names the file of each model type.
+``MODEL_TYPES``, which maps each model type to its file.
 """
 
 from liger_models.common.lazy import lazy_exports

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ENTRY_POINTS = "liger_models.architectures"
-"""Entry-point group in which installed packages name their modules that call `liger_models.register`."""
+"""Entry-point group in which installed packages list the modules that call `liger_models.register`."""
 
 
 def list_archs() -> list[str]:
-    """Sorted list of the ``model_type`` of every architecture that is built in, registered, or from a plugin."""
+    """Return the sorted ``model_type`` of every architecture that is built in, registered, or from a plugin."""
     return sorted({*built_in(), *MODEL_CLASSES, *_plugins().names})
 
 
 def get_arch(model_type: str) -> type[CausalLM]:
-    """The model class of ``model_type``.
+    """Return the model class of ``model_type``.
 
     Raises:
         ValueError: the architecture does not exist, or the module of its entry point does not register it.
     """
-    # Built-in families and plugins are imported when they are first asked for.
+    # Built-in families and plugins are imported on first use.
     if model_type not in MODEL_CLASSES and model_type in built_in():
         importlib.import_module(built_in_modules()[model_type])
     if model_type not in MODEL_CLASSES:
@@ -50,7 +50,7 @@ def get_arch(model_type: str) -> type[CausalLM]:
                     "got no such call. Use the same name in both."
                 )
     if model_type not in MODEL_CLASSES:
-        # Not found, also not among plugins: suggest the nearest name.
+        # Neither a built-in family nor a plugin has this model type: suggest the nearest name.
         known = list_archs()
         near = difflib.get_close_matches(model_type, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -63,10 +63,10 @@ def get_arch(model_type: str) -> type[CausalLM]:
 
 
 def load_by_name(name: str, **options: Any) -> CausalLM:
-    """Load the model in a folder, or else from the hub, where the name may lack an owner.
+    """Load a model from a local folder if ``name`` is one, and otherwise from the hub.
 
     Args:
-        name: path of a folder, or name on the hub.
+        name: path of a folder, or name of a repository on the hub, with or without its owner.
         options: arguments of `CausalLM.from_pretrained` and `CausalLM.from_hub`.
     """
     load = AutoLigerModel.from_pretrained if Path(name).exists() else AutoLigerModel.from_hub
@@ -78,7 +78,7 @@ def _plugins() -> EntryPoints:
 
 
 class _AnyFamily(CausalLM):
-    """Loading methods that choose the class by config.json; this class has no instances."""
+    """Loading methods that choose the model class by config.json. This class has no instances."""
 
     @classmethod
     def _class_for(cls, hf_config: Mapping[str, Any]) -> type[CausalLM]:  # type: ignore[override]
@@ -96,10 +96,12 @@ class AutoLigerModel:
         raise TypeError("AutoLigerModel: has no instances. Use from_hub, from_pretrained or from_config.")
 
     from_hub = _AnyFamily.from_hub
-    """Load a model from the Hugging Face hub; the arguments are those of `CausalLM.from_hub`."""
+    """Load a model from the Hugging Face hub. The arguments are those of `CausalLM.from_hub`."""
     from_pretrained = _AnyFamily.from_pretrained
-    """Load a model from a local folder, or from the hub if its name is no folder; the arguments are those of
-    `CausalLM.from_pretrained`."""
+    """Load a model from a local folder, or from the hub if there is no such folder.
+
+    The arguments are those of `CausalLM.from_pretrained`.
+    """
 
     @classmethod
     def from_config(
@@ -126,7 +128,8 @@ class AutoLigerModel:
         if not isinstance(config, Mapping):
             check_config(config, " or the content of a config.json")
         if isinstance(config, Mapping):
-            # The content of a config.json names its family by model_type, an instance by its class.
+            # The family follows from model_type for the content of a config.json, and from the class for a config
+            # instance.
             model_class = get_arch(read_model_type(config))
             parsed: Any = read_config(model_class.config_class, config, strict=strict)
         else:
@@ -145,11 +148,12 @@ class AutoLigerProcessor:
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> Processor:
         """Load the processor from the folder of a checkpoint, or from a folder written by `Processor.save_pretrained`.
 
-        It equals ``model.processor``, and needs config.json, the tokenizer's files and the image settings.
+        The result equals ``model.processor``. The folder must contain config.json, the tokenizer's files and the image
+        settings.
 
         Raises:
             FileNotFoundError: the folder does not exist or has no config.json.
-            ValueError: the model takes no images, a file is missing, or the files do not match.
+            ValueError: the model takes no images, a file is missing, or the files are inconsistent with each other.
         """
         hf_config = read_json_config(Path(folder))
         model_class = get_arch(read_model_type(hf_config))
@@ -158,7 +162,7 @@ class AutoLigerProcessor:
                 f"AutoLigerProcessor: {folder} must be a model with images, got {model_class.__name__}, which takes "
                 "text only. Use Tokenizer.from_pretrained."
             )
-        # A model without values: the processor reads only its config and files.
+        # The model is on the meta device, because the processor needs only its config and files.
         with torch.device("meta"):
             model: Any = model_class(read_config(model_class.config_class, hf_config))
         model.hf_config, model.assets = hf_config, read_assets(Path(folder), hf_config)

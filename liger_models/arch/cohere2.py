@@ -1,8 +1,9 @@
-"""Command R7B, Command A: everything with model_type ``cohere2``.
+"""Command R7B and Command A: all checkpoints with model_type ``cohere2``.
 
-Differs from Llama: attention and MLP run side by side after one norm; the norms are LayerNorms without bias; three
-layers of four see only the last ``sliding_window`` tokens and rotate q and k, in pairs (2i, 2i + 1), and the fourth
-sees all tokens and does not rotate; logits are multiplied by ``logit_scale``. Embeddings are tied by default.
+Differs from Llama: attention and MLP run in parallel on the output of one norm; the norms are LayerNorms without bias;
+three of every four layers attend only to the last ``sliding_window`` tokens and rotate q and k in pairs (2i, 2i + 1),
+while every fourth layer attends to all tokens and does not rotate q and k; logits are multiplied by ``logit_scale``.
+The head is tied to the embedding by default.
 
 Source: https://arxiv.org/abs/2504.00698, https://arxiv.org/abs/2501.18795 (layers without rotation), transformers
 ``models/cohere2``.
@@ -28,7 +29,8 @@ from liger_models.layers.norm import LigerLayerNorm
 class Cohere2Config(DecoderConfig):
     """Sizes and constants of a Cohere 2 model.
 
-    ``sliding_window_pattern`` is the distance between layers without a window. ``layer_types``, if given, replaces it.
+    Every ``sliding_window_pattern``-th layer has no window. If ``layer_types`` is given, it overrides
+    ``sliding_window_pattern``.
     """
 
     vocab_size: int = 256000
@@ -53,13 +55,13 @@ class Cohere2Config(DecoderConfig):
         check_layer_types("Cohere2Config", self.layer_types, self.num_hidden_layers)
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens that a layer sees, None for all."""
+        """The attention window of a layer, in tokens; None for full attention."""
         sliding = is_sliding(layer, self.layer_types, default=(layer + 1) % self.sliding_window_pattern != 0)
         return self.sliding_window if sliding else None
 
 
 class Cohere2Block(nn.Module):
-    """``h += attention(norm(h)) + mlp(norm(h))``: one norm for both branches, added together with the next norm."""
+    """``h += attention(norm(h)) + mlp(norm(h))``, where both branches share one norm."""
 
     def __init__(self, config: Cohere2Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ class Cohere2Block(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        # Both branches read the same norm of the same residual, and their results are added.
+        # Both branches read the same normalized residual stream, and their outputs are summed.
         attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         y, residual = self.mlp.add_norm(self.input_layernorm, None, residual)
         return attended + y, residual
@@ -103,7 +105,7 @@ class LigerCohere2(CausalLM):
         return LigerLMHead(config.hidden_size, config.vocab_size, logit_scale=config.logit_scale, kernels=self.kernels)
 
 
-# What the first releases say of a layout that is the only one; transformers does not read it.
+# Keys of the first releases that describe the only possible layout. transformers does not read them.
 IGNORED_KEYS = (
     "_sliding_window_pattern",
     "cache_implementation",

@@ -1,7 +1,7 @@
 """ERNIE 4.5 0.3B: model_type ``ernie4_5``.
 
-Differs from Llama: the rotation turns pairs of neighboring entries of a head (2i, 2i + 1), and ``use_bias`` adds biases
-to all linear layers.
+Differs from Llama: the rotation acts on pairs of neighboring entries (2i, 2i + 1) of a head, and all linear layers have
+biases if ``use_bias`` is set.
 
 Source: https://yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf, transformers ``models/ernie4_5``.
 """
@@ -79,7 +79,7 @@ class LigerErnie4_5(CausalLM):
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Omit the dropout of attention, which transformers' model does not have."""
+    """Omit the attention dropout, which the model in transformers does not have."""
     return {key: value for key, value in keys.items() if key != "attention_dropout"}
 
 

@@ -1,8 +1,9 @@
 """EXAONE 4.0 (32B, 1.2B): model_type ``exaone4``.
 
-Differs from Llama: branches read the residual stream without a norm, and have a norm after them instead; each head's
-queries and keys are normed before the rotation. Three layers of four of the 32B model see only the last
-``sliding_window`` tokens; its other layers see all tokens and do not rotate. Without a window (1.2B) all layers rotate.
+Differs from Llama: attention and the MLP have a norm after them instead of before them, and each head of q and k is
+normalized before the rotation. In the 32B model, three of every four layers attend only to the last ``sliding_window``
+tokens, and every fourth layer attends to all tokens and does not rotate q and k. In the 1.2B model, no layer has a
+window, and all layers rotate q and k.
 
 Source: https://arxiv.org/abs/2507.11407, transformers ``models/exaone4``.
 """
@@ -29,9 +30,9 @@ from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 class Exaone4Config(RMSNormDecoderConfig):
     """Sizes and constants of an EXAONE 4 model.
 
-    ``sliding_window_pattern`` is the distance between layers without a window, or a repeating text with L for a layer
-    with a window and G for a layer without one. With a text, the last layer has no window. ``layer_types``, if given,
-    replaces it.
+    If ``sliding_window_pattern`` is a number n, every n-th layer has no window. If it is a string such as "LLLG", the
+    string is repeated over the layers: L is a layer with a window, G is a layer without one, and the last layer never
+    has a window. If ``layer_types`` is given, it overrides ``sliding_window_pattern``.
     """
 
     vocab_size: int = 102400
@@ -53,7 +54,7 @@ class Exaone4Config(RMSNormDecoderConfig):
             )
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens that a layer sees, None for all."""
+        """The attention window of a layer, in tokens; None for full attention."""
         pattern = self.sliding_window_pattern
         if isinstance(pattern, str):
             local = pattern[layer % len(pattern)] == "L" and layer != self.num_hidden_layers - 1
@@ -72,7 +73,7 @@ class Exaone4Block(nn.Module):
     def __init__(self, config: Exaone4Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
         norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-        # If some layers have a window, the others have no position embedding.
+        # If some layers have a window, the layers without a window have no position embedding.
         self.self_attn = LigerQKNormAttention.from_config(
             config,
             layer,
@@ -87,7 +88,7 @@ class Exaone4Block(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        # Branches read the residual stream as it is, and their results are normed.
+        # There is no norm before a branch; the output of each branch is normalized.
         x, residual = self.self_attn.add_norm(None, x, residual, layout)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(None, x, residual)
@@ -102,7 +103,7 @@ class LigerExaone4(CausalLM):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the pattern to 0 if there is no window, as transformers does, whatever config.json says."""
+    """If ``sliding_window`` is null, set ``sliding_window_pattern`` to 0, as transformers does."""
     windowless = "sliding_window" in hf and hf["sliding_window"] is None
     return {**hf, "sliding_window_pattern": 0} if windowless else dict(hf)
 

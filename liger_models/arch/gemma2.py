@@ -1,10 +1,11 @@
 """Gemma 2: model_type ``gemma2``.
 
-Differs from Llama: attention and the MLP have a norm before and a norm after them, and norms scale by 1 + weight, in
-fp32; even layers attend only to the last ``sliding_window`` tokens; attention scores (``attn_logit_softcapping``) and
-logits (``final_logit_softcapping``) are capped, c · tanh(s / c); scores are divided by sqrt(``query_pre_attn_scalar``)
-instead of sqrt(head dimension); embeddings are multiplied by sqrt(hidden_size), rounded to the dtype of the weights;
-the MLP's activation is tanh-approximated GELU; the head is tied to the embedding.
+Differs from Llama: attention and the MLP have a norm before and a norm after them, and norms multiply by 1 + weight in
+fp32; even layers attend only to the last ``sliding_window`` tokens; attention scores s become c · tanh(s / c) with c =
+``attn_logit_softcapping``, and logits are capped in the same way with c = ``final_logit_softcapping``; scores are
+divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension); embeddings are multiplied by
+sqrt(hidden_size), and this factor is first rounded to the dtype of the weights; the MLP's activation is
+tanh-approximated GELU; the head is tied to the embedding.
 
 Source: https://arxiv.org/abs/2408.00118, transformers ``models/gemma2``.
 """
@@ -30,7 +31,7 @@ from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(RMSNormDecoderConfig):
-    """Sizes and constants of a Gemma 2 model; config.json spells ``hidden_act`` as ``hidden_activation``."""
+    """Sizes and constants of a Gemma 2 model. In config.json, ``hidden_act`` is called ``hidden_activation``."""
 
     activations = ("gelu_pytorch_tanh", "gelu_new")
 
@@ -70,8 +71,8 @@ class Gemma2Block(nn.Module):
 
     def __init__(self, config: Gemma2Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
-        # Each branch has a norm before it and another after it. The scores are capped, and a constant of the config
-        # scales them in place of the head size.
+        # Each branch has a norm before it and another after it. Scores are capped, and they are scaled by
+        # query_pre_attn_scalar instead of the head dimension.
         norm = zero_centered_norm(config, kernels)
         self.input_layernorm = norm(config.hidden_size)
         self.self_attn = LigerAttention.from_config(
@@ -92,7 +93,7 @@ class Gemma2Block(nn.Module):
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        # [B, T, C]; the result of a branch is normed before it joins the residual stream.
+        # The output of each branch, [B, T, C], is normalized before it is added to the residual stream.
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(x), residual
@@ -121,11 +122,11 @@ class LigerGemma2(CausalLM):
         )
 
 
-IGNORED_KEYS = ("cache_implementation", "sliding_window_size")  # a generation setting; an old name of sliding_window
+IGNORED_KEYS = ("cache_implementation", "sliding_window_size")  # the second is an old name of sliding_window
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the activation from ``hidden_activation``; a ``hidden_act`` beside it is ignored, as in transformers."""
+    """Read the activation from ``hidden_activation``, which overrides ``hidden_act`` as in transformers."""
     return {key: value for key, value in hf.items() if key != "hidden_activation"} | {
         "hidden_act": hf.get("hidden_activation")
     }

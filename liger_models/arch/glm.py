@@ -1,8 +1,8 @@
 """GLM-4-9B (June 2024, the ``-hf`` releases): model_type ``glm``.
 
 Differs from Llama: only the first half (``partial_rotary_factor``) of each head is rotated, in pairs (2i, 2i + 1); the
-q, k and v projections have biases (``attention_bias``), the output projection never has one. Checkpoints store the gate
-and up projections as one tensor.
+q, k and v projections have biases if ``attention_bias`` is set, while the output projection never has one. Checkpoints
+store the gate and up projections as one tensor.
 
 Source: https://arxiv.org/abs/2406.12793, transformers ``models/glm``.
 """
@@ -42,7 +42,7 @@ class GLMConfig(RMSNormDecoderConfig):
 
     @property
     def rotary_width(self) -> int:
-        """Number of rotated dimensions of a head; all of them without a factor (null in config.json)."""
+        """Number of rotated dimensions of a head. If ``partial_rotary_factor`` is None, all dimensions are rotated."""
         return int(self.head_size * (self.partial_rotary_factor or 1))
 
 

@@ -1,8 +1,9 @@
 """GLM-4-0414 (9B, 32B), GLM-Z1: model_type ``glm4``.
 
 Differs from Llama: attention and the MLP have a norm before and a norm after them; only the first half
-(``partial_rotary_factor``) of each head is rotated, in pairs (2i, 2i + 1); the q, k and v projections have biases
-(``attention_bias``), the output projection never has one. Checkpoints store the gate and up projections as one tensor.
+(``partial_rotary_factor``) of each head is rotated, in pairs (2i, 2i + 1); the q, k and v projections have biases if
+``attention_bias`` is set, while the output projection never has one. Checkpoints store the gate and up projections as
+one tensor.
 
 Source: https://arxiv.org/abs/2406.12793, https://huggingface.co/zai-org/GLM-4-9B-0414, transformers ``models/glm4``.
 """
@@ -42,7 +43,7 @@ class GLM4Config(RMSNormDecoderConfig):
 
     @property
     def rotary_width(self) -> int:
-        """Number of rotated dimensions of a head; all of them without a factor (null in config.json)."""
+        """Number of rotated dimensions of a head. If ``partial_rotary_factor`` is None, all dimensions are rotated."""
         return int(self.head_size * (self.partial_rotary_factor or 1))
 
 

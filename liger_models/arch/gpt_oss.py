@@ -1,9 +1,9 @@
 """GPT-OSS (gpt-oss-20b, gpt-oss-120b): model_type ``gpt_oss``.
 
-Differs from Mixtral: attention has a sink, which is one learned score per head without a token; every second layer,
-from the first on, has a window; all projections have biases, including the router and the experts. The experts'
-activation is a clamped SwiGLU. Routing weights are the softmax over the logits of the chosen experts. Norms multiply by
-their weight in fp32.
+Differs from Mixtral: attention has a sink, which is one learned score per head that belongs to no token; every second
+layer, starting with the first, has a window; the attention projections, the router and the experts have biases. The
+experts' activation is a clamped SwiGLU. Routing weights are the softmax over the logits of the chosen experts. Norms
+multiply by their weight in fp32.
 
 The released experts are stored in MXFP4, with four bits per weight. They are read and trained in bf16.
 
@@ -33,7 +33,7 @@ from liger_models.layers.norm import LigerRMSNorm, fp32_norm
 from liger_models.layers.rope import RopeScaling, YarnScaling
 
 YARN = YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False)
-"""What transformers takes where config.json has no rope parameters."""
+"""The rope scaling that transformers uses if config.json has no rope parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +69,12 @@ class GptOssConfig(RMSNormDecoderConfig):
         check_values(self, swiglu_alpha=(1.702,))
 
     def window(self, layer: int) -> int | None:
-        """The attention window of a layer, or None."""
+        """The attention window of a layer, in tokens; None for full attention."""
         return self.sliding_window if is_sliding(layer, self.layer_types, default=layer % 2 == 0) else None
 
 
 class GptOssAttention(LigerAttention):
-    """`LigerAttention` with a sink per query head, an extra score that takes its share of the softmax."""
+    """`LigerAttention` with a sink per query head, which is an extra score in the softmax."""
 
     def __init__(self, *sizes: int, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -83,7 +83,7 @@ class GptOssAttention(LigerAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """The layer's requirements on the model, and its cost."""
+        """See `LigerAttention.attention`. Sinks need a mask on accelerators, except in half precision."""
         return super().attention._replace(needs_flash=True)
 
     def draw(self, std: float) -> bool:
@@ -92,12 +92,12 @@ class GptOssAttention(LigerAttention):
         return True
 
     def shard(self, group: Group) -> dict[str, int]:
-        """See `LigerAttention.shard`. Each rank has the sinks of its heads."""
+        """See `LigerAttention.shard`. Each rank keeps the sinks of its heads."""
         return {**super().shard(group), "sinks": 0}
 
     def _local_sinks(self) -> Tensor:
         sinks, context = local(self.sinks), self.groups.context
-        # Context parallelism shards tokens, so each rank has all sinks and takes those of its heads.
+        # Context parallelism shards tokens but not parameters, so each rank selects the sinks of its heads.
         return sinks if context is None else sinks.chunk(context.size)[context.rank]
 
 
@@ -117,7 +117,7 @@ class GptOssBlock(nn.Module):
             window=config.window(layer),
         )
         self.post_attention_layernorm = norm(config.hidden_size)
-        # Each expert has biases, and its activation clamps gate and up.
+        # Experts have biases, and their activation clamps gate and up.
         self.mlp = LigerMoE(
             config.hidden_size,
             config.intermediate_size,
@@ -149,11 +149,11 @@ class LigerGptOss(CausalLM):
         return LigerRMSNorm(config.hidden_size, config.rms_norm_eps, casting_mode="gemma", kernel=self.kernels.rms_norm)
 
 
-IGNORED_KEYS = ("experts_per_token", "initial_context_length")  # what num_experts_per_tok and rope_scaling say, too
+IGNORED_KEYS = ("experts_per_token", "initial_context_length")  # redundant with other keys
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in YaRN with the released constants if there are no rope parameters, as transformers does."""
+    """If there are no rope parameters, use YaRN with the constants of the released models, as transformers does."""
     if hf.get("rope_scaling") or hf.get("rope_parameters") is not None:
         return dict(hf)
     return {**hf, "rope_scaling": {"rope_type": "yarn", **asdict(YARN)}}
@@ -180,7 +180,7 @@ def mxfp4_map(config: GptOssConfig) -> WeightMap:
 
 
 def _map(config: GptOssConfig, gate_up: Expression, down: Expression) -> WeightMap:
-    # None removes the matrices of a dense MLP from the map of a decoder.
+    # None removes an entry of `decoder_map`, here the matrices of the dense MLP.
     mlp = "model.layers.{i}.mlp"
     return decoder_map(
         config,

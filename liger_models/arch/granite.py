@@ -1,8 +1,9 @@
-"""Granite 3.0 to 3.3, dense: model_type ``granite``.
+"""Granite 3.0 to 3.3, the dense models: model_type ``granite``.
 
 Differs from Llama by four factors, each of which is 1 if its key is missing. Embeddings are multiplied by
-``embedding_multiplier``, the outputs of attention and MLP by ``residual_multiplier`` before they are added to the
-residual stream, and q·k by ``attention_multiplier`` instead of D^-0.5. Logits are divided by ``logits_scaling``.
+``embedding_multiplier``. The outputs of attention and MLP are multiplied by ``residual_multiplier`` before they are
+added to the residual stream. Attention scores q·k are multiplied by ``attention_multiplier`` instead of D^-0.5. Logits
+are divided by ``logits_scaling``.
 
 Source: https://arxiv.org/abs/2408.13359, transformers ``models/granite``.
 """
@@ -77,7 +78,7 @@ class LigerGranite(CausalLM):
     def run_blocks(
         self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """`Decoder.run_blocks` on scaled embeddings. ``inputs_embeds`` from the caller are also scaled."""
+        """Scale the embeddings and call `Decoder.run_blocks`. ``inputs_embeds`` from the caller are scaled, too."""
         return super().run_blocks(embeds * self.config.embedding_multiplier, layout, states)
 
 

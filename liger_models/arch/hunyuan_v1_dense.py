@@ -1,7 +1,8 @@
 """Hunyuan 0.5B, 1.8B, 4B, 7B and Hunyuan-MT: model_type ``hunyuan_v1_dense``.
 
-Differs from Llama: an RMSNorm of each head of q and k follows the rotation; rope scaling of type "dynamic" with a key
-``alpha`` raises the base of the frequencies once, independent of the sequence's length.
+Differs from Llama: each head of q and k is normalized by an RMSNorm after the rotation; if rope scaling has type
+"dynamic" and a key ``alpha``, the base of the frequencies is raised by a fixed factor that does not depend on the
+length of the sequence.
 
 Source: https://github.com/Tencent-Hunyuan/Hunyuan-7B, transformers ``models/hunyuan_v1_dense``.
 """
@@ -36,10 +37,10 @@ class HunYuanDenseV1Config(RMSNormDecoderConfig):
 
 
 class HunYuanDenseV1Attention(LigerQKNormAttention):
-    """Attention whose q and k are rotated and then normed."""
+    """Attention whose q and k are first rotated and then normalized."""
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        # Not fused: the kernel norms before it rotates.
+        # The fused kernel is not used, because it normalizes before it rotates.
         q, k, v = LigerAttention._split(self, qkv, layout)  # [B, T, H, D], [B, T, G, D] twice
         return self.q_norm(q), self.k_norm(k), v
 
@@ -70,7 +71,7 @@ class LigerHunYuanDenseV1(CausalLM):
     block_class = HunYuanDenseV1Block
 
 
-# Keys that describe the only layout, or a token that is never read. The model of transformers reads none of them.
+# Keys that describe the only possible layout, or an unused token. The model in transformers reads none of them.
 IGNORED_KEYS = (
     "add_classification_head",
     "attention_head_dim",
@@ -82,17 +83,17 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the type of rope scaling "dynamic" if it has ``alpha``."""
+    """If rope scaling has type "dynamic" and ``alpha``, change the type to "ntk_alpha"."""
     return _retyped(hf, "dynamic", {"rope_type": "ntk_alpha"})
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`, which also writes the spelling of the released files."""
+    """The inverse of `from_json`. The type is also written under the key ``type`` of the released files."""
     return _retyped(keys, "ntk_alpha", {"type": "dynamic", "rope_type": "dynamic"})
 
 
 def _retyped(keys: Mapping[str, Any], old: str, new: Mapping[str, str]) -> dict[str, Any]:
-    """Replace the type of rope scaling if it has ``alpha``; 0 or null means no alpha."""
+    """Replace the type of rope scaling if ``alpha`` is given and neither 0 nor null."""
     changed = dict(keys)
     for name in ("rope_scaling", "rope_parameters"):
         rope = keys.get(name)

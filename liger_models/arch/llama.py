@@ -1,7 +1,7 @@
-"""LLaMA 1, 2, 3, 3.1, 3.2 (text), 3.3, Code Llama, TinyLlama, SmolLM, Yi: everything with model_type ``llama``.
+"""LLaMA 1, 2, 3, 3.1, 3.2 (text), 3.3, Code Llama, TinyLlama, SmolLM, Yi: all checkpoints with model_type ``llama``.
 
-The plain decoder, from which the descriptions of all other families start. Each block has pre-norm attention and a
-pre-norm gated MLP, and adds the outputs of both to the residual stream.
+This is the plain decoder, and the descriptions of the other families say how they differ from it. Each block has
+pre-norm attention and a pre-norm gated MLP, and adds the outputs of both to the residual stream.
 
 Source: https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783, transformers ``models/llama``.
 """
@@ -63,7 +63,7 @@ def weight_map(config: LlamaConfig) -> WeightMap:
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         mlp_bias=config.mlp_bias,
-        # Llama 2 checkpoints also store the rotary frequencies, which follow from the config.
+        # Llama 2 checkpoints also store the rotary frequencies, which can be computed from the config.
         skip=["model.layers.{i}.self_attn.rotary_emb.inv_freq"],
     )
 

@@ -1,8 +1,9 @@
 """Ministral: model_type ``ministral``.
 
 Differs from Llama: layers of type ``sliding_attention`` in ``layer_types`` attend only to the last ``sliding_window``
-tokens (null for no window; 4096 if the key is missing). Without ``layer_types`` all layers do. There are no biases. The
-released Ministral-8B has model_type ``mistral``, and Ministral 3 is a different architecture (``ministral3``).
+tokens. If ``layer_types`` is missing, all layers have this window. ``sliding_window`` is 4096 if the key is missing,
+and null means no window. There are no biases. The released Ministral-8B has model_type ``mistral``, and Ministral 3 is
+a different architecture (``ministral3``).
 
 Source: https://mistral.ai/news/ministraux, transformers ``models/ministral``.
 """

@@ -1,9 +1,9 @@
-"""Ministral 3, the text model (3B, 8B, 14B): model_type ``ministral3``.
+"""Ministral 3 text models (3B, 8B, 14B): model_type ``ministral3``.
 
 Differs from Llama: after the rotation each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``,
 where beta is ``llama_4_scaling_beta`` and length is ``original_max_position_embeddings`` of the YaRN scaling. The
-factor is 1 up to that length and grows slowly beyond it. All layers attend only to the last ``sliding_window`` tokens
-if that is set. There are no biases.
+factor is 1 up to this length and grows slowly beyond it. If ``sliding_window`` is set, all layers attend only to the
+last ``sliding_window`` tokens. There are no biases.
 
 Source: https://arxiv.org/abs/2601.08584, https://arxiv.org/abs/2501.19399 (scaled queries), transformers
 ``models/ministral3``.
@@ -33,7 +33,7 @@ YARN = YarnScaling(factor=16.0, original_max_position_embeddings=16384, mscale=1
 
 @dataclass(frozen=True, kw_only=True)
 class Ministral3Config(RMSNormDecoderConfig):
-    """Sizes and constants of a Ministral 3 model; config.json has ``llama_4_scaling_beta`` in ``rope_parameters``."""
+    """Sizes and constants of a Ministral 3 model; ``llama_4_scaling_beta`` is in config.json's ``rope_parameters``."""
 
     vocab_size: int = 131072
     intermediate_size: int = 14336
@@ -60,8 +60,8 @@ class Ministral3Attention(LigerAttention):
     """`LigerAttention` with queries scaled by position.
 
     Args:
-        beta: rate at which the factor grows.
-        length: number of first positions with factor 1.
+        beta: rate at which the factor of the queries grows beyond ``length``.
+        length: number of positions, from 0 on, whose factor is 1.
         Others: as in `LigerAttention`.
     """
 
@@ -71,7 +71,7 @@ class Ministral3Attention(LigerAttention):
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super()._split(qkv, layout)
-        # A factor per position, in fp32, on the rotated queries [B, T, H, D].
+        # The rotated queries [B, T, H, D] are multiplied by an fp32 factor per position.
         scale = 1 + self.beta * torch.log((1 + layout.position_ids // self.length).float())  # [1 or B, T]
         return q * scale.to(q.dtype)[..., None, None], k, v
 
@@ -111,10 +111,10 @@ BETA = "llama_4_scaling_beta"
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the query scaling out of the rope parameters. Without rope parameters, the defaults of the class apply.
+    """Move the query scaling out of the rope parameters. If there are none, the defaults of the class apply.
 
-    If there are rope parameters, a missing ``rope_theta`` is 10000, transformers' default, and a missing query scaling,
-    which has no default in transformers, means no scaling. Their ``max_position_embeddings`` is a copy and is dropped.
+    If there are rope parameters without ``rope_theta``, it is 10000, the default of transformers. If they have no query
+    scaling, queries are not scaled. Their ``max_position_embeddings`` duplicates the top-level key and is dropped.
     """
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     default = Ministral3Config()
@@ -131,7 +131,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the query scaling back into the rope parameters, and write their type also under its older key."""
+    """Move the query scaling back into the rope parameters, and also write their type under the older key ``type``."""
     out = dict(keys)
     out["rope_scaling"] = {"type": "yarn", **keys["rope_scaling"], BETA: out.pop(BETA)}
     return out

@@ -1,8 +1,9 @@
 """Mistral 7B, Mistral Nemo, Mistral Small (text), Codestral: model_type ``mistral``.
 
-Differs from Llama: all layers attend only to the last ``sliding_window`` tokens (4096 in v0.1 and if the key is
-missing; null in later releases means no window). With ``layer_types`` only layers of type ``sliding_attention`` have
-the window, because transformers reads such a config.json as Ministral's. There are no biases.
+Differs from Llama: all layers attend only to the last ``sliding_window`` tokens, and there are no biases.
+``sliding_window`` is 4096 in v0.1 and if the key is missing; it is null in later releases, which means no window. If
+config.json has ``layer_types``, only layers of type ``sliding_attention`` have the window, because transformers treats
+such a checkpoint as Ministral.
 
 Source: https://arxiv.org/abs/2310.06825, transformers ``models/mistral``.
 """

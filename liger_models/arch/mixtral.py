@@ -1,8 +1,8 @@
 """Mixtral 8x7B, 8x22B: model_type ``mixtral``.
 
-Differs from Mistral: the MLP is a mixture of experts. Each token passes through ``num_experts_per_tok`` experts, with
-renormalized routing weights. There is no attention window by default. With ``output_router_logits`` the load-balancing
-loss is added to the loss.
+Differs from Mistral: the MLP is a mixture of experts. Each token passes through ``num_experts_per_tok`` experts, whose
+routing weights are renormalized. There is no attention window by default. If ``output_router_logits`` is set, the
+load-balancing loss is added to the loss.
 
 Source: https://arxiv.org/abs/2401.04088, transformers ``models/mixtral``.
 """
@@ -81,12 +81,12 @@ def weight_map(config: MixtralConfig) -> WeightMap:
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``num_experts``, another name of ``num_local_experts``."""
+    """Read ``num_local_experts``, or ``num_experts``, which is an alternative name for it."""
     return {"num_local_experts" if key == "num_experts" else key: value for key, value in hf.items()}
 
 
 def other_maps(config: MixtralConfig) -> list[WeightMap]:
-    """The layouts of transformers 5, which names the layer ``mlp``, fuses its experts, or both."""
+    """The layouts of transformers 5, in which the layer is called ``mlp``, or the experts are fused, or both."""
     return [
         _map(config, "mlp", fused=True),
         _map(config, "mlp", fused=False),
@@ -97,13 +97,13 @@ def other_maps(config: MixtralConfig) -> list[WeightMap]:
 def _map(config: MixtralConfig, name: str, *, fused: bool) -> WeightMap:
     moe = f"model.layers.{{i}}.{name}"
     expert = f"{moe}.experts.{{x}}"
-    # Newer checkpoints have one tensor for all experts, older ones three matrices per expert.
+    # Newer checkpoints have one tensor per projection for all experts. Older ones have three matrices per expert.
     gate_up, down = (
         fused_expert_rows(f"{moe}.experts.gate_up_proj", f"{moe}.experts.down_proj")
         if fused
         else expert_rows(f"{expert}.w1.weight", f"{expert}.w3.weight", f"{expert}.w2.weight", config.num_local_experts)
     )
-    # None removes the matrices of a dense MLP from the map of a decoder.
+    # None removes an entry of `decoder_map`, here the matrices of the dense MLP.
     return decoder_map(
         config,
         instead={

@@ -1,7 +1,7 @@
 """Nemotron-3 8B, Nemotron-4 340B and 15B, Minitron 4B and 8B, Nemotron-Mini: model_type ``nemotron``.
 
-Differs from Llama: norms are LayerNorms with bias, whose weight is stored as its difference from 1 ("LayerNorm1P"); the
-MLP has no gate, and its activation is the square of ReLU; only the first ``partial_rotary_factor`` of each head is
+Differs from Llama: norms are LayerNorms with bias, whose weight is stored minus 1 ("LayerNorm1P"); the MLP has no gate,
+and its activation is the square of ReLU; of each head, only the first ``partial_rotary_factor`` · D dimensions are
 rotated.
 
 Source: https://arxiv.org/abs/2402.16819, https://arxiv.org/abs/2407.14679, transformers ``models/nemotron``.
@@ -83,7 +83,7 @@ class LigerNemotron(CausalLM):
         return norm1p(config, self.kernels)
 
 
-IGNORED_KEYS = ("kv_channels",)  # the size of a head in NeMo; transformers does not read it
+IGNORED_KEYS = ("kv_channels",)  # NeMo's name for the size of a head; transformers does not read it
 
 
 def weight_map(config: NemotronConfig) -> WeightMap:

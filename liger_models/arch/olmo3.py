@@ -1,8 +1,8 @@
 """OLMo 3: model_type ``olmo3``.
 
 Differs from Llama: attention and the MLP have a norm after them instead of before them; queries and keys are normalized
-before the rotation, over all heads of a token together; norms multiply by their weight in fp32; three of four layers
-attend only to the last ``sliding_window`` tokens, and rotate without ``rope_scaling``.
+before the rotation, with one norm over all heads of a token; norms multiply by their weight in fp32; three of every
+four layers attend only to the last ``sliding_window`` tokens and do not use ``rope_scaling``.
 
 Source: https://arxiv.org/abs/2512.13961, transformers ``models/olmo3``.
 """
@@ -30,8 +30,8 @@ from liger_models.layers.rope import RotaryEmbedding
 class Olmo3Config(RMSNormDecoderConfig):
     """Sizes and constants of an OLMo 3 model.
 
-    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. ``rope_local_base_freq`` (Gemma 3's name)
-    is the rotary base of the layers with a window.
+    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. ``rope_local_base_freq`` is the rotary
+    base of the layers with a window; the name comes from Gemma 3.
     """
 
     vocab_size: int = 50304
@@ -50,7 +50,7 @@ class Olmo3Config(RMSNormDecoderConfig):
         check_layer_types("Olmo3Config", self.layer_types, self.num_hidden_layers)
 
     def layer_type(self, layer: int) -> str:
-        """The type of a layer and name of its rotary embedding, "sliding_attention" or "full_attention"."""
+        """Type of a layer and name of its rotary embedding: "sliding_attention" or "full_attention"."""
         if self.layer_types is not None:
             return self.layer_types[layer]
         return "sliding_attention" if (layer + 1) % 4 else "full_attention"
@@ -63,7 +63,7 @@ class Olmo3Block(nn.Module):
         super().__init__()
         norm = fp32_norm(config, kernels)
         layer_type = config.layer_type(layer)
-        # The norms of q and k span all heads. Branches read the residual stream as it is.
+        # The norms of q and k span all heads. There is no norm before a branch.
         self.self_attn = LigerQKNormAttention.from_config(
             config,
             layer,
@@ -81,7 +81,7 @@ class Olmo3Block(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        # The result of a branch is normed before it joins the residual stream.
+        # The output of a branch is normalized before it is added to the residual stream.
         x, residual = self.self_attn.add_norm(None, x, residual, layout)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(None, x, residual)
@@ -99,25 +99,28 @@ class LigerOlmo3(CausalLM):
         return fp32_norm(config, self.kernels)(config.hidden_size)
 
     def build_rotary(self, config: Olmo3Config) -> dict[str, nn.Module]:
-        """A rotary embedding for each type of layer; layers with a window have their own base."""
+        """One rotary embedding per layer type. The base of layers with a window is ``rope_local_base_freq``."""
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
         return {"full_attention": super().build_rotary(config)["default"], "sliding_attention": sliding}
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read transformers 5's ``rope_parameters`` per layer type, the only key with the base of layers with a window."""
+    """Read ``rope_parameters`` per layer type, as written by transformers 5.
+
+    No other key has the base of the layers with a window.
+    """
     values = {key: value for key, value in hf.items() if key != "rope_local_base_freq"}
     return flat_rope(values, Olmo3Config.rope_theta)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Also write transformers 5's ``rope_parameters`` if the sliding layers' base differs from all released models.
+    """Also write ``rope_parameters`` if the rotary base of layers with a window is not that of the released models.
 
-    transformers 5 applies the older ``rope_theta`` only to the layers without a window. transformers 4 has one base for
-    all layers.
+    transformers 5 reads this key; it applies the older ``rope_theta`` only to the layers without a window. transformers
+    4 has one base for all layers.
     """
     out = dict(keys)
-    # The released files have one base, which every version of transformers reads.
+    # Released files have one base for all layers, which every version of transformers reads.
     local = out.pop("rope_local_base_freq")
     if local != Olmo3Config.rope_local_base_freq:
         full = {"rope_type": "default", **(keys["rope_scaling"] or {}), "rope_theta": keys["rope_theta"]}

@@ -1,10 +1,10 @@
 """Phi-3 mini and medium, Phi-3.5-mini, Phi-4, Phi-4-mini: model_type ``phi3``.
 
-Differs from Llama: all layers attend only to the last ``sliding_window`` tokens if that is set
-(Phi-3-mini-4k); the long-context models scale the rotary frequencies with one set of divisors up to
-``original_max_position_embeddings`` and another beyond it (longrope); Phi-4-mini rotates only the first
-``partial_rotary_factor`` of each head. There are no biases. Checkpoints store q, k and v as one tensor, and gate and up
-as one tensor.
+Differs from Llama: if ``sliding_window`` is set (Phi-3-mini-4k), all layers attend only to the last ``sliding_window``
+tokens; the long-context models divide the rotary frequencies by one set of divisors for sequences of up to
+``original_max_position_embeddings`` tokens and by another set for longer ones (LongRoPE); Phi-4-mini rotates only the
+first ``partial_rotary_factor`` · D dimensions of each head. There are no biases. Checkpoints store q, k and v as one
+tensor, and gate and up as one tensor.
 
 Source: https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2503.01743, https://arxiv.org/abs/2402.13753 (LongRoPE),
 transformers ``models/phi3``.
@@ -89,7 +89,7 @@ class LigerPhi3(CausalLM):
     block_class = Phi3Block
 
 
-# Read by the code that came with the first releases, but not by transformers.
+# These keys are read by the code that came with the first releases, but not by transformers.
 IGNORED_KEYS = (
     "attention_bias",
     "embd_pdrop",
@@ -104,7 +104,7 @@ def weight_map(config: Phi3Config) -> WeightMap:
     """Maps the parameters of Phi-3 to the tensors of a Hugging Face checkpoint."""
     return decoder_map(
         config,
-        # The checkpoint has q, k and v one after the other in one matrix, and gate and up in another.
+        # The checkpoint stores q, k and v one after the other in one matrix, and gate and up in another matrix.
         instead={
             "self_attn.qkv_proj.weight": fused_qkv_rows(
                 "model.layers.{i}.self_attn.qkv_proj.weight",

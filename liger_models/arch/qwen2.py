@@ -1,8 +1,8 @@
 """Qwen2, Qwen2.5, Qwen1.5, QwQ: model_type ``qwen2``.
 
-Differs from Llama: the q, k and v projections always have biases, and the output projection never has one. With
-``use_sliding_window`` the layers from ``max_window_layers`` on attend only to the last ``sliding_window`` tokens;
-``layer_types``, if given, selects these layers instead. No released checkpoint uses the window.
+Differs from Llama: the q, k and v projections always have biases, and the output projection never has one. If
+``use_sliding_window`` is set, the layers from ``max_window_layers`` on attend only to the last ``sliding_window``
+tokens. If ``layer_types`` is given, it selects these layers instead. No released checkpoint uses the window.
 
 Source: https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2412.15115, transformers ``models/qwen2``.
 """
@@ -71,7 +71,7 @@ class LigerQwen2(CausalLM):
     block_class = Qwen2Block
 
 
-IGNORED_KEYS = ("use_mrope",)  # in config.json of the text models; transformers does not read it
+IGNORED_KEYS = ("use_mrope",)  # a key of the text models that transformers does not read
 
 
 def weight_map(config: Qwen2Config) -> WeightMap:

@@ -1,8 +1,9 @@
 """Qwen3-MoE (30B-A3B, 235B-A22B, Coder): model_type ``qwen3_moe``.
 
 Differs from Qwen3: the MLP of layer i is a mixture of experts if i + 1 is a multiple of ``decoder_sparse_step`` and i
-is not in ``mlp_only_layers``. Routing weights are renormalized if ``norm_topk_prob`` is set, and rounded to the dtype
-of the router logits. With ``output_router_logits`` the load-balancing loss is added to the loss.
+is not in ``mlp_only_layers``. Routing weights are rounded to the dtype of the router logits, and before that
+renormalized if ``norm_topk_prob`` is set. If ``output_router_logits`` is set, the load-balancing loss is added to the
+loss.
 
 Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3_moe``.
 """
@@ -58,7 +59,7 @@ class Qwen3MoeConfig(RMSNormDecoderConfig):
     eos_token_id: int | list[int] | None = None
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer's MLP is a mixture of experts."""
+        """Whether the MLP of a layer is a mixture of experts."""
         step = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
         return step and layer not in (self.mlp_only_layers or ())
 
@@ -80,7 +81,7 @@ class Qwen3MoeBlock(nn.Module):
             window=config.sliding_window if config.use_sliding_window else None,
         )
         self.post_attention_layernorm = norm(config.hidden_size)
-        # Some layers can have a dense MLP in place of the experts.
+        # Some layers can have a dense MLP instead of experts.
         self.mlp: LigerMoE | LigerSwiGLUMLP
         if not config.is_sparse(layer):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
@@ -96,7 +97,7 @@ class Qwen3MoeBlock(nn.Module):
             )
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and router logits if any."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
@@ -113,7 +114,7 @@ IGNORED_KEYS = ("max_window_layers",)  # either all layers have the window or no
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``num_local_experts``, transformers 5's name of ``num_experts``."""
+    """Read ``num_experts``, or ``num_local_experts``, which is its name in transformers 5."""
     return {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
 
 
@@ -127,13 +128,13 @@ def weight_map(config: Qwen3MoeConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen3MoeConfig) -> list[WeightMap]:
-    """The layout of transformers 5, with all experts of a layer in one tensor per projection."""
+    """The layout of transformers 5, in which each projection is one tensor for all experts of a layer."""
     experts = "model.layers.{sparse}.mlp.experts"
     return [_map(config, *fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj"))]
 
 
 def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> WeightMap:
-    # Only sparse layers have experts; the others keep the names of a dense MLP.
+    # Only sparse layers have experts. The other layers keep the names of a dense MLP.
     sparse = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
     return decoder_map(
         config,

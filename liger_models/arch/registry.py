@@ -1,4 +1,4 @@
-"""The table of model classes, in which families and user-defined architectures register."""
+"""The table of model classes, in which built-in families and custom architectures are registered."""
 
 import dataclasses
 import functools
@@ -17,13 +17,13 @@ from liger_models.convert.format import FORMATS, CheckpointFormat
 from liger_models.convert.weight_map import WeightMap
 
 MODEL_CLASSES: dict[str, type[CausalLM]] = {}
-"""``model_type`` -> model class of each family imported so far and of each architecture given to `register`."""
+"""Maps ``model_type`` to the model class, for each imported family and each architecture given to `register`."""
 
 NOT_FAMILIES = ("auto", "registry")
-"""Modules of this package that define no family, besides those whose names begin with an underscore.
+"""Modules of this package that define no family. Modules whose names begin with an underscore are not listed.
 
-A family's file is named after its ``model_type``. The ``__init__.py`` of a family's folder has a table ``MODEL_TYPES``:
-each ``model_type``, and the file that registers it.
+A family's file is named after its ``model_type``. The ``__init__.py`` of a family's folder has a table ``MODEL_TYPES``,
+which maps each ``model_type`` to the file that registers it.
 """
 
 _NEEDED = ("vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings")
@@ -39,7 +39,7 @@ def built_in_modules() -> dict[str, str]:
             continue
         path = f"{__package__}.{module.name}"
         if module.ispkg:
-            # A package has several families, and lists their files without importing them.
+            # A folder has several model types, and its table lists their files without importing them.
             files = importlib.import_module(path).MODEL_TYPES
             modules.update({model_type: f"{path}.{file}" for model_type, file in files.items()})
         else:
@@ -79,15 +79,15 @@ def register(
     to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
     hf_class: str | None = None,
 ) -> None:
-    """Register a custom architecture, so that it can be saved, and loaded by the ``model_type`` in config.json.
+    """Register a custom architecture, so that models can be saved, and loaded by the ``model_type`` in config.json.
 
-    Call it after the class definition, in the same module. Redefining the class, for example by rerunning a notebook
-    cell, replaces the earlier one.
+    Call this function after the class definition, in the same module. If the class is defined and registered again, for
+    example by rerunning a notebook cell, the new class replaces the earlier one.
 
     Args:
         model_type: ``model_type`` in config.json, which must not be in `list_archs` yet.
         model_class: class derived from `CausalLM`. Its ``config_class`` must be a dataclass that no other model uses,
-            with fields that JSON can represent; `DecoderConfig` has the usual ones.
+            and JSON must be able to represent its fields; `DecoderConfig` has the usual fields.
         weight_map: function from a config to the `WeightMap` of its checkpoints. By default parameters are stored under
             their own names.
         other_maps: function from a config to the `WeightMap` of each further layout. These layouts are read but never
@@ -114,7 +114,7 @@ def register(
         )
     assert config_class is not None
 
-    # A name is free, or it is that of an earlier definition of the same class.
+    # The model type must be unused, or belong to an earlier definition of the same class.
     before = MODEL_CLASSES.get(model_type)
     ours = model_type in built_in()
     if ours or (before is not None and _path(before) != _path(model_class)):
@@ -122,7 +122,7 @@ def register(
             f"register: model_type must be a name that is free, got {model_type!r}, which is taken by "
             f"{'an architecture of liger_models' if ours or before is None else _path(before)}. Choose another."
         )
-    # The class decides which format is written, so it has one model type.
+    # The class determines the format that is written, so a class has only one model type.
     for cls in (model_class, config_class):
         registered = FORMATS[cls].model_type if cls in FORMATS else None
         if registered not in (None, model_type):
@@ -148,7 +148,7 @@ def _path(cls: type) -> str:
 
 
 def _check_fields(config_class: type) -> None:
-    """Raise ValueError if `save_pretrained` could not write a config of this class, or loading could not read it."""
+    """Raise ValueError if a config of this class could not be saved by `save_pretrained` and loaded again."""
     hints = typing.get_type_hints(config_class)
     missing = [field for field in _NEEDED if field not in hints]
     if missing:

@@ -1,7 +1,8 @@
 """Seed-OSS 36B: model_type ``seed_oss``.
 
-Differs from Llama: the q, k and v projections have biases (``attention_bias``), and the output projection has its own
-switch (``attention_out_bias``); in training, the output of each branch has dropout.
+Differs from Llama: ``attention_bias`` selects whether the q, k and v projections have biases, and
+``attention_out_bias`` whether the output projection has one; in training, dropout is applied to the output of each
+branch.
 
 Source: https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct, transformers ``models/seed_oss``.
 """

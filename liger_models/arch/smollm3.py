@@ -1,9 +1,9 @@
 """SmolLM3: model_type ``smollm3``.
 
-Differs from Llama: every fourth layer does not rotate q and k (``no_rope_layers``; despite the name, 1 means rotation
-and 0 means none). The sliding layers of ``layer_types`` attend only to the last ``sliding_window`` tokens. If
-``layer_types`` is missing, the unrotated layers do, with ``use_sliding_window``. No released checkpoint uses the
-window. Embeddings are tied by default.
+Differs from Llama: every fourth layer does not rotate q and k. ``no_rope_layers`` has an entry per layer; despite its
+name, 1 means rotation and 0 means no rotation. Layers of type ``sliding_attention`` in ``layer_types`` attend only to
+the last ``sliding_window`` tokens. If ``layer_types`` is missing and ``use_sliding_window`` is set, the layers without
+rotation have this window. No released checkpoint uses the window. The head is tied to the embedding by default.
 
 Source: https://huggingface.co/blog/smollm3, https://arxiv.org/abs/2501.18795 (layers without rotation), transformers
 ``models/smollm3``.
@@ -103,7 +103,7 @@ class LigerSmolLM3(CausalLM):
     block_class = SmolLM3Block
 
 
-IGNORED_KEYS = ("max_window_layers",)  # a key of Qwen2's; transformers does not read it
+IGNORED_KEYS = ("max_window_layers",)  # a key of Qwen2 that transformers does not read for SmolLM3
 
 
 def weight_map(config: SmolLM3Config) -> WeightMap:

@@ -1,8 +1,8 @@
 """StarCoder2 3B, 7B, 15B: model_type ``starcoder2``.
 
-Differs from Llama: norms are LayerNorms with bias; all linear layers have biases (``use_bias``); the MLP has no gate,
-and its activation is GELU; all layers attend only to the last ``sliding_window`` tokens; in training, the embeddings
-and the output of each branch have dropout.
+Differs from Llama: norms are LayerNorms with bias; linear layers have biases if ``use_bias`` is set; the MLP has no
+gate, and its activation is GELU; all layers attend only to the last ``sliding_window`` tokens; in training, dropout is
+applied to the embeddings and to the output of each branch.
 
 Source: https://arxiv.org/abs/2402.19173, transformers ``models/starcoder2``.
 """
@@ -60,7 +60,7 @@ class Starcoder2Block(nn.Module):
         self.post_attention_layernorm = LigerLayerNorm(
             config.hidden_size, config.norm_epsilon, kernel=kernels.layer_norm
         )
-        # One matrix, an activation and another matrix: there is no gate.
+        # The MLP is a matrix, an activation and another matrix, without a gate.
         self.mlp = LigerMLP(
             config.hidden_size,
             config.intermediate_size,
@@ -84,7 +84,7 @@ class LigerStarcoder2(CausalLM):
     block_class = Starcoder2Block
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, tuple[int, int]]:
-        """Return the embeddings of this rank's tokens, with dropout, and the shape (B, T) of the whole batch."""
+        """Return the embeddings of this rank's tokens after dropout, and the shape (B, T) of the whole batch."""
         embeds, shape = super().embed(input_ids, inputs_embeds)
         return functional.dropout(embeds, self.config.embedding_dropout, self.training), shape
 
@@ -96,7 +96,7 @@ class LigerStarcoder2(CausalLM):
 IGNORED_KEYS = (
     "mlp_type",
     "norm_type",
-)  # what the first releases say of the only layout; transformers does not read it
+)  # keys of the first releases for the only possible layout; transformers does not read them
 
 
 def weight_map(config: Starcoder2Config) -> WeightMap:

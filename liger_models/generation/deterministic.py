@@ -1,4 +1,4 @@
-"""Forwards of training and of rollouts with bitwise equal log-probabilities."""
+"""Bitwise identical log-probabilities in training and in rollouts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,21 +18,21 @@ from liger_models.layers.recompute import is_compiled
 
 @contextmanager
 def deterministic_forward(model: Decoder) -> Iterator[None]:
-    """Context in which a forward computes every row as if it were alone, bit for bit.
+    """Context in which the result of a row is bitwise identical to the result of running the row alone.
 
-    With the same weights, dtype, device and versions, a forward with labels then computes the log-probabilities of
-    ``rollout(..., deterministic=True)`` bit for bit. This holds for ``return_log_probs=True``, for the losses of
-    `losses.grpo` and for `fused_linear_logprobs` without the entropy, and for packed, padded, chunked and continuous
-    batches. The backward may run outside of the context. It uses the ordinary kernels, whose results do depend on the
-    batch.
+    If weights, dtype, device and software versions are the same, the log-probabilities of a forward with labels are
+    bitwise identical to those of ``rollout(..., deterministic=True)``. This holds for ``return_log_probs=True``, for
+    the losses of `losses.grpo`, and for `fused_linear_logprobs` without the entropy. It also holds for packed, padded,
+    chunked and continuous batches. The backward may run outside of the context; it uses the ordinary kernels, whose
+    results depend on the batch.
 
     Args:
-        model: the model whose forwards run in the context. It may have unmerged adapters, and FSDP may have sharded it.
+        model: the model whose forwards run in the context. It may have unmerged adapters, and may be sharded by FSDP.
 
     Raises:
-        ValueError: a layer of the model does not support this (linear attention, attention to images, float8), parts
-            of the model run in plain torch on an accelerator, or the model is compiled, under autocast, or distributed
-            by anything but FSDP.
+        ValueError: the model has linear attention, attention to images, or float8 layers; parts of it run in plain
+            torch on an accelerator; it is compiled or runs under autocast; or it is distributed in another way than by
+            FSDP.
     """
     refused = refusal(model)
     if refused is not None:
@@ -42,10 +42,10 @@ def deterministic_forward(model: Decoder) -> Iterator[None]:
 
 
 def refusal(model: Decoder) -> str | None:
-    """The reason why `deterministic_forward` refuses this model; None if it accepts the model."""
+    """Return the reason why `deterministic_forward` does not support this model; None if it does."""
     name, groups, device = type(model).__name__, model.groups, model.device.type
 
-    # Properties of the model as a whole.
+    # Check properties of the whole model.
     if any(is_compiled(module) for module in model.modules()):
         return f"model must not be compiled, got a compiled {name}"
     if any(group is not None for group in (groups.tensor, groups.context, groups.expert)):
@@ -53,10 +53,10 @@ def refusal(model: Decoder) -> str | None:
     if torch.is_autocast_enabled(device):
         return f"model must not run under autocast, got it for {device}"
     head: nn.Module = model.lm_head
-    if not isinstance(head, LigerLMHead):  # tools replace it
+    if not isinstance(head, LigerLMHead):  # other tools may replace the head
         return f"lm_head must be a LigerLMHead, got {type(head).__name__}"
 
-    # Properties of single layers.
+    # Check properties of each layer.
     for path, layer in named_layers(model.layers):
         if not layer.batch_invariant or (layer.attention and not layer.attention.takes_pages):
             return f"layers must be causal softmax attention and MLPs, got layers.{path}: {type(layer).__name__}"
@@ -70,14 +70,14 @@ def refusal(model: Decoder) -> str | None:
 
 
 def _multiplies_in_float8(linear: nn.Linear) -> bool:
-    """Whether a layer was converted to float8, by this package or by torchao, or has a frozen float8 weight."""
+    """Whether this package or torchao has converted a layer to float8, or the layer has a frozen float8 weight."""
     converted = hasattr(linear, "float8_recipe") or type(linear).__module__.startswith("torchao.")
     format_ = frozen_format(linear)
     return converted or (format_ is not None and format_.rounds_inputs)
 
 
 def head_outputs(head: LigerLMHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Products [B, V] of hidden states [B, C] with the head, in the computing dtype, and their fp32 logits."""
+    """Multiply hidden states [B, C] by the head's weight. Returns the products [B, V], and the fp32 logits."""
     x, weight = head.operands(hidden)
     raw = logits_buffer(x, len(weight), len(x))  # [B, V]
     write_logits(x, weight, None, raw)

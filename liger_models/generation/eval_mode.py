@@ -1,4 +1,4 @@
-"""Contexts around generation: modules in eval mode, and parameters that FSDP shards again at the end."""
+"""Contexts for generation, which put modules into eval mode and let FSDP shard parameters again afterwards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ from torch import nn
 
 _lock = Lock()
 _held: dict[nn.Module, int] = {}
-"""Module that was in training mode -> number of contexts that hold it in eval mode. Threads may share a model."""
+"""Maps modules that were in training mode to the number of contexts that keep them in eval mode, in any thread."""
 
 
 @contextmanager
 def evaluating(modules: list[nn.Module]) -> Iterator[None]:
-    """Put modules into eval mode, and restore the mode of each afterwards."""
+    """Context in which modules are in eval mode. The mode of each module is restored afterwards."""
     with _lock:
-        # A module in `_held` is in eval mode only because of another context, which may end before this one.
+        # A module in `_held` is in eval mode because of another context, which may end before this one.
         training = [module for module in modules if module.training or module in _held]
         for module in training:
             _held[module] = _held.get(module, 0) + 1
@@ -34,10 +34,10 @@ def evaluating(modules: list[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def resharded(*models: Any) -> Iterator[None]:
-    """Context after which FSDP holds no gathered parameters of these models. None is skipped.
+    """Context at whose end FSDP shards all gathered parameters of these models again. A model may be None.
 
     After a forward without a backward, FSDP keeps some parameters gathered. ``model.parameters()`` then returns the
-    gathered ones, and an optimizer would update them in vain.
+    gathered tensors, and an optimizer's updates of them would be lost.
     """
     try:
         yield

@@ -1,12 +1,13 @@
-"""The step that decodes one token of each row, as one CUDA graph that is replayed for all tokens.
+"""Decoding steps of one token per row, which run as a CUDA graph that is replayed for every token.
 
-A step launches hundreds of small kernels, and the host takes longer to launch them than a GPU to run them. A graph
-needs one launch. Its kernels read the token, its position and the state of the cache from tensors that never move, so
-one graph serves prompts of all lengths up to the capacity of its cache.
+A step launches hundreds of small kernels, and the host takes longer to launch them than a GPU takes to run them. A
+graph needs only one launch. The kernels of the graph read the tokens, their positions and the cache from tensors at
+fixed addresses, so one graph can be used for all lengths up to the capacity of its cache.
 
 A step and its cache are made for a number of rows and a number of tokens, both rounded up. A model in eval mode keeps a
-few steps for later calls, see `MOST_STEPS` and `MOST_MEMORY`. It drops them when it changes in a way that a captured
-step would miss, but not for new values in the same parameters. `release_steps` drops all steps at once.
+few steps for later calls; see `MOST_STEPS` and `MOST_MEMORY`. The steps are dropped when the model changes in a way
+that a captured step would not notice. New values in the same parameters are not such a change. `release_steps` drops
+all steps at once.
 """
 
 import functools
@@ -32,28 +33,30 @@ from liger_models.layers.recompute import is_compiled, is_hooked
 
 MOST_STEPS = 4
 MOST_MEMORY = 1 / 32
-"""The most steps that a model keeps, and the largest share of a GPU's memory that their caches and adapter factors take
-together. A step that takes more by itself is not kept. Each graph also needs a few MiB for the activations of one
-token of each row."""
+"""The maximum number of steps that a model keeps, and the largest fraction of GPU memory for their tensors.
+
+A step that needs more than this fraction is not kept. In addition, each graph needs a few MiB for the activations of
+one token per row.
+"""
 
 FIRST_TOKENS = 2048
-"""A step first has room for this many new tokens of each row. When the room is full, its capacity doubles."""
+"""Number of new tokens per row for which a step initially has room. When the room is used up, it doubles."""
 
 EVERY_BATCH = 16
-"""A number of rows up to this one is rounded up to a power of two, a larger number to a multiple of this one."""
+"""Numbers of rows up to this are rounded up to a power of two, and larger ones to a multiple of this."""
 
 _kept: WeakKeyDictionary[nn.Module, list["DecodeStep"]] = WeakKeyDictionary()
 
 
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which everything on a GPU is captured."""
+    """Return the stream on which all graphs of a GPU are captured."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def keeps_random_numbers(device: torch.device) -> Iterator[None]:
-    """Context that restores a GPU's random generator if a capture fails: a failed capture leaves it unusable."""
+    """Context that restores a GPU's random generator after a failed capture, which leaves it unusable."""
     random = torch.cuda.default_generators[device.index]
     unharmed = random.clone_state()
     try:
@@ -64,21 +67,21 @@ def keeps_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 def last_logits(model: Decoder, ids: Tensor, **options: Any) -> Tensor:
-    """The logits of the last tokens of a forward, [B, V]."""
+    """Return the logits of the last tokens of a forward, [B, V]."""
     logits: Tensor = model(ids, logits_to_keep=1, **options).logits
     return logits[:, -1]
 
 
 class DecodeStep:
-    """The forward of one token of each row, captured on its second call.
+    """The forward of one token per row, which is captured on its second call.
 
-    The first call compiles kernels and allocates what libraries need, so it is an ordinary forward.
+    The first call is an ordinary forward, in which kernels are compiled and libraries allocate their memory.
 
     Args:
         cache: the cache that the step reads and extends.
         captured: whether to capture the step.
-        model_state: `state_of` the model, for a step that the model keeps.
-        records_routing: whether to keep the experts that each step chose in ``routed_experts``.
+        model_state: the result of `state_of` for the model, if the model is to keep the step.
+        records_routing: whether to store the chosen experts of each step in ``routed_experts``.
         returns_hidden: whether to return the input of the head, [B, C], instead of the logits.
     """
 
@@ -94,9 +97,9 @@ class DecodeStep:
         self.cache, self.captured, self.model_state = cache, captured, model_state
         self.records_routing, self.returns_hidden = records_routing, returns_hidden
         self.derived = DerivedTensors()
-        """Tensors that a captured step reads besides the parameters and the cache."""
+        """Tensors that a captured step reads in addition to the parameters and the cache."""
         self.routed_experts: Tensor | None = None
-        """The experts of the last step, [rows, L, K] int16. The next step may overwrite them."""
+        """The experts that the last step chose, [rows, L, K] int16. The next step may overwrite them."""
         rows, device = cache.rows, cache.lengths.device
         self.graph: torch.cuda.CUDAGraph | None = None
         self._called = False
@@ -106,7 +109,7 @@ class DecodeStep:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory in the tensors that a step keeps."""
+        """Number of bytes of device memory in the tensors that the step keeps."""
         return self.cache.num_bytes + self.derived.num_bytes
 
     def prefill(
@@ -117,7 +120,7 @@ class DecodeStep:
         Args:
             model: the model.
             ids: [B, T] int64.
-            attention_mask: [B, T], 0 for padding on the left; None for no padding.
+            attention_mask: [B, T], which is 0 for padding on the left; None for no padding.
             repeats: number of consecutive rows that continue each prompt.
             options: other arguments of the forward.
 
@@ -131,13 +134,13 @@ class DecodeStep:
         return logits
 
     def reserve(self, tokens: int, most: int) -> None:
-        """Make room for ``tokens`` tokens of each row. The capacity at least doubles if it grows, up to ``most``."""
+        """Make room for ``tokens`` tokens per row. If the capacity must grow, it at least doubles, up to ``most``."""
         if tokens > self.cache.capacity:
             self.cache.grow(min(max(tokens, 2 * self.cache.capacity), most))
             self.graph, self._called = None, False
 
     def __call__(self, model: Decoder, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Run one more token of each row.
+        """Run one more token per row.
 
         Args:
             model: the model.
@@ -149,20 +152,20 @@ class DecodeStep:
         """
         B = len(tokens)
         positions = positions.expand(*positions.shape[:-2], B, 1)
-        if self._positions is None or self._positions.dim() != positions.dim():  # images came or went
+        if self._positions is None or self._positions.dim() != positions.dim():  # only some calls have images
             self._positions = positions.new_empty(*positions.shape[:-2], self.cache.rows, 1)
             self.graph, self._called = None, False
 
-        # Graphs read their inputs from these two tensors, for all rows of the cache: B is rounded up.
+        # A graph reads its inputs from these two tensors, which have all rows of the cache, while B may be smaller.
         self._tokens.copy_(self.cache.of_rows(tokens)[:, None])
         self._positions.copy_(self.cache.of_rows(positions, -2))
         if self.captured and self._called and self.graph is None:
             self._capture(model)
         if self.graph is not None:
             self.graph.replay()
-            return self._logits[:B].clone()  # the next call overwrites them
+            return self._logits[:B].clone()  # the next call overwrites the logits
 
-        # An ordinary forward: the first call, or a step that is not captured.
+        # The first call, and every call of a step that is not to be captured, is an ordinary forward.
         logits = self._run(model)
         self._called = True
         self.captured = self.captured and self.cache.is_settled
@@ -171,7 +174,7 @@ class DecodeStep:
     def _run(self, model: Decoder) -> Tensor:
         self.cache.step()
         kept: dict[str, Any] = {"return_logits": False} if self.returns_hidden else {"logits_to_keep": 1}
-        with overlapping(self.captured):  # otherwise weights may be gathered in a step
+        with overlapping(self.captured):  # without capture, FSDP may write weights in a step
             out = model(self._tokens, position_ids=self._positions, cache=self.cache, **kept)
         if self.records_routing:
             self.routed_experts = model.choose_experts(out.router_logits)
@@ -179,8 +182,8 @@ class DecodeStep:
         return result[:, -1]
 
     def _capture(self, model: Decoder) -> None:
-        # `torch.cuda.graph` is not used, because it first returns all cached memory to the driver.
-        # The error of the forward is the cause. `capture_end` then fails as well and would hide it.
+        # `torch.cuda.graph` is not used, because it would first return all cached memory to the driver. If the forward
+        # fails, `capture_end` fails as well, and its error must not hide the error of the forward.
         device, cause = self._tokens.device, None
         graph, stream = torch.cuda.CUDAGraph(), capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -208,19 +211,19 @@ class DecodeStep:
 
 @contextmanager
 def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
-    """Context with a step for B rows of up to ``tokens`` tokens. A kept step of the model is used if it fits.
+    """Context with a step for B rows of up to ``tokens`` tokens, which is one that the model has kept if possible.
 
     Args:
-        model: the model. It keeps the step afterwards if it is on one GPU and none of its modules is in training mode.
-            Under tensor parallelism no step is kept: a process group can't be destroyed while a graph uses it.
+        model: the model. It keeps the step afterwards if it is on one GPU and no module is in training mode. Under
+            tensor parallelism no step is kept, because a process group can't be destroyed while a graph uses it.
         B: number of rows.
-        tokens: number of tokens of each row that the cache must hold.
+        tokens: number of tokens per row that the cache must hold.
     """
     if not can_capture(model):
         yield DecodeStep(PagedCache(B, tokens, model.device), captured=False)
         return
 
-    # The smallest kept step that fits, or a new one. Steps of an earlier state of the model are dropped.
+    # Take the smallest kept step that is large enough, or make one. Steps of an earlier state of the model are dropped.
     state, rows = state_of(model), rounded_rows(B)
     kept = _kept.setdefault(model, [])
     kept[:] = [step for step in kept if step.model_state == state]
@@ -244,21 +247,22 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
 
 
 def release_steps(model: Decoder) -> None:
-    """Free the memory of the steps that a model keeps."""
+    """Drop all steps that a model keeps, and free their memory."""
     _kept.pop(model, None)
 
 
 def can_capture(model: Decoder) -> bool:
-    """Whether steps of a model run as CUDA graphs: without hooks, compiled modules and autocast.
+    """Whether steps of a model run as CUDA graphs.
 
-    The model is on one GPU, or `apply_tp` has sharded it. Its all-reduces are then captured, too.
+    The model must be on one GPU, or sharded by `apply_tp`, in which case the all-reduces are captured, too. There must
+    be no hooks, no compiled modules and no autocast.
     """
-    # A hook would run once, at the capture, and a compiled module may launch kernels in other ways.
+    # A hook would run only once, during the capture, and a compiled module may launch kernels in other ways.
     device, tensor = model.device.type, model.groups.tensor
     return (
         device == "cuda"
         and use_triton(model.embed_tokens.weight)
-        and not torch.is_autocast_enabled(device)  # its casts of the weights are freed when it ends
+        and not torch.is_autocast_enabled(device)  # the casted weights are freed when autocast ends
         and model.groups == ParallelGroups(tensor=tensor)
         and not any(is_hooked(module) or is_compiled(module) for module in model.modules())
         and (tensor is not None or not any(is_sharded(parameter) for parameter in model.parameters()))
@@ -266,10 +270,13 @@ def can_capture(model: Decoder) -> bool:
 
 
 def state_of(model: nn.Module) -> list[Any]:
-    """Everything but values of tensors that the launches of a forward may depend on, as lists to compare by ``==``."""
+    """Return everything that the launches of a forward may depend on, except values of tensors.
+
+    The result consists of lists that can be compared by ``==``.
+    """
 
     def state(value: Any) -> Any:
-        if type(value) in (Tensor, nn.Parameter):  # subclasses, such as 4-bit weights, may own no memory
+        if type(value) in (Tensor, nn.Parameter):  # not subclasses, which may have no memory of their own
             return value.data_ptr(), value.dtype, value.shape, value.stride()
         if isinstance(value, dict):
             return [(name, state(item)) for name, item in value.items()]
@@ -287,11 +294,11 @@ def state_of(model: nn.Module) -> list[Any]:
 
 
 def rounded_rows(B: int) -> int:
-    """The number of rows of a step that serves B rows."""
+    """Return the number of rows of a step that is made for B rows."""
     return 1 << (B - 1).bit_length() if B <= EVERY_BATCH else -(-B // EVERY_BATCH) * EVERY_BATCH
 
 
 def rounded_tokens(tokens: int) -> int:
-    """The capacity of a step for ``tokens`` tokens of each row: whole pages, at most a quarter more tokens."""
+    """Return the capacity of a step for ``tokens`` tokens per row: whole pages, with few unused tokens."""
     unit = max(1 << max(tokens.bit_length() - 3, 0), paged_cache.PAGE)
     return -(-tokens // unit) * unit

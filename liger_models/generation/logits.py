@@ -20,7 +20,7 @@ from liger_models.layers.recompute import is_compiled
 from liger_models.layers.rope import DynamicScaling, switch_columns
 
 PAGED_DEVICES = ACCELERATORS
-"""Devices on which `generate` uses a `PagedCache`. On the CPU attention to pages copies all keys and values."""
+"""Devices on which `generate` uses a `PagedCache`. On the CPU, attention would first copy all pages."""
 
 
 @contextmanager
@@ -32,14 +32,14 @@ def next_logits(
     inputs: dict[str, Any],
     settings: Settings,
 ) -> Iterator[Callable[[int], Tensor]]:
-    """Context with a function: number of filled columns -> logits [B, V] of the next tokens.
+    """Context with a function from the number of filled columns to the logits [B, V] of the next tokens.
 
-    Call the function with T, then T + 1, and so on.
+    The function must be called with T first, then with T + 1, and so on.
 
     Args:
         model: the model.
-        rows: the rows, ``num_return_sequences`` consecutive ones for each prompt.
-        mask: [B, S], 0 for padding; None for no padding.
+        rows: the rows of the batch. Each prompt has ``num_return_sequences`` consecutive rows.
+        mask: [B, S], which is 0 for padding; None for no padding.
         positions: [1 or B, S] int64, or [3, 1 or B, S].
         inputs: further arguments of the forward that describe the prompts.
         settings: the options.
@@ -47,15 +47,15 @@ def next_logits(
     ids, repeats, new = rows.ids, settings.num_return_sequences, settings.max_new_tokens
     T = ids.shape[1] - new
 
-    # Columns at which all rotary frequencies of a row change (longrope). Cached keys are rotated by the old
-    # frequencies, so the cache is recomputed at these columns.
+    # Find the columns at which all rotary frequencies of a row change (LongRoPE). The cached keys were rotated with the
+    # old frequencies, so the cache is recomputed at these columns.
     furthest = positions.flatten(0, -2).amax(0)
     rotary: list[Any] = [*layers_of(model.rotary)]
     switches = switch_columns(rotary, positions)
     dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
 
     def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:
-        """The logits [B, V] after these columns, computed for each ``every``-th row and repeated for the others."""
+        """Return the logits [B, V] after these columns, computed for every ``every``-th row and then repeated."""
         logits = forward(
             model, ids[::every, first:end], position_ids=positions[..., ::every, first:end],
             attention_mask=None if mask is None else mask[::every, :end], **options,
@@ -65,12 +65,12 @@ def next_logits(
 
     @DerivedTensors().used()
     def of_all(end: int, cache: DecodeCache | None) -> Tensor:
-        """The logits after ``end`` columns by an ordinary forward of all columns that are not cached."""
+        """Return the logits after ``end`` columns, by an ordinary forward of the columns that are not cached."""
         if cache is None:
             return run(0, end, 1, last_logits)
         if any(cache.length <= switch < end for switch in switches):
             cache.length = 0
-        every = repeats if end == T else 1  # a prompt is computed once
+        every = repeats if end == T else 1  # each prompt is computed only once
         logits = run(cache.length, end, every, last_logits, cache=cache)
         if every > 1:
             cache.select(torch.arange(len(ids) // every, device=ids.device).repeat_interleave(every))
@@ -78,7 +78,7 @@ def next_logits(
         return logits
 
     def of_last(end: int, step: DecodeStep) -> Tensor:
-        """The logits after ``end`` columns by a step; a prefill runs the prompts."""
+        """Return the logits after ``end`` columns, by a prefill for the prompts and by a step for later columns."""
         step.reserve(end, T + new - 1)
         with step.derived.used():
             if end == T:
@@ -90,7 +90,7 @@ def next_logits(
     if settings.cache is not None:
         old = settings.cache.length
         cut_to_prefix(settings.cache, rows.context[::repeats, :T])
-        # Dynamic frequencies follow the length of the sequence, and cached keys keep the frequencies of an earlier one.
+        # Dynamic frequencies depend on the length of the sequence, and cached keys were rotated with earlier ones.
         reached = max(old, T) + int(furthest[-1]) + 1 - len(furthest)
         if any(T <= switch < old for switch in switches) or any(reached > length for length in dynamic):
             settings.cache.length = 0
@@ -100,7 +100,7 @@ def next_logits(
         yield lambda end: of_all(end, None)
     elif takes_pages(model) and (mask is None or not bool((mask.diff(dim=1) < 0).any())):  # no padding between tokens
         first = min(new, FIRST_TOKENS)
-        with borrow_step(model, len(ids), T + first - 1) as step:  # the last token is never cached
+        with borrow_step(model, len(ids), T + first - 1) as step:  # the last new token is never cached
             yield lambda end: of_last(end, step)
     else:
         cache = DecodeCache(T + new - 1)
@@ -110,7 +110,8 @@ def next_logits(
 def takes_pages(model: Decoder) -> bool:
     """Whether a model decodes on a `PagedCache`.
 
-    It must be on one of `PAGED_DEVICES`, all its attention layers must take pages, and no module may be compiled.
+    The model must be on one of `PAGED_DEVICES`, all its attention layers must support pages, and no module may be
+    compiled.
     """
     specs = [layer.attention for layer in layers_of(model.layers)]
     compiled = any(is_compiled(module) for module in model.modules())

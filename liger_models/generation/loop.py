@@ -1,7 +1,7 @@
-"""Continuing prompts: greedy decoding and sampling, with the names and semantics of transformers' ``generate``.
+"""Greedy decoding and sampling, with the names and semantics of ``generate`` in transformers.
 
-Differences from transformers: top-k is off by default (transformers keeps 50 tokens), and padding is never part of a
-repeated sequence of tokens.
+There are two differences from transformers. Top-k is off by default, while transformers keeps 50 tokens. Padding never
+counts as a part of a repeated sequence of tokens.
 """
 
 from collections import deque
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 STEPS_AHEAD = 2
-"""Number of steps that `generate` launches before it reads whether an earlier step has ended all rows. A GPU that
-waited for the host after each step would idle."""
+"""Number of steps that `generate` launches before it reads whether an earlier step has ended all rows.
+
+If the GPU had to wait for the host after each step, it would be idle in between.
+"""
 
 
 class GenerateOutput(NamedTuple):
@@ -35,9 +37,10 @@ class GenerateOutput(NamedTuple):
 
     Attributes:
         sequences: [B, T + new] int64, the padded prompts and their continuations.
-        logprobs: [B, new] fp32, log-probability of each new token in the model's own distribution, before
-            ``repetition_penalty``, ``temperature`` and all other options; 0 for the padding after the end of a row.
-        finish_reasons: for each row, "stop" or, if ``max_new_tokens`` ended it, "length".
+        logprobs: [B, new] fp32, the log-probability of each new token in the model's own distribution, to which
+            ``repetition_penalty``, ``temperature`` and all other options are not applied; 0 for the padding after the
+            end of a row.
+        finish_reasons: for each row, "length" if the row was ended by ``max_new_tokens``, and otherwise "stop".
     """
 
     sequences: Tensor
@@ -72,27 +75,28 @@ def generate(
     return_logprobs: bool = False,
     **options: "Unpack[Options]",
 ) -> Tensor | GenerateOutput:
-    """Continue the prompts.
+    """Generate continuations of prompts.
 
-    The model runs in eval mode without gradients, and its mode is restored afterwards.
+    The model runs in eval mode without gradients, and the mode of each module is restored afterwards.
 
     Args:
-        model: a language model. Under `apply_fsdp` all ranks must call this function, each with prompts of its own.
-            With images, a draft or ``use_cache=False`` all ranks must then run the same number of forwards.
-        input_ids: [B, T] integers, with shorter rows padded on the left; or a list of prompts, each a 1-D tensor or a
-            list of ids, which this function pads; or a single prompt.
+        model: a language model. If it is sharded by `apply_fsdp`, all ranks must call this function, each with its own
+            prompts, and with images, a draft or ``use_cache=False``, all ranks must run the same number of forwards.
+        input_ids: [B, T] integers, where shorter rows are padded on the left. It may also be a single prompt or a list
+            of prompts of different lengths, where a prompt is a 1-D tensor or a list of ids.
         max_new_tokens: maximum number of new tokens, at least 1.
-        return_logprobs: return `GenerateOutput`, with the log-probability of each new token.
+        return_logprobs: whether to return a `GenerateOutput`, which has the log-probability of each new token.
         options: see `Options`.
 
     Returns:
-        [B, T + new] int64 on the model's device: the padded prompts and their continuations, up to the step in which
-        the last row ended. Each prompt has ``num_return_sequences`` consecutive rows.
+        [B, T + new] int64 on the model's device: the padded prompts and their continuations. The last column is that of
+        the step in which the last row ended. Each prompt has ``num_return_sequences`` consecutive rows.
 
     Raises:
-        TypeError: an argument is neither in `Options` nor an argument of transformers whose value changes nothing here.
-        ValueError: an argument is out of range, a prompt is empty, or the mask has another shape than the prompts or
-            padding on the right.
+        TypeError: an argument is not in `Options`. Arguments of transformers are accepted if their value has no effect
+            here.
+        ValueError: an argument is out of range, a prompt is empty, or the mask does not have the shape of the prompts
+            or has padding on the right.
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
@@ -103,8 +107,8 @@ def generate(
     else:
         computed = speculate(model, ids, mask, settings, inputs, logprobs=return_logprobs)
 
-    # Under FSDP a rank with fewer steps runs further forwards at the end, of a token with a cache. They match the
-    # collectives of the other ranks only if these also run the model on tokens with a cache.
+    # Under FSDP, a rank with fewer steps finally runs further forwards of one token with a cache. Their collectives
+    # match those of the other ranks only if the other ranks also run forwards of tokens with a cache.
     alike = settings.draft_model is None and settings.use_cache and not inputs
     with resharded(model, settings.draft_model), in_lockstep(model) if alike else nullcontext():
         steps = list(computed)
@@ -121,15 +125,15 @@ def generate(
 def stream(
     model: Decoder, input_ids: Prompts, *, max_new_tokens: int, **options: "Unpack[Options]"
 ) -> Iterator[Tensor]:
-    """Continue the prompts, yielding the new tokens of each step.
+    """Generate continuations of prompts, and yield the new tokens of each step.
 
     Args:
-        model, input_ids, max_new_tokens, options: as in `generate`. They are checked at the call, not with the first
-            token.
+        model, input_ids, max_new_tokens, options: as in `generate`. They are checked when this function is called, not
+            when the first token is requested.
 
     Returns:
-        Iterator over the new tokens, [B] int64 per step. The model is in eval mode only while it computes a step.
-        Later changes of adapters have no effect after the first token.
+        An iterator over the new tokens, [B] int64 for each step. The model is in eval mode only while a step is
+        computed. Adapters must not be changed after the first token; changes would have no effect.
 
     Raises:
         TypeError, ValueError: as in `generate`.
@@ -147,7 +151,10 @@ def _tokens(model: Decoder, settings: Settings, steps: Iterator[Step]) -> Iterat
 
 
 def steps_ahead(device: torch.device, settings: Settings) -> int:
-    """How many steps `generate` may run past the end of all rows: 0 where a cache or a user's function would notice."""
+    """Return how many steps `generate` may run after all rows have ended.
+
+    It is 0 if a user's cache or function would be affected by these steps.
+    """
     noticed = settings.cache is not None or settings.logits_processor or settings.stop_strings is not None
     return 0 if noticed or device.type not in ACCELERATORS else STEPS_AHEAD
 
@@ -163,12 +170,12 @@ def _steps(
     logprobs: bool = False,
     ahead: int = 0,
 ) -> Iterator[Step]:
-    """The new tokens of each step, until every row has ended.
+    """Yield the new tokens of each step, until every row has ended.
 
     Args:
         prompts: [B, T] int64.
-        mask: [B, T] int64, 0 for padding; None for no padding.
-        inputs: inputs of the model that belong to the prompts besides their tokens.
+        mask: [B, T] int64, which is 0 for padding; None for no padding.
+        inputs: inputs of the model that belong to the prompts, in addition to the tokens.
         logprobs: whether to compute log-probabilities.
         ahead: number of steps to launch before the host reads whether every row has ended.
     """
@@ -176,7 +183,7 @@ def _steps(
     S = T + settings.max_new_tokens
     positions = model.prompt_positions(prompts, mask, settings.max_new_tokens, inputs)
 
-    # Several rows for each prompt. Without a cache, images are computed for every row.
+    # Repeat each prompt for its rows. Without a cache, images are computed for every row.
     if repeats > 1:
         if not settings.use_cache and inputs:
             with_images: Any = model
@@ -189,7 +196,7 @@ def _steps(
     if mask is not None:
         mask = nn.functional.pad(mask, (0, settings.max_new_tokens), value=1)
 
-    # Steps that are launched but not yet read, each with a function that waits for its answer.
+    # Steps that are launched but not yet read, each with a function that waits until it can be read.
     modules = list(model.modules())
     computed: deque[tuple[Step, Callable[[], bool]]] = deque()
 

@@ -1,7 +1,7 @@
 """The options of `generate` and `stream`, and their defaults from the checkpoint.
 
-An option that the call omits comes from the checkpoint's generation_config.json; stop and padding tokens may also come
-from config.json. So a chat model samples as its authors intended.
+Options that are missing in a call are read from the checkpoint's generation_config.json, so that a chat model samples
+as its authors intended. Stop and padding tokens may also be read from config.json.
 """
 
 import inspect
@@ -33,44 +33,44 @@ UNFILTERED: dict[str, Any] = {
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": [], "suppress_tokens": [],
     "min_new_tokens": 0, "stop_strings": [],
 }  # fmt: skip
-"""The defaults: tokens are drawn from the model's own distribution, and only stop tokens end a row."""
+"""The defaults, with which tokens are drawn from the model's own distribution, and only stop tokens end a row."""
 
 READ = {*DRAWING, *UNFILTERED, "do_sample", "eos_token_id", "pad_token_id"}
 """Keys of generation_config.json that are options."""
 
 HARMLESS = {
     "transformers_version", "bos_token_id", "decoder_start_token_id",
-    # The call says how many tokens there may be.
+    # The number of new tokens is an argument of the call.
     "max_length", "max_new_tokens",
-    # Parts of beam search, of which num_beams speaks.
+    # These only matter for beam search, which num_beams selects.
     "early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups",
-    # Probabilities are normalized anyway, and NaN is an error.
+    # Probabilities are always normalized, and NaN is an error.
     "renormalize_logits", "remove_invalid_values",
-    # What is returned besides the tokens.
+    # These select what is returned in addition to the tokens.
     "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
-    # Caches, drafts and compilation, which change the time alone.
+    # These concern caches, drafts and compilation, which affect only the speed.
     "use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size",
     "compile_config", "disable_compile", "continuous_batching_config", "use_mtp", "is_assistant",
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit",
     "assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens", "max_matching_ngram_size",
     "speculation_type",
 }  # fmt: skip
-"""Keys of generation_config.json that do not affect the tokens. A warning names all others that are not `READ`."""
+"""Keys of generation_config.json that do not affect the tokens. A warning lists other keys that are not in `READ`."""
 
 IDLE = {
     "num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1, "penalty_alpha": 0,
     "min_length": 0, "encoder_no_repeat_ngram_size": 0,
 }  # fmt: skip
-"""Values with which other keys have no effect, besides null, false and empty ones."""
+"""Values, in addition to null, false and empty ones, with which other keys have no effect."""
 
 
 class Range(NamedTuple):
-    """The values that an option may have, and the advice for other values.
+    """The values that an option may have, and the advice in the error for any other value.
 
     Attributes:
-        allows: whether a value is in the range.
-        text: the range, as the end of a sentence that begins with "must be".
-        advice: what to pass to switch the option off.
+        allows: function that returns whether a value is in the range.
+        text: description of the range that completes a sentence beginning with "must be".
+        advice: the value that switches the option off.
         number: the type of the number.
     """
 
@@ -98,11 +98,11 @@ COUNTS = {
     "num_return_sequences": (1, "Set 1 for one continuation of each prompt."),
     "num_draft_tokens": (1, "Omit draft_model for no drafts."),
 }
-"""Option that is an integer -> its smallest value, and the advice for other values."""
+"""Maps each integer option to its smallest value, and to the advice in the error for any other value."""
 
 
 class PromptInputs(TypedDict, total=False):
-    """Inputs besides the tokens that belong to the prompts. A model accepts the inputs that its ``forward`` has."""
+    """Inputs that belong to the prompts, in addition to the tokens. A model accepts those that its ``forward`` has."""
 
     pixel_values: Tensor | None
     image_grid_thw: Tensor | None
@@ -120,50 +120,59 @@ class PromptInputs(TypedDict, total=False):
 class Options(PromptInputs, total=False):
     """Keyword arguments of `generate` and `stream`, including the fields of `PromptInputs`.
 
-    An option that is missing or None is taken from the checkpoint (generation_config.json, then config.json). If it is
-    not set there either, the default in parentheses applies.
+    An option that is missing or None is read from the checkpoint: from generation_config.json, or else from
+    config.json. If neither has the option, the default in parentheses applies.
 
     Attributes:
-        attention_mask: [B, T], nonzero for tokens, 0 for padding; not allowed with a list of prompts. Default: as in
-            transformers, every ``pad_token_id`` is padding, unless it is also a stop token.
-        do_sample: sample tokens; False takes the most likely token. (False)
+        attention_mask: [B, T], nonzero for tokens and 0 for padding; not allowed with a list of prompts. By default, as
+            in transformers, every ``pad_token_id`` is padding, unless ``pad_token_id`` is also a stop token.
+        do_sample: whether to sample tokens instead of taking the most likely token. (False)
         temperature: positive divisor of the logits. (1)
-        top_k: sample from the k most likely tokens, and from tokens tied with the last of them; 0 for all tokens. (0)
-        top_p: sample from the smallest set of most likely tokens whose probabilities reach this sum, in (0, 1]. (1)
-        min_p: sample from tokens whose probability is at least this fraction, in [0, 1], of the highest one. (0)
-        typical_p: sample from the tokens whose information content is closest to the entropy: the smallest set whose
-            probabilities sum to at least this, in (0, 1] (locally typical sampling). (1)
-        epsilon_cutoff: sample from the tokens that have at least this probability, in [0, 1). (0)
-        eta_cutoff: ε, in [0, 1): like ``epsilon_cutoff`` with the lower of ε and √ε · exp(−entropy). (0)
-        repetition_penalty: positive number by which the logits of tokens already in the row are divided if they are
-            positive, or multiplied if they are negative. (1)
-        no_repeat_ngram_size: length of the token sequences that occur at most once in each row; 0 for no such rule. (0)
+        top_k: number of most likely tokens to sample from. Tokens as likely as the last of these are included. 0
+            samples from all tokens. (0)
+        top_p: number in (0, 1]. Tokens are sampled from the smallest set of most likely tokens whose probabilities add
+            up to at least this number. (1)
+        min_p: number in [0, 1]. Tokens are sampled from those whose probability is at least this fraction of the
+            highest probability. (0)
+        typical_p: number in (0, 1], for locally typical sampling. Tokens are ranked by how close their information
+            content is to the entropy, and sampled from the smallest set of top-ranked tokens whose probabilities add up
+            to at least this number. (1)
+        epsilon_cutoff: number in [0, 1). Tokens are sampled from those that have at least this probability. (0)
+        eta_cutoff: number ε in [0, 1). Like ``epsilon_cutoff``, with the smaller of ε and √ε · exp(−entropy) as the
+            minimum probability. (0)
+        repetition_penalty: positive number. For tokens that are already in the row, positive logits are divided by this
+            number, and negative logits are multiplied by it. (1)
+        no_repeat_ngram_size: number n such that no sequence of n tokens occurs twice in a row of the batch; 0 for no
+            limit. (0)
         bad_words_ids: sequences of tokens that are never generated. (none)
         suppress_tokens: tokens that are never generated. (none)
-        logits_processor: function ``(input_ids, logits) -> logits`` of the tokens so far [B, T] int64, padding
-            included, and the logits [B, V] fp32; or a list of such functions, for example transformers'
-            ``LogitsProcessorList``. They run after the other options that affect greedy decoding, and before
+        logits_processor: function ``(input_ids, logits) -> logits`` of the tokens so far, [B, T] int64 including
+            padding, and the logits [B, V] fp32; or a list of such functions, for example the ``LogitsProcessorList`` of
+            transformers. The functions are called after the other options that affect greedy decoding, and before
             temperature and the options that restrict sampling. (none)
-        min_new_tokens: minimum number of new tokens before a stop token. (0)
-        eos_token_id: token or tokens that end a row; ``[]`` for none. (none)
-        stop_strings: text or texts that end a row. The token that completes a text is the last of its row. The host
-            searches for the texts after every step. (none)
-        tokenizer: decodes tokens for ``stop_strings``. (the model's)
-        pad_token_id: token that fills ended rows, and pads lists of prompts on the left. (the first stop token)
+        min_new_tokens: minimum number of new tokens before a stop token may be chosen. (0)
+        eos_token_id: one or several stop tokens, which end a row; ``[]`` for no stop tokens. (none)
+        stop_strings: one or several strings that end a row. The token that completes a string is the last one of its
+            row. The host searches for the strings after every step. (none)
+        tokenizer: the tokenizer that decodes tokens for ``stop_strings``. (the model's tokenizer)
+        pad_token_id: token that fills rows after their end, and pads lists of prompts on the left. (the first stop
+            token)
         num_return_sequences: number of continuations of each prompt, in consecutive rows of the result. Each prompt is
             computed once. More than 1 needs ``do_sample``. (1)
-        generator: random number generator on the model's device. (the global one)
-        seed: an integer, or one for each row of the result. The draws of a row then depend on its seed and its tokens
-            alone, not on other rows, the device, or earlier draws. A single integer s gives the rows the seeds s,
-            s + 1, .... (draws come from ``generator``)
-        use_cache: use the decode cache; False recomputes the whole sequence for each token. (True)
-        cache: a `DecodeCache` with room for the prompts and all new tokens but the last. It holds these tokens after
-            the call and can be passed to the next one, as in a conversation: only tokens that follow the common
-            beginning are computed. The model's weights must be the same. Not allowed with images. (none)
-        draft_model: a smaller model with the same tokenizer, or `LigerMedusa` around the model. It proposes tokens, and
-            the model checks several at a time. The result is the same as without a draft, up to rounding. Sampling
-            needs ``seed``. Neither model may have recurrent states. (none)
-        num_draft_tokens: number of tokens that the draft proposes at a time. (5; with `LigerMedusa` one for each head)
+        generator: random number generator on the model's device. (the global generator)
+        seed: an integer, or a list of one integer per row of the result. If given, the draws of a row depend only on
+            the row's seed and tokens, not on other rows, the device or earlier draws. A single integer s gives the rows
+            the seeds s, s + 1, .... (draws come from ``generator``)
+        use_cache: whether to use the decode cache instead of recomputing the whole sequence for each token. (True)
+        cache: a `DecodeCache` with room for the prompts and all new tokens but the last. After the call it holds these
+            tokens, and it can be passed to the next call, for example in a conversation. The next call then computes
+            only the tokens after those that its prompts have in common with the cache. The weights of the model must
+            not change in between. Not allowed with images. (none)
+        draft_model: a smaller model with the same tokenizer, or a `LigerMedusa` of the model. It proposes tokens, and
+            the model verifies several of them in one forward. The result is the same as without a draft, up to
+            rounding. Sampling requires ``seed``. Neither model may have recurrent states. (none)
+        num_draft_tokens: number of tokens that the draft proposes at a time. (5, or the number of heads of a
+            `LigerMedusa`)
     """
 
     attention_mask: Tensor | None
@@ -195,7 +204,7 @@ class Options(PromptInputs, total=False):
 
 
 def shows_options(function: Function) -> Function:
-    """Decorate a function with ``**options: Unpack[Options]``, so that ``help`` shows the options one by one."""
+    """Decorate a function with ``**options: Unpack[Options]`` so that ``help`` lists the options."""
     signature = inspect.signature(function)
     *usual, _ = signature.parameters.values()
     options = [
@@ -208,7 +217,7 @@ def shows_options(function: Function) -> Function:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`Options` with all defaults filled in. Without stop and padding tokens, ``pad_token_id`` is None."""
+    """`Options` with all defaults filled in. ``pad_token_id`` is None if there are neither stop nor padding tokens."""
 
     max_new_tokens: int
     do_sample: bool
@@ -237,7 +246,7 @@ class Settings:
     num_draft_tokens: int
 
     def __post_init__(self) -> None:
-        # Numbers in a range. A tensor of one number is one, too.
+        # Check numbers with a range. A tensor with one element counts as a number.
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             is_number = isinstance(value, Tensor) or (isinstance(value, allowed.number) and not isinstance(value, bool))
@@ -247,13 +256,13 @@ class Settings:
             if not allowed.allows(value):
                 raise ValueError(f"generate: {name} must be {allowed.text}, got {value}. {allowed.advice}".rstrip())
 
-        # Integers with a smallest value.
+        # Check integers with a smallest value.
         for name, (least, advice) in COUNTS.items():
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= least):
                 raise ValueError(f"generate: {name} must be an integer of at least {least}, got {value!r}. {advice}")
 
-        # Options that depend on others.
+        # Check options that depend on others.
         if self.num_return_sequences != 1 and not self.do_sample:
             raise ValueError(
                 f"generate: num_return_sequences must be 1 without do_sample, got {self.num_return_sequences}. The "
@@ -267,8 +276,8 @@ class Settings:
 
 
 def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
-    """Fill in the defaults of the checkpoint, and check that all options are valid."""
-    # The options of the call come before those of the checkpoint.
+    """Fill in defaults, including those of the checkpoint, and check that all options are valid."""
+    # Options of the call override those of the checkpoint.
     names = [name for name in Options.__annotations__ if name not in PromptInputs.__annotations__]
     options = cast(Options, translate("generate", options, ["max_new_tokens", *names, *model.prompt_inputs]))
     stored = _generation_config(model)
@@ -276,7 +285,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     def option(name: str, *defaults: Any) -> Any:
         return _first(options.get(name), stored.get(name), *defaults)
 
-    # Options of sampling have no effect without it.
+    # Options for sampling have no effect without do_sample.
     do_sample = bool(option("do_sample", False))
     if not do_sample:
         stored = {name: value for name, value in stored.items() if name not in DRAWING}
@@ -284,7 +293,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         if idle:
             warnings.warn(f"generate: {idle} has no effect without do_sample=True.", stacklevel=3)
 
-    # Tokens that end rows and fill them.
+    # Find the stop tokens and the padding token.
     vocab = model.config.vocab_size
     stops: Any = option("eos_token_id", getattr(model.config, "eos_token_id", None), [])
     stops = stops.tolist() if hasattr(stops, "tolist") else stops
@@ -296,14 +305,14 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         raise ValueError(
             f"generate: pad_token_id must be in [0, {vocab}), got {pad}. Omit it to pad with the stop token."
         )
-    # Some checkpoints use −1 for no padding token.
+    # In some checkpoints, −1 stands for no padding token.
     pads = [pad, stored.get("pad_token_id"), getattr(model.config, "pad_token_id", None), *eos]
     strings, tokenizer = option("stop_strings", []), options.get("tokenizer")
     strings = list(strings) if isinstance(strings, list | tuple) else [strings]
     if strings and tokenizer is None and "tokenizer.json" in model.assets:
         tokenizer = getattr(model, "tokenizer")  # noqa: B009  not of `Decoder`
 
-    # Tokens that are not generated.
+    # Check the lists of tokens that are never generated.
     def are_tokens(tokens: Any) -> bool:
         return isinstance(tokens, Sequence) and all(isinstance(token, int) and 0 <= token < vocab for token in tokens)
 
@@ -312,12 +321,12 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         raise ValueError(f"generate: bad_words_ids must be lists of tokens in [0, {vocab}), got {words}.")
     if not are_tokens(suppressed):
         raise ValueError(f"generate: suppress_tokens must be tokens in [0, {vocab}), got {suppressed}.")
-    # The checkpoint's minimum may be more than a short call asks for.
+    # The minimum in the checkpoint may exceed the maximum of this call.
     least, limit = options.get("min_new_tokens"), cast(Any, max_new_tokens)
     if isinstance(least, int) and isinstance(limit, Real) and least > max_new_tokens:
         raise ValueError(f"generate: min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {least}.")
 
-    # Random numbers: a generator or seeds.
+    # Check the generator and the seeds, which exclude each other.
     generator, seed = options.get("generator"), cast(Any, options.get("seed"))
     if generator is not None and generator.device.type != model.device.type:
         raise ValueError(
@@ -330,7 +339,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     if not all(isinstance(number, int) and 0 <= number < 2**62 for number in seeds):
         raise ValueError(f"generate: seed must be an integer in [0, 2**62) or a list of them, got {seed!r}.")
 
-    # A cache that the caller keeps holds tokens only, no images.
+    # A cache that the caller keeps must contain no images.
     cache, inputs = options.get("cache"), [name for name in model.prompt_inputs if options.get(name) is not None]
     if cache is not None and (not isinstance(cache, DecodeCache) or options.get("use_cache") is False or inputs):
         raise ValueError(
@@ -364,12 +373,12 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
 
 
 def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
-    """Check the options of a draft, and return the number of tokens that it proposes at a time."""
+    """Check the options of a draft, and return the number of tokens that the draft proposes at a time."""
     draft, count = options.get("draft_model"), options.get("num_draft_tokens")
     if draft is None:
         return _first(count, 1)  # type: ignore[no-any-return]
 
-    # The draft, and options that it excludes.
+    # Check the draft, and the options that can't be combined with it.
     is_model = isinstance(draft, Decoder)
     if not is_model and (not hasattr(draft, "draft_logits") or draft.model is not model):
         raise ValueError(
@@ -388,7 +397,7 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
             "Pass seed=0, or do_sample=False."
         )
 
-    # The number of tokens: any with a model, at most one for each head with heads.
+    # A model may propose any number of tokens, and Medusa heads at most one token each.
     if is_model:
         return _first(count, 5)  # type: ignore[no-any-return]
     heads = len(draft.heads)
@@ -398,7 +407,7 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
 
 
 def select_inputs(model: Decoder, options: Options) -> dict[str, Any]:
-    """The options that are inputs of the model (see `Decoder.prompt_inputs`), on its device."""
+    """Return the options that are inputs of the model, on the model's device; see `Decoder.prompt_inputs`."""
     return {
         name: value.to(model.device) if isinstance(value, Tensor) else value
         for name, value in options.items()
@@ -407,7 +416,7 @@ def select_inputs(model: Decoder, options: Options) -> dict[str, Any]:
 
 
 def _generation_config(model: Decoder) -> dict[str, Any]:
-    """The content of the checkpoint's generation_config.json; {} if there is no such file."""
+    """Return the content of the checkpoint's generation_config.json, or {} if there is no such file."""
     name = "generation_config.json"
     stored = parse_json(model.assets.get(name, b"{}"), name)
     others = {key: value for key, value in stored.items() if key not in READ | HARMLESS and not key.startswith("_")}

@@ -1,25 +1,26 @@
-"""Decode caches that are kept from one call to the next, for prompts that begin with the same tokens."""
+"""Decode caches that are reused in a later call for prompts that begin with the same tokens."""
 
 from torch import Tensor
 
 from liger_models.layers.kv_cache import DecodeCache
 
 TOKENS = "tokens"
-"""Key in the decode cache: [B, S] int64, the cached tokens and perhaps further columns; padding is -1."""
+"""Key in the decode cache of [B, S] int64: the cached tokens, perhaps with further columns. Padding is -1."""
 
 
 def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
-    """Shorten a cache to the tokens that all prompts begin with, without the last token of the prompts.
+    """Shorten a cache to the columns in which it equals the prompts.
 
-    Columns are compared, so rows with different padding have nothing in common. Synchronizes with the device.
+    The last column of the prompts is never included, because it must be computed. A row whose padding has changed has
+    no column in common with the cache. Synchronizes with the device.
 
     Args:
-        cache: a new cache, or a cache that `remember` has been called with.
+        cache: an empty cache, or a cache for which `remember` was called.
         prompts: [B, T] int64, with −1 for padding.
 
     Raises:
-        ValueError: the cache has another number of rows, was not filled by ``generate``, or holds recurrent states of
-            tokens that the prompts do not begin with.
+        ValueError: the cache has another number of rows, was not filled by ``generate``, or has recurrent states and
+            the prompts do not begin with all its tokens.
     """
     if not cache.length:
         return
@@ -32,12 +33,12 @@ def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
             f"generate: cache must have a row for each of the {B} prompts, got {len(known)}. Use a new DecodeCache."
         )
 
-    # The number of columns before the first one that differs in any row.
+    # Count the columns before the first column that differs in any row.
     width = min(cache.length, T - 1)
     same = known[:, :width] == prompts[:, :width]
     length = int(same.all(0).cumprod(0).sum())
 
-    # Recurrent states hold all tokens at once, so they can't be cut.
+    # A recurrent state summarizes all tokens, so no token can be removed from it.
     if length < cache.length and cache.is_recurrent:
         difference = f"only {T} tokens"
         if length < width:
@@ -53,10 +54,10 @@ def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
 
 
 def remember(cache: DecodeCache, tokens: Tensor) -> None:
-    """Store the tokens of a cache for `cut_to_prefix`.
+    """Store the tokens of a cache in the cache, for `cut_to_prefix`.
 
     Args:
         cache: the cache.
-        tokens: [B, S] int64, with −1 for padding. Columns beyond the cached ones may be filled later.
+        tokens: [B, S] int64, with −1 for padding. Columns that are not cached yet may be filled later.
     """
     cache.extra[TOKENS] = tokens

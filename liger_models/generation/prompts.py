@@ -1,4 +1,4 @@
-"""Prompts as a padded batch of token ids."""
+"""Conversion of prompts to a padded batch of token ids."""
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral
@@ -11,15 +11,18 @@ from liger_models.generation.options import Settings
 from liger_models.layers.decoder import Decoder
 
 Prompts = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
-"""[B, T] or [T] integers, or a list of prompts, or a single prompt. Each prompt is a 1-D tensor or a list of ids."""
+"""[B, T] or [T] integers, a single prompt, or a list of prompts. A prompt is a 1-D tensor or a list of ids."""
 
 
 def batch_prompts(
     model: Decoder, prompts: Prompts, attention_mask: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor | None]:
-    """Check prompts and return ``(ids, mask)``, [B, T] int64 on the model's device; without padding, a mask of None."""
-    device, vocab = model.device, model.embed_tokens.num_embeddings  # placeholders may exceed the head's vocabulary
-    prompts = torch.as_tensor(prompts) if hasattr(prompts, "__array__") else prompts  # of NumPy
+    """Check prompts and return ``(ids, mask)``, both [B, T] int64 on the model's device.
+
+    The mask is None if there is no padding.
+    """
+    device, vocab = model.device, model.embed_tokens.num_embeddings  # placeholders may lie beyond the head's vocabulary
+    prompts = torch.as_tensor(prompts) if hasattr(prompts, "__array__") else prompts  # from NumPy
     if isinstance(prompts, Tensor):
         ids = prompts[None] if prompts.dim() == 1 else prompts
         mask = None if attention_mask is None else torch.as_tensor(attention_mask)
@@ -28,7 +31,7 @@ def batch_prompts(
             raise ValueError("generate: attention_mask needs a tensor of prompts; a list is padded here.")
         ids, mask = _pad(prompts, settings.pad_token_id or 0)
 
-    # The ids.
+    # Check and pad the ids.
     if ids.dim() != 2:
         raise ValueError(f"generate: input_ids must be [B, T], got {list(ids.shape)}.")
     if ids.numel() == 0:
@@ -42,7 +45,7 @@ def batch_prompts(
             f"generate: input_ids must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?"
         )
 
-    # Options that depend on the size of the batch.
+    # Check options that depend on the size of the batch.
     rows = len(ids) * settings.num_return_sequences
     if isinstance(settings.seed, list) and len(settings.seed) != rows:
         raise ValueError(
@@ -55,7 +58,7 @@ def batch_prompts(
             f"{None if settings.cache is None else settings.cache.capacity}. Make it larger."
         )
 
-    # The mask: the caller's, or by the padding token.
+    # Take the caller's mask, or find padding by the padding token.
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(
             f"generate: attention_mask must be {list(ids.shape)} like input_ids, got "
@@ -76,7 +79,7 @@ def batch_prompts(
 
 
 def _pad(prompts: Any, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """A list of prompts, or a single prompt, as ``(ids, mask)`` [B, T], padded on the left."""
+    """Pad a list of prompts, or a single prompt, on the left; return ``(ids, mask)``, both [B, T]."""
     if not isinstance(prompts, Iterable):
         raise ValueError(f"generate: input_ids must be prompts or a tensor of them, got {type(prompts).__name__}.")
     items: list[Any] = list(prompts)

@@ -17,9 +17,9 @@ class Step(NamedTuple):
     """The new tokens of one step.
 
     Attributes:
-        tokens: [B] int64; padding for rows that ended before.
-        ended: [B] bool, the rows that have ended by now.
-        logprobs: [B] fp32, log-probabilities of the tokens, 0 for rows that ended before; None if not computed.
+        tokens: [B] int64, the new token of each row, or padding if the row has ended before this step.
+        ended: [B] bool, whether each row has ended in this step or before.
+        logprobs: [B] fp32, the log-probabilities of the tokens, with 0 for padding; None if they were not computed.
     """
 
     tokens: Tensor
@@ -28,19 +28,19 @@ class Step(NamedTuple):
 
 
 class Rows:
-    """The tokens of a batch: the prompts and what follows them.
+    """The tokens of a batch, which are the prompts and the new tokens.
 
     Args:
         prompts: [B, T] int64.
-        mask: [B, T], 0 for padding on the left; None for no padding.
+        mask: [B, T], which is 0 for padding on the left; None for no padding.
         settings: the options.
         vocab_size: V of the logits.
-        logprobs: whether to compute log-probabilities of the tokens.
+        logprobs: whether to compute the log-probabilities of new tokens.
 
     Attributes:
-        ids: [B, T + max_new_tokens] int64, filled step by step.
-        context: as ``ids``, with −1 for padding.
-        length: number of columns that are filled.
+        ids: [B, T + max_new_tokens] int64, which is filled step by step.
+        context: like ``ids``, but with −1 for padding.
+        length: number of filled columns.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Rows:
     def step(self, logits: Tensor) -> Step:
         """Choose and append the next tokens from logits [B, V]."""
         end, logits = self.length, logits.float()
-        scores = logits.clone() if self.logprobs else logits  # a processor may overwrite them
+        scores = logits.clone() if self.logprobs else logits  # a logits processor may overwrite the logits
         tokens = self.sampler(self.ids[:, :end], self.context[:, :end], scores)  # [B]
         log_probs = None
         if self.logprobs:
             log_probs = log_probs_of(logits, tokens).masked_fill(self.ended, 0)
 
-        # Rows that ended before get padding. Rows end with a stop token, or below with a stop string.
+        # Rows that have ended before get padding. A row ends with a stop token or, below, with a stop string.
         if len(self.stops) or self.strings is not None:
             tokens = tokens.masked_fill(self.ended, self.padding)
             self.ended = self.ended | torch.isin(tokens, self.stops)
@@ -93,17 +93,17 @@ class Rows:
         self.ended, self._all_ended = torch.tensor(ended, device=last.device), all(ended)
 
     def all_ended(self) -> bool:
-        """Whether every row has ended. Synchronizes with the device if rows can end."""
+        """Return whether every row has ended. Synchronizes with the device if rows can end before the maximum."""
         if self._all_ended is None:
             self._all_ended = bool(self.ended.all())
         return self._all_ended
 
     def read_later(self) -> Callable[[], bool]:
-        """Start reading whether every row has ended by now, and return a function that waits for the answer."""
+        """Start to read whether every row has ended by now, and return a function that waits for the result."""
         if self._all_ended is not None or self.ended.device.type not in ACCELERATORS:
             known = self.all_ended()
             return lambda: known
-        # Pinned memory lets the copy run behind the step, and the event marks its end.
+        # With pinned memory, the copy runs asynchronously after the step. The event marks the end of the copy.
         copy = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(self.ended.all(), non_blocking=True)
         copied = torch.accelerator.current_stream(self.ended.device).record_event()
 
@@ -115,10 +115,10 @@ class Rows:
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor, softcap: float | None = None, logit_scale: float = 1.0) -> Tensor:
-    """The log-probabilities [B] fp32 of tokens [B] int64, from the kernel that training uses.
+    """Compute the log-probabilities [B] fp32 of tokens [B] int64 by the kernel that training uses.
 
     Args:
-        logits: [B, V], before ``softcap`` and ``logit_scale`` if there are any.
+        logits: [B, V], to which ``logit_scale`` and ``softcap`` have not been applied yet.
     """
     statistics = token_statistics(logits, tokens, None, -100, 0.0, 0.0, softcap, logit_scale)
     assert statistics is not None

@@ -1,4 +1,4 @@
-"""The choice of the next tokens from logits, greedy or by sampling."""
+"""The choice of the next tokens from logits, by greedy decoding or by sampling."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 
 LOWEST_TEMPERATURE = 1e-30
-"""At lower temperatures all probabilities but the largest are 0 in fp32."""
+"""Below this temperature, all probabilities except the largest are 0 in fp32."""
 NOT_FINITE = "generate: logits must be numbers below infinity, and finite for some token, got others in a row."
 
 
 class Sampler:
-    """Chooses the next token of each row. It applies the options in the same order as transformers.
+    """Chooses the next token of each row, applying the options in the same order as transformers.
 
     Args:
         settings: the options.
@@ -28,27 +28,27 @@ class Sampler:
         device = prompts.device
         self.settings, self.prompt_length = settings, prompts.shape[1]
         stops = settings.eos_token_id
-        # A stop token ends a row, so it is never a bad word by itself.
+        # A stop token ends a row, so a bad word that is just a stop token is ignored.
         words = [word for word in settings.bad_words_ids if not (len(word) == 1 and word[0] in stops)]
         self.words = _by_length([*words, *([token] for token in settings.suppress_tokens)], device)
         self.seeds = None if settings.seed is None else _seeds(settings.seed, len(prompts)).to(device)
         self.stops = token_mask(torch.tensor([stops], dtype=torch.int64, device=device), vocab_size)
 
     def __call__(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
-        """The next tokens, [B] int64.
+        """Return the next tokens, [B] int64.
 
         Args:
-            ids: [B, T + n] int64, the tokens so far. They are not overwritten.
-            context: the same, with −1 for padding.
+            ids: [B, T + n] int64, the tokens so far, which are not overwritten.
+            context: like ``ids``, but with −1 for padding.
             logits: [B, V] fp32.
         """
         return self.draw(self.process(ids, context, logits), ids.shape[1] - self.prompt_length)
 
     def process(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
-        """The logits [B, V] after the options that also affect greedy decoding."""
+        """Apply the options that also affect greedy decoding to logits [B, V]."""
         settings, V = self.settings, logits.shape[1]
 
-        # Tokens that repeat, complete a forbidden word, or would end a row too early.
+        # Exclude tokens that would repeat a sequence, complete a bad word, or end a row too early.
         if settings.repetition_penalty != 1:
             logits = penalize_repetition(logits, token_mask(context, V), settings.repetition_penalty)
         n = settings.no_repeat_ngram_size
@@ -60,7 +60,7 @@ class Sampler:
         if ids.shape[1] - self.prompt_length < settings.min_new_tokens:
             logits = logits.masked_fill(self.stops, -torch.inf)
 
-        # The caller's functions.
+        # Call the functions of the user.
         for processor in settings.logits_processor:
             shape = logits.shape
             logits = processor(ids, logits)
@@ -72,20 +72,21 @@ class Sampler:
         return logits
 
     def draw(self, logits: Tensor, step: int | Tensor) -> Tensor:
-        """The most likely tokens, or with ``do_sample`` drawn tokens, [B] int64.
+        """Return the most likely tokens or, if ``do_sample`` is set, sampled tokens, [B] int64.
 
         Args:
-            logits: [B, V], processed.
-            step: number of new tokens so far, for all rows or for each as [B] int64.
+            logits: [B, V], the result of `process`.
+            step: number of new tokens so far: one number for all rows, or [B] int64.
         """
         settings = self.settings
         if not settings.do_sample:
             return logits.argmax(1)
         logits = logits.float()
 
-        # Temperature, then the filters: each sets logits to −∞ and leaves the others.
+        # Apply the temperature, and then the filters. Each filter sets some logits to −∞ and leaves all others
+        # unchanged.
         if settings.temperature != 1:
-            if settings.temperature < LOWEST_TEMPERATURE:  # the quotients would be infinite
+            if settings.temperature < LOWEST_TEMPERATURE:  # division would give infinite logits
                 logits = logits.masked_fill(logits < logits.amax(1, keepdim=True), -torch.inf)
             else:
                 logits = logits / settings.temperature
@@ -102,7 +103,7 @@ class Sampler:
         if settings.eta_cutoff > 0:
             logits = keep_eta(logits, settings.eta_cutoff)
 
-        # The draw: the argmax of seeded scores, or a draw from the generator.
+        # Draw a token, as the argmax of seeded scores or with the generator.
         if self.seeds is not None:
             best = seeded_scores(logits, self.seeds, step).max(1)
             check_values(best.values.isfinite().all(), NOT_FINITE)
@@ -111,7 +112,7 @@ class Sampler:
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw a token for each row from its distribution, [B] int64.
+    """Draw a token for each row from the row's distribution; returns [B] int64.
 
     The tokens equal those of `torch.multinomial`, which in some versions of PyTorch waits for the device.
 
@@ -124,7 +125,7 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     """
     scores = probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
     tokens = scores.argmax(1)
-    # The largest score of a row with NaN is NaN.
+    # If a row contains NaN, its largest score is NaN.
     check_values((scores.gather(1, tokens[:, None]) >= 0).all(), NOT_FINITE)
     return tokens
 
@@ -134,39 +135,42 @@ def _seeds(seed: int | list[int], rows: int) -> Tensor:
 
 
 def token_mask(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Whether each token is among ``tokens`` [B, n] of a row, [B, V] bool. Numbers outside of [0, V) are ignored."""
-    # Numbers outside go into an extra column, which is cut off.
+    """Return [B, V] bool, whether each token of the vocabulary is in the row's ``tokens`` [B, n].
+
+    Numbers outside of [0, V) are ignored.
+    """
+    # Numbers outside of [0, V) set an extra column, which is cut off.
     inside = tokens.where((tokens >= 0) & (tokens < vocab_size), vocab_size)
     mask = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return mask.scatter_(1, inside, True)[:, :vocab_size]
 
 
 def completing(context: Tensor, words: Tensor, vocab_size: int) -> Tensor:
-    """Whether each token would complete a word at the end of a row, [B, V] bool.
+    """Return [B, V] bool, whether each token of the vocabulary would complete a word at the end of a row.
 
     Args:
         context: [B, T] int64, the tokens so far, with −1 for padding.
-        words: [1 or B, N, n] int64, N words of n tokens, n at most T + 1.
+        words: [1 or B, N, n] int64, N words of n tokens, where n is at most T + 1.
         vocab_size: V.
     """
-    # A word is begun if all its tokens but the last are at the end of the context.  [1 or B, N, n − 1]
+    # A word can be completed if the context ends with all its tokens but the last, [1 or B, N, n − 1].
     begun = words[..., :-1] == context[:, None, context.shape[1] - words.shape[2] + 1 :]
     return token_mask(torch.where(begun.all(2), words[..., -1], -1), vocab_size)
 
 
 def _by_length(words: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """The words grouped by their length n, each group as [1, N, n] int64."""
+    """Group words by their length n; each group is [1, N, n] int64."""
     lengths = dict.fromkeys(map(len, words))
     return [torch.tensor([[word for word in words if len(word) == n]], device=device) for n in lengths]
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Divide the positive logits of the tokens in ``seen`` by ``penalty``, and multiply the negative ones by it.
+    """For tokens in ``seen``, divide positive logits by ``penalty`` and multiply negative logits by ``penalty``.
 
     Args:
         logits: [B, V] fp32.
         seen: [B, V] bool, the tokens already in each row.
-        penalty: above 1 to discourage repetition.
+        penalty: positive number; above 1 it discourages repetition.
 
     Source: CTRL (https://arxiv.org/abs/1909.05858).
     """
@@ -174,15 +178,15 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Set logits [B, V] fp32 to −∞ except for the ``k`` largest of each row and logits equal to the ``k``-th."""
+    """Keep the ``k`` largest logits [B, V] fp32 of each row, and those equal to the ``k``-th; set others to −∞."""
     last = logits.topk(min(k, logits.shape[1])).values[:, -1:]
     return logits.masked_fill(logits < last, -torch.inf)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Set the logits of the least likely tokens, which together have probability at most 1 − ``p``, to −∞.
+    """Set the logits of the least likely tokens, whose total probability is at most 1 − ``p``, to −∞.
 
-    The most likely token always stays.
+    The most likely token is always kept.
 
     Args:
         logits: [B, V] fp32.
@@ -190,7 +194,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
     Source: https://arxiv.org/abs/1904.09751.
     """
-    # From the least likely token on, tokens are dropped while their sum is at most 1 − p.
+    # Starting with the least likely token, drop tokens while the sum of their probabilities is at most 1 − p.
     ascending, order = logits.sort(1)
     total, rest = _running_sums(ascending.softmax(1), 1 - p)
     drop = total <= rest
@@ -199,7 +203,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Set the logits [B, V] fp32 of tokens less likely than ``p`` times the most likely one of the row to −∞.
+    """Set logits [B, V] fp32 to −∞ for tokens whose probability is below ``p`` times the highest of the row.
 
     Source: https://arxiv.org/abs/2407.01082.
     """
@@ -208,11 +212,11 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_typical_p(logits: Tensor, p: float) -> Tensor:
-    """Set logits to −∞ except for the tokens whose information content is closest to the entropy.
+    """Keep the tokens whose information content is closest to the entropy, and set all other logits to −∞.
 
     Args:
         logits: [B, V] fp32.
-        p: in (0, 1], the smallest sum of the probabilities of the remaining tokens.
+        p: number in (0, 1]. As few tokens are kept as needed for their probabilities to add up to at least ``p``.
 
     Source: https://arxiv.org/abs/2202.00666.
     """
@@ -220,7 +224,7 @@ def keep_typical_p(logits: Tensor, p: float) -> Tensor:
     entropy = -(log_probs * log_probs.exp()).nansum(1, keepdim=True)
     distance = (-log_probs - entropy).abs()
 
-    # The distance of the last token that is needed to reach the sum. Ties with it stay.
+    # Find the distance of the last token that is needed to reach the sum. Tokens at the same distance are kept.
     ascending, order = distance.sort(1)
     total, enough = _running_sums(logits.gather(1, order).softmax(1), p)
     last = (total < enough).sum(1, keepdim=True).clamp(max=logits.shape[1] - 1)
@@ -228,13 +232,13 @@ def keep_typical_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_epsilon(logits: Tensor, epsilon: float | Tensor) -> Tensor:
-    """Set the logits of tokens less likely than ``epsilon`` to −∞.
+    """Set the logits of tokens whose probability is below ``epsilon`` to −∞.
 
-    The most likely token always stays.
+    The most likely token is always kept.
 
     Args:
         logits: [B, V] fp32.
-        epsilon: in (0, 1), or [B, 1] fp32.
+        epsilon: number in (0, 1), or [B, 1] fp32.
 
     Source: https://arxiv.org/abs/2210.15191.
     """
@@ -243,7 +247,7 @@ def keep_epsilon(logits: Tensor, epsilon: float | Tensor) -> Tensor:
 
 
 def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
-    """`keep_epsilon` with the lower of ε and √ε · exp(−entropy), so that a flat distribution keeps more tokens.
+    """`keep_epsilon` with the smaller of ε and √ε · exp(−entropy), so that a flat distribution keeps more tokens.
 
     Args:
         logits: [B, V] fp32.
@@ -256,8 +260,8 @@ def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
 
 
 def _running_sums(share: Tensor, bound: float) -> tuple[Tensor, float]:
-    """The running sums of probabilities [B, V] fp32, and ``bound`` in their unit."""
-    # Deterministic algorithms on a GPU include cumsum for integers only, and float sums depend on the number of rows.
+    """Return the cumulative sums of probabilities [B, V] fp32, and ``bound`` in the unit of these sums."""
+    # On a GPU, a deterministic cumsum exists only for integers, and float sums depend on the number of rows.
     if torch.are_deterministic_algorithms_enabled() or is_batch_invariant():
         return (share.double() * 2**53).long().cumsum(1), int(bound * 2**53)
     return share.cumsum(1), bound

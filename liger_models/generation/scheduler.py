@@ -1,17 +1,18 @@
-"""The scheduler of `rollout`: which rows run, in which slots, and when their prompts are computed.
+"""The scheduler of `rollout`, which decides which rows run, in which slots, and when prompts are computed.
 
-Prefills and steps alternate. A prefill is one forward of prompt tokens: several whole prompts as packed documents, or a
-chunk of a long prompt. Then all rows with a computed prompt run some steps, and each step gives every row one token.
-All numbers in a step are on the device, so the step is captured as one CUDA graph where `generate` captures one. The
-host reads tokens and log-probabilities after several steps, and cuts off everything after a stop token. A prefill
-leaves out the last token of each prompt, so every new token comes from a step.
+Prefills and steps alternate. A prefill is one forward of prompt tokens: either several whole prompts as packed
+documents, or a chunk of a long prompt. Then all rows whose prompt has been computed run some steps, each of which adds
+one token to every row. All values that a step reads are on the device, so the step is captured as a CUDA graph under
+the same conditions as in `generate`. The host reads tokens and log-probabilities after several steps, and discards
+everything after a stop token. A prefill omits the last token of each prompt, so every new token comes from a step.
 
-A prefill waits until there are enough new prompts, because the host takes as long to launch a small prefill as a large
-one. When the queue is empty, the step shrinks as rows end, if enough steps remain to pay for another capture.
+A prefill waits until there are enough new prompts, because launching a small prefill takes the host as long as
+launching a large one. When the queue is empty and rows end, a step with fewer rows is captured, provided that enough
+steps remain to make up for the time of the capture.
 
-Rows that may get the most new tokens start first, so that few rows run alone at the end. Rows with equal limits start
-in the order of their prompts. When pages run out, the rows that started last return to the front of the queue. So all
-running rows come before all waiting rows, the first row can always go on, and all rows end.
+Rows with the highest limit of new tokens start first, so that few rows run alone at the end. Rows with equal limits
+start in the order of their prompts. When pages run out, the rows that started last return to the front of the queue.
+The order of rows is thus always preserved, the first row can always continue, and every row eventually ends.
 """
 
 from collections import deque
@@ -32,26 +33,31 @@ from liger_models.layers.masks import MOST_DOCUMENTS
 from liger_models.layers.page_pool import PagePool
 
 IDLE_SHARE = 1 / 32
-"""Share of the running rows that may wait for their prompts while these do not fill a prefill. The host takes about 35
-ms to launch a prefill of Llama 3.2 3B, and an H200 computes 3,000 tokens in this time."""
+"""Fraction of the running rows that may wait for a prefill while their prompts are too few to fill one.
+
+The host takes about 35 ms to launch a prefill of Llama 3.2 3B, and an H200 computes 3,000 tokens in this time.
+"""
 
 CAPTURE_ROWS = 2**14
-"""Empty slots, summed over the remaining steps, that make another capture with fewer rows worthwhile. For Llama 3.2 3B
-on an H200, a capture takes the time that 128 fewer rows save in about 150 steps, or 64 fewer rows in 300 steps."""
+"""Number of empty slots, summed over the remaining steps, from which a capture with fewer rows saves time.
+
+For Llama 3.2 3B on an H200, a capture takes as much time as 128 fewer rows save in about 150 steps, or 64 fewer rows in
+about 300 steps.
+"""
 
 
 class Scheduler:
-    """Runs rows to their ends.
+    """Runs all rows until they end.
 
     Args:
         model: the model, in eval mode.
-        rows: the rows, in the order of their numbers.
-        pool: the cache. It must have room for each row by itself.
-        settings: the options of sampling.
-        chunk_size: maximum number of tokens of a prefill.
+        rows: the rows, in the order of the result.
+        pool: the cache, which must have room for each single row.
+        settings: the sampling options.
+        chunk_size: maximum number of tokens in a prefill.
         steps_per_read: number of steps after which the host reads the new tokens.
         record_routing: whether to record the experts of each token.
-        deterministic: whether log-probabilities equal those of `deterministic_forward` bit for bit.
+        deterministic: whether log-probabilities are bitwise identical to those within `deterministic_forward`.
     """
 
     def __init__(
@@ -69,19 +75,19 @@ class Scheduler:
         self.record_routing, self.deterministic = record_routing, deterministic
         self.captured = can_capture(model)
         self.prefill_options: dict[str, Any] = {"return_logits": False}
-        if model.groups.data:  # under FSDP every forward must run the head, see `in_lockstep`
+        if model.groups.data:  # under FSDP, every forward must run the head, see `in_lockstep`
             self.prefill_options = {"logits_to_keep": 1}
 
         layers = model.routers if record_routing else []
         self.no_experts = torch.full((1, len(layers), layers[0].top_k if layers else 0), -1, dtype=torch.int16)
-        """Stands for the experts of a token that has not run [1, L, K]."""
+        """Placeholder [1, L, K] for the experts of a token on which the model has not run."""
 
-        # The queue, and the running rows in the order in which they left it.
+        # The queue, and the running rows in the order in which they left the queue.
         self.waiting = deque(sorted(rows, key=lambda row: row.begin - row.end))
         self.running: list[Row] = []
         self.completions: list[Completion | None] = [None] * len(rows)
 
-        # `_run_steps` sets the sampler's seeds, so it gets neither seeds nor prompts here.
+        # The sampler is created without seeds and prompts, because `_run_steps` sets the seeds.
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         self.is_seeded = settings.seed is not None
         self.sampler = Sampler(replace(settings, seed=None), nothing, model.config.vocab_size)
@@ -89,7 +95,7 @@ class Scheduler:
         self._start_steps()
 
     def run(self) -> list[Completion]:
-        """The completions of all rows, by their numbers."""
+        """Run all rows and return their completions, in the order of the result."""
         while self.waiting or self.running:
             self._admit()
             self._prefill()
@@ -100,18 +106,18 @@ class Scheduler:
         return [completion for completion in self.completions if completion is not None]
 
     def _has_too_many_slots(self) -> bool:
-        """Whether a step with fewer slots would save more time than its capture takes."""
+        """Whether a step with fewer slots would save more time than its capture costs."""
         empty = self.pool.rows - len(self.running)
         steps = max((row.remaining for row in self.running), default=0)
         return 2 * empty >= self.pool.rows and empty * steps >= (CAPTURE_ROWS if self.captured else 1)
 
     def _start_steps(self) -> None:
-        """Make a new step with as many slots as the cache has rows, and give the running rows its first slots."""
+        """Make a new step with as many slots as the cache has rows, and assign the first slots to the running rows."""
         shape, device = (self.steps_per_read, self.pool.rows), self.model.device
         self.step = DecodeStep(
             self.pool, captured=self.captured, records_routing=self.record_routing, returns_hidden=self.deterministic
         )
-        # What the steps between two reads write, [steps, slots] and for experts [steps, slots, L, K].
+        # The steps between two reads write these tensors: [steps, slots], and for experts [steps, slots, L, K].
         self.new_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.new_log_probs = torch.zeros(shape, device=device)
         self.new_experts = torch.zeros(*shape, *self.no_experts.shape[1:], dtype=torch.int16, device=device)
@@ -123,9 +129,9 @@ class Scheduler:
     # Starting rows.
 
     def _admit(self) -> None:
-        """Start waiting rows as long as a page remains for each running row that may need one soon."""
+        """Start waiting rows as long as one page remains for each running row that will need another page."""
         while self.waiting and self.free_slots:
-            # Full pages of the prompt come from a running row of the same prompt, if there is one.
+            # If a row with the same prompt is running, the new row shares its full pages of the prompt.
             row = self.waiting[0]
             source = next((running for running in self.running if self._can_share(running, row)), None)
             shared = [] if source is None else source.pages[: (row.begin - 1) // self.pool.page]
@@ -143,14 +149,14 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def _can_share(self, source: Row, row: Row) -> bool:
-        """Whether a row can copy the cached prompt of ``source``, whose first step overwrites recurrent states."""
+        """Whether a row can copy the cached prompt of ``source``. With recurrent states, neither may have begun."""
         is_new = len(source.tokens) == source.begin and len(row.tokens) == row.begin
         return source.prompt == row.prompt and (is_new or not self.pool.is_recurrent)
 
     # Prompts.
 
     def _prefill(self) -> None:
-        """Compute the prompts of all running rows, or none while they are too few and more rows wait."""
+        """Compute the missing prompts of all running rows, or wait if they are few and more rows are queued."""
         self._copy_prompts()
         new = [row for row in self.running if not row.is_ready]
         tokens = sum(len(row.tokens) - 1 - row.cached for row in new if row.source is None)
@@ -161,7 +167,10 @@ class Scheduler:
             self._copy_prompts()
 
     def _choose_chunk(self, rows: list[Row]) -> list[tuple[Row, int]]:
-        """The rows of the next forward and the end of each row's tokens: whole prompts, or a chunk of one."""
+        """Return the rows of the next forward, each with the end of its tokens.
+
+        They are several rows with whole prompts, or one row with a chunk.
+        """
         chunk: list[tuple[Row, int]] = []
         room = self.chunk_size
         for row in rows:
@@ -170,14 +179,14 @@ class Scheduler:
                 chunk.append((row, end))
                 room -= end
 
-        # If the first row has cached tokens, or is longer than a chunk, it is computed alone.
+        # If the first row has cached tokens or is longer than a chunk, it runs alone.
         first = rows[0]
         if not chunk or chunk[0][0] is not first:
             chunk = [(first, min(first.cached + self.chunk_size, len(first.tokens) - 1))]
         return chunk
 
     def _fill(self, chunk: list[tuple[Row, int]]) -> None:
-        """Run a forward of the tokens of these rows, each from its first uncached token to its end."""
+        """Run a forward of the tokens of these rows, from each row's first uncached token to the given end."""
         ids = [row.tokens[row.cached : end] for row, end in chunk]
         options: dict[str, Any] = {}
         if len(chunk) > 1:  # packed documents
@@ -188,7 +197,7 @@ class Scheduler:
         packed = self.pool.upload([token for tokens in ids for token in tokens])[None]  # [1, tokens]
         out = self.model(packed, cache=self.pool, **self.prefill_options, **options)
 
-        # A row that was put back keeps the experts that it had recorded, so only later tokens are added.
+        # A row that was put back into the queue has kept its recorded experts, so only those of later tokens are added.
         if self.record_routing:
             chosen = self.model.choose_experts(out.router_logits).cpu().split([len(tokens) for tokens in ids])
             for (row, _), experts in zip(chunk, chosen, strict=True):
@@ -197,12 +206,12 @@ class Scheduler:
             row.cached = end
 
     def _recorded(self, row: Row, end: int) -> Tensor:
-        """The recorded experts of a row's tokens from ``cached`` to ``end``; −1 for tokens without a record."""
+        """Return the recorded experts of a row's tokens from ``cached`` to ``end``, with −1 for tokens without any."""
         missing = self.no_experts.expand(max(end - row.num_recorded, 0), -1, -1)
         return torch.cat([*row.experts, missing])[row.cached : end]
 
     def _copy_prompts(self) -> None:
-        """Give rows the cached prompt of their source: they share its full pages, and copy the partly full one."""
+        """Give rows the cached prompt of their source by sharing its full pages and copying its last page."""
         pages, rows = [], []
         for row in self.running:
             if row.source is None or row.source.cached < row.begin - 1:
@@ -219,12 +228,15 @@ class Scheduler:
     # Steps.
 
     def _with_room(self) -> list[Row]:
-        """The rows that run the next steps, with pages for them. If pages run out, the last rows are put back."""
+        """Return the rows that run the next steps, after giving them pages.
+
+        If pages run out, the rows that started last are put back into the queue.
+        """
         rows = [row for row in self.running if row.is_ready]
         for row in rows:
             length = min(row.cached + self.steps_per_read, row.end - 1)
 
-            # The last row may be this one, which then waits again.
+            # The last row may be this row, which then waits again.
             while row.slot >= 0 and (count := self._pages_for(length) - len(row.pages)) > self.pool.num_free:
                 last = self.running[-1]
                 self._remove(last)
@@ -235,7 +247,7 @@ class Scheduler:
         return [row for row in rows if row.slot >= 0]
 
     def _decode(self, rows: list[Row]) -> None:
-        """Run steps of these rows, read their tokens, and remove the rows that end."""
+        """Run steps for these rows, read the new tokens, and remove the rows that have ended."""
         if not rows:
             return
         steps = min(self.steps_per_read, max(row.remaining for row in rows))
@@ -243,7 +255,7 @@ class Scheduler:
         tokens, log_probs = self._read(steps)
         experts = self.new_experts[:steps].cpu()
 
-        # A row has run all of its tokens but the last, so these have experts and are cached.
+        # The model has run on all tokens of a row except the last, so these tokens are cached and have experts.
         for row in rows:
             self._extend(row, tokens[row.slot], log_probs[row.slot])
             if self.record_routing:
@@ -255,8 +267,9 @@ class Scheduler:
 
     def _run_steps(self, rows: list[Row], steps: int) -> None:
         """Launch steps without waiting for the device."""
-        # One upload for all numbers of the rows [slots, 5 + stops]. Empty slots have zeros; −1 is no stop token.
-        # Columns: last token, cached length, remaining tokens, new tokens, seed, stop tokens.
+        # All numbers of the rows are uploaded at once as [slots, 5 + stops]. The columns are: last token, cached
+        # length, remaining tokens, new tokens, seed, stop tokens. Empty slots have zeros, and −1 fills up the stop
+        # tokens.
         numbers = [[0] * (5 + self.most_stops) for _ in range(self.pool.rows)]
         for row in rows:
             stops = row.stops + [-1] * (self.most_stops - len(row.stops))
@@ -283,15 +296,15 @@ class Scheduler:
                 self.new_experts[step] = self.step.routed_experts
             counts.add_(1)
 
-            # A row with nothing remaining does nothing in later steps.
+            # A row without remaining tokens does nothing in later steps.
             self.pool.remaining.sub_(1).masked_fill_((tokens[:, None] == stop_tokens).any(1), 0)
 
     def _read(self, steps: int) -> list[list[list[Any]]]:
-        """The tokens and the log-probabilities of the last steps, as a list per slot. Synchronizes with the device."""
+        """Return tokens and log-probabilities of the last steps, as lists per slot. Synchronizes with the device."""
         return [values[:steps].T.tolist() for values in (self.new_tokens, self.new_log_probs)]
 
     def _extend(self, row: Row, tokens: list[int], log_probs: list[float]) -> None:
-        """Add new tokens to a row, up to its end or the first stop token."""
+        """Add new tokens to a row, up to the row's maximum or the first stop token."""
         count = row.remaining
         for token, log_prob in zip(tokens[:count], log_probs[:count], strict=True):
             row.tokens.append(token)

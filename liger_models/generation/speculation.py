@@ -1,8 +1,8 @@
-"""Speculative decoding: a draft proposes the next tokens, and one forward of the model checks all of them.
+"""Speculative decoding: a draft proposes the next tokens, and one forward of the model verifies all of them.
 
-The model itself chooses every token, as without a draft. Each proposal that equals the model's choice saves a forward.
+As without a draft, the model itself chooses every token. Each proposal that equals the model's choice saves a forward.
 After the first wrong proposal in any row, all rows discard their remaining proposals. Draws from seeds depend only on
-the logits of a row, so they are the same as without a draft, too.
+the logits of a row, so sampled tokens are also the same as without a draft.
 
 Source: https://arxiv.org/abs/2211.17192.
 """
@@ -29,21 +29,24 @@ class Draft(Protocol):
     """Proposes the next tokens."""
 
     def logits(self, ids: Tensor, end: int, index: int) -> Tensor:
-        """Logits [B, V] for proposal number ``index``, which follows the first ``end`` columns of ids [B, S]."""
+        """Return the logits [B, V] of proposal ``index``, which follows the first ``end`` columns of ids [B, S]."""
 
     def keep(self, length: int, hidden: Tensor | None) -> None:
-        """Forget columns from ``length`` on. The model chose the last remaining one from ``hidden`` [B, C]."""
+        """Discard the columns from ``length`` on.
+
+        The model chose the last remaining column from ``hidden`` [B, C].
+        """
 
 
 class Columns:
-    """Runs a model on those columns of a batch that its cache does not hold yet.
+    """Runs a model on the columns of a batch that are not in the cache yet.
 
     Args:
         model: the model.
         prompts: [B, T] int64.
-        mask: [B, T], 0 for padding; None for no padding.
+        mask: [B, T], which is 0 for padding; None for no padding.
         settings: the options.
-        inputs: inputs of the model that belong to the prompts besides their tokens.
+        inputs: inputs of the model that belong to the prompts, in addition to the tokens.
     """
 
     def __init__(
@@ -53,14 +56,14 @@ class Columns:
         self.model, self.inputs, self.modules = model, inputs, list(model.modules())
         self.positions = model.prompt_positions(prompts, mask, new, inputs)
 
-        # Rotary frequencies may change at a column (longrope), or grow with the length (dynamic).
+        # Rotary frequencies may change at a column (LongRoPE), or with the length (dynamic scaling).
         furthest = self.positions.flatten(0, -2).amax(0)
         rotary: list[Any] = [*layers_of(model.rotary)]
         self.switches = switch_columns(rotary, self.positions)
         dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
         self.alike_up_to = min((int((furthest < length).sum()) for length in dynamic), default=len(furthest))
 
-        # One row for each continuation, and columns for the new tokens.
+        # Repeat each prompt for its rows, and add columns for the new tokens.
         if self.positions.shape[-2] > 1:
             self.positions = self.positions.repeat_interleave(self.repeats, -2)
         self.mask = mask
@@ -71,20 +74,21 @@ class Columns:
         self.derived = DerivedTensors()
 
     def most(self, end: int, count: int) -> int:
-        """How many columns, at most ``count``, can run in one forward with the columns up to ``end``.
+        """Return how many further columns, at most ``count``, can run in one forward with the columns up to ``end``.
 
-        No further columns run with the prompts. All columns of a forward have the rotary frequencies of the last one,
-        so a forward must not cross a column at which frequencies change (longrope) or from which they grow (dynamic).
+        The forward of the prompts has no further columns. All columns of a forward have the rotary frequencies of its
+        last column, so a forward must not cross a column at which frequencies change (LongRoPE) or from which they
+        depend on the length (dynamic scaling).
         """
         limits = [switch - end for switch in self.switches if switch >= end]
         return max(0, min(count if self.started else 0, self.alike_up_to - end, *limits))
 
     def run(self, ids: Tensor, end: int, **options: Any) -> Tensor:
-        """The logits of the uncached columns among the first ``end`` of ids [B, S].
+        """Return the logits of the columns of ids [B, S] before ``end`` that are not cached.
 
-        With ``return_logits=False`` the result is their hidden states.
+        With ``return_logits=False``, return their hidden states instead.
         """
-        cache, every = self.cache, 1 if self.started else self.repeats  # a prompt is computed once
+        cache, every = self.cache, 1 if self.started else self.repeats  # each prompt is computed only once
         if any(cache.length <= switch < end for switch in self.switches):
             cache.length = 0
         new = slice(cache.length, end)
@@ -98,7 +102,7 @@ class Columns:
                 **(self.inputs if new.start == 0 else {}),
             )
 
-        # A state holds all tokens at once, so wrong proposals could not be removed from it.
+        # A recurrent state summarizes all tokens, so wrong proposals could not be removed from it.
         self.started = True
         if cache.is_recurrent:
             raise ValueError(
@@ -107,7 +111,7 @@ class Columns:
             )
         result: Tensor = out.hidden_states[-1] if out.logits is None else out.logits
 
-        # After the prompts, each prompt gets its rows.
+        # After the forward of the prompts, expand the cache to all rows.
         if every > 1:
             cache.select(torch.arange(len(result), device=ids.device).repeat_interleave(every))
             result = result.repeat_interleave(every, 0)
@@ -119,11 +123,11 @@ class Columns:
 
 
 class DraftModel:
-    """A `Draft` that takes proposals from another model.
+    """A `Draft` whose proposals come from another model.
 
     Args:
-        columns: runs the model that proposes.
-        ids: [B, S] int64, the prompts [B, T] and room for new tokens.
+        columns: the `Columns` of the model that proposes.
+        ids: [B, S] int64, the prompts [B, T] followed by room for new tokens.
         T: number of columns of the prompts.
     """
 
@@ -133,7 +137,7 @@ class DraftModel:
 
     def logits(self, ids: Tensor, end: int, index: int) -> Tensor:
         """See `Draft`."""
-        # The model may have chosen a token that the draft has no embedding for.
+        # The model may have chosen a token for which the draft has no embedding.
         return self.columns.run(ids.clamp(max=self.vocab_size - 1), end, logits_to_keep=1)[:, -1]
 
     def keep(self, length: int, hidden: Tensor | None) -> None:
@@ -142,7 +146,7 @@ class DraftModel:
 
 
 class DraftHeads:
-    """A `Draft` of heads on the model's own hidden states.
+    """A `Draft` whose proposals come from heads on the model's own hidden states.
 
     Args:
         heads: a module with ``draft_logits``, such as `LigerMedusa`.
@@ -172,21 +176,21 @@ def speculate(
     *,
     logprobs: bool = False,
 ) -> Iterator[Step]:
-    """The new tokens of each step, until every row has ended.
+    """Yield the new tokens of each step, until every row has ended.
 
     Args:
         model: the model.
         prompts: [B, T] int64.
-        mask: [B, T] int64, 0 for padding; None for no padding.
+        mask: [B, T] int64, which is 0 for padding; None for no padding.
         settings: the options, with a ``draft_model``.
-        inputs: inputs of the model that belong to the prompts besides their tokens.
+        inputs: inputs of the model that belong to the prompts, in addition to the tokens.
         logprobs: whether to compute log-probabilities.
     """
     T, repeats = prompts.shape[1], settings.num_return_sequences
     S = T + settings.max_new_tokens
     target = Columns(model, prompts, mask, settings, inputs)
 
-    # The draft: another model, with the inputs that it accepts, or heads on the target.
+    # The draft is another model, which gets the inputs that it accepts, or heads on the hidden states of the model.
     source = settings.draft_model
     heads = not isinstance(source, Decoder)
     columns = None
@@ -195,7 +199,7 @@ def speculate(
         columns = Columns(source, prompts, mask, settings, accepted)
     vocab_size = min(model.config.vocab_size, (model if heads else source).config.vocab_size)
 
-    # One row for each continuation.
+    # Repeat each prompt for its rows.
     prompts = prompts.repeat_interleave(repeats, 0)
     mask = None if mask is None else mask.repeat_interleave(repeats, 0)
     rows = Rows(prompts, mask, settings, model.config.vocab_size, logprobs=logprobs)
@@ -203,7 +207,7 @@ def speculate(
     draft: Draft = DraftHeads(source) if columns is None else DraftModel(columns, rows.ids, T)
 
     while rows.length < S:
-        # Propose `count` tokens, and write them into the columns from `end` on.
+        # Let the draft propose `count` tokens, and write them into the columns from `end` on.
         end = rows.length
         count = target.most(end, min(settings.num_draft_tokens, S - end - 1))
         for index in range(count):
@@ -211,14 +215,14 @@ def speculate(
             logits = draft.logits(rows.ids, end + index, index)[:, :vocab_size].float()
             rows.put(guess(ids, context, logits), end + index)
 
-        # Check all proposals in one forward of the model.
+        # Verify all proposals in one forward of the model.
         proposed = rows.ids[:, end : end + count].clone()
         checked, hidden = _check(target, rows.ids, end, count, heads)
 
-        # Take the model's tokens as long as all rows agree with the proposals, and one token after them.
+        # Accept the model's tokens as long as they equal the proposals in all rows, and one more token after these.
         for index in range(count + 1):
             step = rows.step(checked[:, index])
-            # Rows that have ended agree with everything. The host waits once for both answers.
+            # Rows that have ended accept every proposal. The host waits once for both results.
             agree = step.ended if index == count else (step.tokens == proposed[:, index]) | step.ended
             answers = torch.stack([agree.all(), step.ended.all()])
             yield step
@@ -228,13 +232,13 @@ def speculate(
             if not agreed:
                 break
 
-        # Cached keys of wrong proposals are cut off. The last token has not run yet.
+        # Remove the cached keys of wrong proposals. The model has not run on the last token yet.
         target.cut(rows.length - 1)
         draft.keep(rows.length, None if hidden is None else hidden[:, index])
 
 
 def _check(target: Columns, ids: Tensor, end: int, count: int, heads: bool) -> tuple[Tensor, Tensor | None]:
-    """The model's logits [B, count + 1, V] for the columns from ``end`` on; for heads also its hidden states."""
+    """Return the model's logits [B, count + 1, V] for the columns from ``end`` on, and hidden states for heads."""
     if not heads:
         return target.run(ids, end + count, logits_to_keep=count + 1), None
     hidden = target.run(ids, end + count, return_logits=False)[:, -count - 1 :]

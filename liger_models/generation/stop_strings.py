@@ -1,25 +1,25 @@
-"""Strings that end a row, for example the beginning of the next question."""
+"""Detection of strings that end a row, such as the beginning of the next question."""
 
 from collections.abc import Sequence
 from typing import Any
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""Decoders write it for an incomplete character. Some also write it for all bytes after an incomplete character."""
+"""The replacement character, which decoders write for an incomplete character, and some also for all bytes after it."""
 MOST_BYTES = 4
-"""The most bytes of a character in UTF-8."""
+"""Maximum number of bytes of a character in UTF-8."""
 
 
 class StopStrings:
-    """Tells whether the last token of a row completes a string.
+    """Finds out whether the last token of a row completes one of the strings.
 
     Args:
-        strings: the strings, not empty.
-        tokenizer: has ``decode(ids, skip_special_tokens=False)``.
+        strings: the strings, none of which is empty.
+        tokenizer: a tokenizer with a method ``decode(ids, skip_special_tokens=False)``.
 
     Attributes:
-        window: number of tokens at the end of a row to decode. A token has at least one byte, so the last tokens
-            include all of the longest string. More tokens are decoded because decoders strip a leading space, and
-            because the first token may begin inside a character.
+        window: number of tokens at the end of a row that are decoded. Since a token has at least one byte, as many
+            tokens as the longest string has bytes would contain the string. Some more are decoded, because decoders
+            strip a leading space and because the first token may begin inside a character.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
@@ -36,22 +36,23 @@ class StopStrings:
         self.window = max(len(string.encode()) for string in strings) + 1 + (MOST_BYTES - 1)
 
     def completed_by_last(self, row: list[int]) -> bool:
-        """Whether a string ends inside the last token, or with it.
+        """Return whether a string ends inside or at the end of the last token.
 
         Args:
-            row: the last ``window`` tokens, with −1 for padding.
+            row: the last ``window`` tokens of the row, with −1 for padding.
         """
         tokens = [token for token in row if token >= 0]
         text = self._decode(tokens)
 
-        # The text begins inside a character: drop first tokens until the fewest characters are broken.
+        # If the text begins inside a character, drop tokens from the start until as few characters as possible are
+        # broken.
         if text.startswith(BROKEN):
-            # At most three bytes of the first character can be missing.
+            # At most three bytes of the first character are missing.
             spare = max(len(tokens) - self.window + MOST_BYTES - 1, 0)
             tokens = min((tokens[first:] for first in range(spare + 1)), key=lambda x: self._decode(x).count(BROKEN))
             text = self._decode(tokens)
 
-        # A string must end beyond the text of all tokens but the last.
+        # The string must end beyond the text of all tokens except the last.
         before = self._decode(tokens[:-1]).rstrip(BROKEN)
         return any(text.find(string, max(len(before) - len(string) + 1, 0)) >= 0 for string in self.strings)
 

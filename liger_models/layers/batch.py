@@ -27,27 +27,30 @@ if TYPE_CHECKING:
 class BatchLayout:
     """Positions, rotary tables, masks and the decode cache of a batch.
 
-    `build` makes the layout of text, and `bidirectional` the layout of image patches. A family whose layers need more
-    derives a class with further fields.
+    `build` makes the layout of text, and `bidirectional` makes the layout of image patches. A family whose layers need
+    further tensors derives a class with additional fields.
 
     Attributes:
-        position_ids: [1 or B, T] int64; for text with images [3, 1 or B, T], in time, height and width.
-        tables: maps the name of a rotary embedding to cos and sin at these positions, each [1 or B, T, R / 2] fp32.
-        documents: [B, S] int64, S = cached + T, the document number of each token, −1 for padding. A token attends to
-            earlier tokens of its own document. None: one document.
+        position_ids: [1 or B, T] int64; [3, 1 or B, T] for positions in time, height and width.
+        tables: maps the name of a rotary embedding to cos and sin at these positions, each [1 or B, T, R / 2] fp32,
+            where R is the number of rotated dimensions of a head.
+        documents: [B, S] int64, the document number of each cached and each new token (S = cached + T), −1 for padding.
+            A token attends to earlier tokens of its own document. None means that each row is one document.
         past: number of cached tokens.
         cache: the decode cache; None in training.
-        masks: maps the window of a layer (None: no window) to its mask.
+        masks: maps each window of the attention layers to a mask; the key None stands for no window.
         causal: whether tokens attend only to themselves and earlier tokens.
-        attention_mask: [B, S], as passed to the forward.
-        bounds: [n + 1] int32, the start of each packed document in the B · T flattened tokens, and the end of the last.
-            Each row starts a document, and documents may be empty. None if rows are not packed, or if no layer reads
-            it.
-        experts: for each layer with routed experts, [B, T, K] experts that replace the router's choice, see
-            ``routed_experts`` of `Decoder.forward`. A block gets the entries of its own layers. Empty: routers choose.
-        pages: in a decoding step on a paged cache, the location of each row's tokens; the layout then has no masks.
-        spans: within `batch_invariant`, the first and the last key that each token sees without a window, [B · T] int32
-            each, numbered as in `invariant_attention`; otherwise None.
+        attention_mask: [B, S], the argument of the forward.
+        bounds: [n + 1] int32, the start of each packed document in the B · T flattened tokens, and the end of the last
+            one. Each row starts a document, and documents may be empty. None if rows are not packed, or if no layer
+            reads ``bounds``.
+        experts: for each layer with routed experts, a tensor [B, T, K] of experts that replace the router's choice; see
+            ``routed_experts`` of `Decoder.forward`. A block gets only the entries of its own layers. If the tuple is
+            empty, the routers choose.
+        pages: the location of each row's tokens if this is a decoding step on a paged cache, in which case there are no
+            masks; otherwise None.
+        spans: within `batch_invariant`, two tensors [B · T] int32: the first and the last key that each token attends
+            to if there is no window, numbered as in `invariant_attention`. Otherwise None.
     """
 
     images_need_window: ClassVar[bool] = False
@@ -73,13 +76,13 @@ class BatchLayout:
         rotary: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]],
         segments: Tensor | None,
     ) -> "Self":
-        """Build the layout of image patches, which attend to all patches of their own segment.
+        """Build the layout of image patches, each of which attends to all patches of its own segment.
 
         Args:
             position_ids: [..., 1, N] int64.
             rotary: maps a name to a function from positions to (cos, sin).
-            segments: [N] int64, ascending, the number of each patch's image, frame or window. None: one segment; only
-                then may ``position_ids`` have several rows.
+            segments: [N] int64, ascending, the number of the image, frame or window of each patch. None means that each
+                row of ``position_ids`` is one segment; ``position_ids`` may have several rows only in this case.
         """
         tables = {name: table(position_ids) for name, table in rotary.items()}
         mask = Mask()
@@ -110,30 +113,33 @@ class BatchLayout:
         Args:
             shape: (B, T).
             device: device of positions and masks.
-            rotary: maps a name to a function from positions to (cos, sin). If its attribute ``needs_lengths`` is True,
-                the function also gets the length of each token's document, as `RotaryEmbedding` does.
-            windows: maps each window of the attention layers (None: no window) to whether one of its layers needs a
-                mask even for plainly causal attention. Default: no window, and no such layer. {} builds no masks.
-            position_ids: [T], [1, T], [B, T] or [3, 1 or B, T]. By default positions are counted from 0, from the
-                cached length, or from the start of each document. Padding is counted like any token, as in
-                transformers' forward. Without ``cu_seqlens`` and cached tokens, the positions of a text must rise along
-                each row, except next to padding, because a restart of positions alone does not separate documents.
-            attention_mask: [B, S] integers or bool, nonzero for tokens, 0 for padding. Tokens and padding do not attend
-                to each other.
-            cu_seqlens: [n + 1] integers that start with 0 and do not fall, boundaries of packed documents over the
-                B · T flattened tokens. Tokens after the last boundary are another document; documents never span rows
-                of the batch.
+            rotary: maps a name to a function from positions to (cos, sin). If the function has an attribute
+                ``needs_lengths`` that is True, its second argument is the length of each token's document, as for
+                `RotaryEmbedding`.
+            windows: maps each window of the attention layers to whether a layer with this window needs a mask even for
+                plainly causal attention. The key None stands for no window. The default is {None: False}; for {} no
+                masks are built.
+            position_ids: [T], [1, T], [B, T] or [3, 1 or B, T]. By default, positions are counted from the start of
+                each document, or from the cached length if there are cached tokens. Padding is counted like any token,
+                as in the forward of transformers. If there are neither ``cu_seqlens`` nor cached tokens, the positions
+                of a text must rise along each row except next to padding, because restarting the positions does not
+                separate documents.
+            attention_mask: [B, S] integers or bool, nonzero for tokens and 0 for padding. Tokens and padding do not
+                attend to each other.
+            cu_seqlens: [n + 1] integers, the boundaries of packed documents in the B · T flattened tokens. The first is
+                0, and none is below the previous one. Tokens after the last boundary form another document. A document
+                that would span several rows of the batch is split at the row ends.
             cache: the decode cache that holds the preceding tokens.
-            visible_until: [B, T] int64, ascending along T, the index of the last token that each token attends to. It
-                may be a later token, because the tokens of an image attend to each other. Default: the token itself.
-            dtype: dtype of the activations, which allows masks that only the kernels for this dtype support. None: only
-                masks that every kernel supports.
+            visible_until: [B, T] int64, ascending along T, the index of the last token that each token attends to,
+                which may be a later token of the same image. By default, it is the token itself.
+            dtype: dtype of the activations. If it is given, masks may have forms that only the kernels for this dtype
+                support; otherwise they have forms that every kernel supports.
             needs_bounds: whether a layer reads ``bounds``.
             extra: further fields of a derived class.
 
         Raises:
-            ValueError: shapes or values are wrong, or arguments exclude each other. On CUDA and ROCm a wrong value
-                triggers a device-side assertion instead, so that the host does not wait.
+            ValueError: shapes or values are wrong, or arguments exclude each other. On CUDA and ROCm, wrong values
+                trigger a device-side assertion instead, so that the host does not wait for the device.
         """
         B, T = shape
         past = cache.length if cache is not None else 0
@@ -145,7 +151,7 @@ class BatchLayout:
         if cache is not None and cu_seqlens is not None and (not cache.takes_documents or past):
             raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one.")
 
-        # Documents and positions: packed ones start anew, padding is a document of its own.
+        # Number the documents, and count positions from the start of each. Padding is a separate document.
         documents = None
         positions = torch.arange(past, past + T, device=device)[None]
         if cu_seqlens is not None:
@@ -168,7 +174,7 @@ class BatchLayout:
         if cu_seqlens is not None and needs_bounds:
             bounds = (segments or Segments.of_rows(B, T, cu_seqlens, device)).cu_seqlens
 
-        # Masks for each window, and what kernels need in their place.
+        # Build a mask for each window.
         if is_batch_invariant() and not torch.is_grad_enabled():
             windows = {}  # only the backward, which is ordinary attention's, needs masks
         masks = {}
@@ -177,8 +183,8 @@ class BatchLayout:
             alternative = segments if until is None else None
             masks[window] = text_mask(documents, past, window, B, T, device, needed, until, alternative)
 
-        # cos and sin of every rotary embedding, once for all layers.
-        count = 1 if cu_seqlens is None else len(cu_seqlens)  # more than the highest number of a document
+        # Compute cos and sin of every rotary embedding once for all layers.
+        count = 1 if cu_seqlens is None else len(cu_seqlens)  # larger than every document number
         tables = {
             name: table(positions, _lengths(positions, documents, count))
             if getattr(table, "needs_lengths", False)
@@ -195,11 +201,11 @@ class BatchLayout:
         return cls(positions, tables, documents, past, cache, masks, **options)
 
     def mask(self, window: int | None, q: Tensor, *, explicit: bool = False) -> Mask:
-        """The mask for a window, in a form that the kernel for q [B, T, H, D] supports.
+        """Return the mask for a window in a form that the kernel for ``q`` supports.
 
         Args:
-            window: window of the layers.
-            q: the queries.
+            window: the window, or None.
+            q: the queries, [B, T, H, D].
             explicit: whether the kernel needs a mask even for plainly causal attention.
         """
         mask = self.masks[window]
@@ -208,13 +214,13 @@ class BatchLayout:
             B, T = q.shape[:2]
             mask = self.masks[window] = text_mask(self.documents, self.past, window, B, T, q.device, needed=True)
         if mask.segments is not None and self.causal and not takes_segments(q.device, q.dtype, q.shape[3]):
-            # The heads are too wide, or have another dtype than the embeddings, which was not known in `build`.
+            # The heads are too wide, or their dtype differs from that of the embeddings; `build` could not know either.
             B, T = q.shape[:2]
             mask = self.masks[window] = text_mask(self.documents, 0, window, B, T, q.device, needed=False)
         return mask
 
     def padding(self, T: int) -> Tensor | None:
-        """Which of the last T tokens are padding, [B, T] bool; None without padding."""
+        """Return [B, T] bool, whether each of the last T tokens is padding; None if there is no padding."""
         if self.attention_mask is None or self.documents is None:
             return None
         return self.documents[:, -T:] < 0
@@ -229,11 +235,11 @@ class BatchLayout:
         Returns:
             [B, T] int64.
         """
-        # The label of the next token, and nothing for the last one.
+        # The target of a token is the label of the next token; the last token of a row has no target.
         target = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), ignore_index)], 1)
         if self.documents is None:
             return target
-        # The next token of a document's last token is in another document.
+        # The last token of a document has no target either, because the next token is in another document.
         last = torch.ones_like(labels[:, :1], dtype=torch.bool)
         ends = torch.cat([self.documents[:, 1:] != self.documents[:, :-1], last], 1)
         return target.masked_fill(ends | (self.documents < 0), ignore_index)
@@ -290,17 +296,17 @@ def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
 
 
 def _lengths(positions: Tensor, documents: Tensor | None, count: int) -> Tensor | None:
-    """The length of each token's document up to its last new token, [B, T] int64; None if each row is a document.
+    """Return [B, T] int64, the length of each token's document up to its last new token; None if rows are documents.
 
     Args:
         positions: [1 or B, T] or [3, 1 or B, T].
         documents: [B, S] as in `BatchLayout`.
-        count: more than the highest number of a document.
+        count: a number larger than every document number.
     """
     if documents is None or positions.numel() == 0:
         return None
     highest = positions if positions.dim() == 2 else positions.amax(0)
-    numbers = documents[:, documents.shape[1] - positions.shape[-1] :] + 1  # 0 for padding, whose length is its own
+    numbers = documents[:, documents.shape[1] - positions.shape[-1] :] + 1  # 0 for padding, which has its own length
     ends = highest.new_zeros(len(numbers), count + 1).scatter_reduce(1, numbers, highest.expand_as(numbers) + 1, "amax")
     return ends.gather(1, numbers)
 
@@ -310,7 +316,7 @@ def _spans(
 ) -> tuple[Tensor, Tensor]:
     """Compute `BatchLayout.spans` of a batch [B, T] after ``past`` cached tokens."""
     if pages is not None:
-        # A row's pages hold its tokens from key 0 on.
+        # The keys of a row are numbered from 0 within its pages.
         return torch.zeros_like(pages.lengths), pages.lengths - 1
     key = torch.arange(B * (past + T), dtype=torch.int32, device=device).view(B, -1)
     begins = torch.zeros_like(key, dtype=torch.bool)
@@ -322,18 +328,19 @@ def _spans(
             "forward: attention_mask must have no holes with deterministic_forward, got padding between tokens. Pack "
             "the tokens.",
         )
-    # The last beginning at or before each token. Of the cached tokens only keys are needed.
+    # Find the last start of a document at or before each token. Cached tokens are only keys, so their spans are
+    # dropped.
     first = key.where(begins, 0).cummax(1).values
     return first[:, past:].flatten(), key[:, past:].flatten()
 
 
 def mark_padding(attention_mask: Tensor, device: torch.device) -> Tensor:
-    """The document number of each token, [B, S] int64: 0 for tokens, −1 for padding."""
+    """Return the document number of each token, [B, S] int64: 0 for tokens, −1 for padding."""
     return (attention_mask != 0).to(device, torch.int64) - 1
 
 
 def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The document number of each token and its position in the document, both [B, T] int64."""
+    """Return the document number of each token, and the token's position in the document, both [B, T] int64."""
     dtype = cu_seqlens.dtype
     integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not integers:
@@ -345,12 +352,12 @@ def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -
     )
     bounds = cu_seqlens.to(device, torch.int64)
     flat = torch.arange(B * T, device=device)
-    # Not torch.bucketize: Inductor 2.11 fuses it with a maximum over the positions and gives wrong numbers.
+    # torch.bucketize is not used, because Inductor 2.11 fuses it with a maximum over positions, with wrong results.
     ends = bounds[1:].clamp(max=B * T)
-    # How many documents end at or before each token, which is the token's document.
+    # A token's document number is the number of documents that end at or before the token.
     number = torch.zeros(B * T + 1, dtype=torch.int64, device=device).index_add(0, ends, torch.ones_like(ends))
     number = number[:-1].cumsum(0)
-    # A document never spans rows, so positions start anew at the start of a row.
+    # A document never spans rows, so positions also restart at the start of a row.
     row_start = flat // T * T if T else flat
     positions = flat - torch.maximum(bounds[number], row_start)
     return number.view(B, T), positions.view(B, T)

@@ -1,4 +1,4 @@
-"""The config fields that all decoders share, and checks of config values."""
+"""The config fields that all decoders share, and functions that check config values."""
 
 import math
 from collections.abc import Mapping
@@ -38,11 +38,11 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(_POSITIVE.split(), (math.ulp(0.0), math.inf)),
     **dict.fromkeys(_NOT_NEGATIVE.split(), (0, math.inf)),
 }
-"""Name of a config field -> the smallest and the largest value of it, or of the elements of its list."""
+"""Maps the name of a config field to the smallest and largest value that is allowed for the field or its elements."""
 
 
 def check_numbers(where: str, values: Mapping[str, Any]) -> None:
-    """Check that all floats of a config are finite, and that fields with known names are within `LIMITS`.
+    """Check that all floats of a config are finite, and that the fields listed in `LIMITS` are within their limits.
 
     Args:
         where: name of the config, for the error message.
@@ -55,12 +55,12 @@ def check_numbers(where: str, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if is_dataclass(value) and not isinstance(value, type):
             check_numbers(where, vars(value))
-        # Elements of a list are checked one by one; other values than numbers are not.
+        # The elements of a list are checked one by one. Values that are not numbers are not checked.
         low, high = LIMITS.get(name, (-math.inf, math.inf))
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            # An int may be too large for a float, so it is compared as it is.
+            # An int may be too large for a float, so it is compared without conversion.
             least = "positive" if low == math.ulp(0.0) else f"at least {low}"
             if not isinstance(number, int) and not math.isfinite(number):
                 raise ValueError(f"{where}: {name} must be finite, got {number}. {_TODO}")
@@ -75,13 +75,13 @@ _TODO = "Check config.json."
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and constants of a decoder, named as in Hugging Face's config.json.
+    """Sizes and constants of a decoder, with the names of Hugging Face's config.json.
 
-    The config of each architecture derives from this class and adds its own fields. Its defaults equal those of
-    transformers' config class, because they apply to keys that a config.json omits.
+    The config of each architecture derives from this class and adds its own fields. Its defaults equal those of the
+    config class in transformers, because they apply to keys that are missing in a config.json.
 
     Raises:
-        ValueError: a number is out of range, sizes do not fit together, or the architecture does not have the
+        ValueError: a number is out of range, the sizes are inconsistent, or the architecture does not support the
             activation.
     """
 
@@ -89,10 +89,10 @@ class DecoderConfig:
     """Values of ``hidden_act`` that the architecture supports."""
 
     rope_aliases: ClassVar[Mapping[str, str]] = {}
-    """Rope types in config.json files of this architecture that stand for another type -> that type."""
+    """Maps rope types that only config.json files of this architecture use to the type that they mean."""
 
     original_length: ClassVar[int | None] = None
-    """Default of ``original_max_position_embeddings`` at the top level of config.json; None if it is not read there."""
+    """Default of ``original_max_position_embeddings`` at config.json's top level; None if the key is not read there."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -135,17 +135,17 @@ class DecoderConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Number of KV heads. Default: the number of query heads."""
+        """Number of KV heads, by default the number of query heads."""
         return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
 
     @property
     def head_size(self) -> int:
-        """Dimension of a head. Default: ``hidden_size`` divided by the number of heads."""
+        """Dimension of a head, by default ``hidden_size`` divided by the number of heads."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
     @property
     def rotary_width(self) -> int:
-        """Number of dimensions of a head that are rotated: all, or the share ``partial_rotary_factor``."""
+        """Number of rotated dimensions of a head: all, or the fraction ``partial_rotary_factor``."""
         share = getattr(self, "partial_rotary_factor", None)
         return int(self.head_size * (share or 1))
 
@@ -158,7 +158,7 @@ class RMSNormDecoderConfig(DecoderConfig):
 
 
 def _let_use_cache_be_set(cls: Any) -> None:
-    """Make the frozen config ignore assignments to ``use_cache``, because transformers' Trainer assigns it."""
+    """Make the frozen config ignore assignments to ``use_cache``, because the Trainer of transformers assigns it."""
     frozen = cls.__setattr__
     if getattr(frozen, "drops_use_cache", False):
         return
@@ -199,7 +199,7 @@ def check_values(config: Any, **allowed: tuple[Any, ...]) -> None:
 def check_layer_types(
     name: str, layer_types: list[str] | None, num_hidden_layers: int, known: tuple[str, ...] = LAYER_TYPES
 ) -> None:
-    """Raise ValueError if ``layer_types`` is given but does not name a known type for each layer."""
+    """Raise ValueError if ``layer_types`` is given but does not have a known type for each layer."""
     if layer_types is None:
         return
     if not (len(layer_types) == num_hidden_layers and set(layer_types) <= set(known)):
@@ -207,5 +207,5 @@ def check_layer_types(
 
 
 def is_sliding(layer: int, layer_types: list[str] | None, *, default: bool) -> bool:
-    """Whether a layer has an attention window, by ``layer_types`` if they are given and else by ``default``."""
+    """Return whether a layer has an attention window: by ``layer_types`` if given, and otherwise ``default``."""
     return default if layer_types is None else layer_types[layer] == "sliding_attention"

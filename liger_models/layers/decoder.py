@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 
 
 class CausalLMOutput(NamedTuple):
-    """The result of `Decoder.forward`, with None for results that were not computed. ``out["loss"]`` is ``out.loss``.
+    """The result of `Decoder.forward`. Values that were not computed are None. ``out["loss"]`` is ``out.loss``.
 
     Attributes:
         loss: [] fp32, or the result of ``loss_function``.
         logits: [B, T, V] in the dtype of the weights.
-        aux_loss: [], the part of ``loss`` that mixture-of-experts layers add; None with a decode cache.
-        log_probs: [B, T] fp32, the log-probability of each token's target, 0 where it has none.
-        hidden_states: tensors [B, T, C]. The last one is the input of the head; if requested, the inputs of all blocks
-            precede it.
-        router_logits: [B, T, X] for each layer with X routed experts; empty without such layers.
+        aux_loss: [], the part of ``loss`` that comes from mixture-of-experts layers; None if a decode cache was given.
+        log_probs: [B, T] fp32, the log-probability of each token's target, or 0 for a token without a target.
+        hidden_states: tensors [B, T, C]. The last one is the input of the head. It is preceded by the inputs of all
+            blocks if they were requested.
+        router_logits: a tensor [B, T, X] for each layer with X routed experts; empty if there are no such layers.
     """
 
     loss: Tensor | None = None
@@ -62,7 +62,7 @@ class CausalLMOutput(NamedTuple):
     router_logits: tuple[Tensor, ...] = ()
 
     def __getitem__(self, key: Any) -> Any:
-        """A field by its name or index."""
+        """Return a field by its name or index."""
         return self._asdict()[key] if isinstance(key, str) else tuple.__getitem__(self, key)
 
 
@@ -80,10 +80,11 @@ class CausalLMConfig(Protocol):
 
 
 def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tensor | None:
-    """Return ``cu_seqlens``, passed under its own name or under the names of transformers' collator in ``options``.
+    """Return ``cu_seqlens``, which may be in ``options`` under the names that the collator of transformers uses.
 
     Raises:
-        ValueError: both are given, only a part of transformers' names is given, or a value is not a tensor.
+        ValueError: ``cu_seqlens`` is given under both names, some of the collator's names are missing, or a value is
+            not a tensor.
     """
     q, k, *_ = (options.pop(f"{name}_{side}", None) for name in ("cu_seq_lens", "max_length") for side in "qk")
     check_tensors(cu_seqlens=cu_seqlens, cu_seq_lens_q=q)
@@ -103,64 +104,69 @@ def check_policy(name: str, policy: str) -> None:
 class Decoder(nn.Module):
     """A decoder with a language-model head.
 
-    A subclass with a ``block_class`` is built by the ``build_`` methods, and overrides those that differ. A subclass
-    without a ``block_class`` calls this constructor first, then sets the parts, and calls `post_init` last.
+    If a subclass sets ``block_class``, the ``build_`` methods build its parts, and the subclass overrides the methods
+    for parts that differ. A subclass without ``block_class`` calls this constructor first, then sets the parts, and
+    calls `post_init` last.
 
     Args:
         config: sizes and constants.
-        kernels: which parts run on fused kernels; all by default.
+        kernels: which parts run on fused kernels; by default all of them.
     """
 
     config_class: ClassVar[type[Any]]
     block_class: ClassVar[Any] = None
-    """The class of the blocks, which is called with ``(config, layer, kernels)``."""
+    """The class of the blocks. It is called with ``(config, layer, kernels)``."""
     layout_class: ClassVar[type[BatchLayout]] = BatchLayout
-    """What `layout` builds; a family whose layers need more derives a class of its own."""
+    """The class of the result of `layout`. A family whose layers need further tensors derives its own class."""
     prompt_inputs: ClassVar[tuple[str, ...]] = ()
-    """Arguments of `forward` that belong to a prompt besides its tokens, such as pixels."""
+    """Arguments of `forward` that belong to a prompt in addition to its tokens, such as pixels."""
     replays_routing: ClassVar[bool] = False
-    """Whether blocks with routed experts give these layers `BatchLayout.experts`."""
+    """Whether blocks pass `BatchLayout.experts` to their layers with routed experts."""
     embed_tokens: LigerEmbedding
     layers: nn.ModuleList
-    """Blocks: ``(x | None, residual, layout) -> (x | None, residual)``, where x is yet to be added to the residual
-    stream. A block with routed experts also returns its router logits; others may return more, for `carry`."""
+    """Blocks, called as ``(x | None, residual, layout) -> (x | None, residual)``.
+
+    x is still to be added to the residual stream. A block may return further tensors for `carry`, such as router
+    logits.
+    """
     norm: Norm
     lm_head: LigerLMHead
     rotary: nn.ModuleDict
-    """Name -> `RotaryEmbedding`; an attention layer refers to its embedding by name."""
+    """Maps a name to a `RotaryEmbedding`. An attention layer refers to its rotary embedding by name."""
 
     def __init__(self, config: CausalLMConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__()
         self.config: Any = config
         self.kernels = kernels or KernelOptions()
-        # What the backward recomputes, and what is kept in host memory meanwhile.
+        # What the backward recomputes, and what is offloaded to host memory until then.
         self.checkpointing: str | list[str] = "none"
         self.recomputed: frozenset[int] = frozenset()
         """Blocks that are recomputed as a whole."""
         self.offloaded: frozenset[int] = frozenset()
         """Blocks whose activations are offloaded to host memory."""
         self.visual: Any = None
-        """The vision tower, whose blocks are in ``visual.blocks``; None for models without one."""
-        # How the model is distributed, and what its layers need of every batch.
+        """The vision tower, whose blocks are in ``visual.blocks``; None for text models."""
+        # How the model is distributed, and what its layers need from the layout of every batch.
         self.groups = ParallelGroups()
         """The process groups that the model is distributed over."""
         self._needs_bounds = False
         """Whether a layer reads `BatchLayout.bounds`; set by `post_init`."""
         self._windows: dict[int | None, bool] | None = None
-        """Window of the attention layers -> whether one of these layers always needs a mask; set by `post_init`."""
+        """Maps each window to whether an attention layer with this window always needs a mask; set by `post_init`."""
         self._needs_flash: set[int | None] = set()
-        """Windows of the attention layers that need a mask except in half precision."""
-        # What came with the checkpoint and is saved with the next one.
+        """Windows of the attention layers that need a mask unless they run in half precision."""
+        # Parts of the loaded checkpoint that are saved with the next checkpoint.
         self.hf_config: dict[str, Any] = {}
-        """The config.json that the model was loaded with. Keys that the model does not read are saved again."""
+        """The content of the loaded config.json. Keys that the model does not read are saved again."""
         self.assets: dict[str, bytes] = {}
-        """Name -> content of files saved with the checkpoint unchanged: generation_config.json, tokenizer files."""
+        """Maps file names to contents that are saved unchanged, such as generation_config.json and tokenizer files."""
         self.kept_tensors: dict[str, Tensor] = {}
-        """Name -> tensor of the checkpoint that belongs to no parameter, saved unchanged; in host memory, on rank 0."""
+        """Checkpoint tensors, by name, that belong to no parameter and are saved unchanged. Rank 0 has them on the CPU.
+        """
         self.trained_tensors: Callable[[], dict[str, Tensor]] = dict
-        """Returns those of `kept_tensors` that a module beside the model trains, with their current values."""
+        """Returns the current values of the `kept_tensors` that a separate module trains."""
         self.float8_tensors: frozenset[str] = frozenset()
-        """The checkpoint's tensors in float8, of a model that was loaded with ``keep_float8``."""
+        """The float8 tensors of the checkpoint, for a model that was loaded with ``keep_float8``."""
         if self.block_class is not None:
             self.build(config)
             self.post_init()
@@ -175,11 +181,11 @@ class Decoder(nn.Module):
         self.rotary = nn.ModuleDict(self.build_rotary(config))
 
     def build_visual(self, config: Any) -> nn.Module | None:
-        """Build the vision tower; None for a model of text."""
+        """Build the vision tower; return None for a text model."""
         return None
 
     def build_embedding(self, config: Any) -> LigerEmbedding:
-        """Build the embedding of the tokens."""
+        """Build the token embedding."""
         return LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
 
     def build_blocks(self, config: Any) -> nn.ModuleList:
@@ -200,14 +206,14 @@ class Decoder(nn.Module):
         return LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
 
     def build_rotary(self, config: Any) -> dict[str, nn.Module]:
-        """Build the rotary embeddings, under the names that attention layers use."""
+        """Build the rotary embeddings, by the names that the attention layers refer to."""
         rotary = RotaryEmbedding(
             config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
         )
         return {"default": rotary}
 
     def post_init(self) -> None:
-        """Check the parts, and tie and initialize the weights. A constructor that sets its own parts calls this last.
+        """Check the parts, and tie and initialize the weights. A constructor that sets parts itself calls this last.
 
         Raises:
             ValueError: a part is missing, the model has a buffer, or attention layers share a cache slot.
@@ -221,15 +227,15 @@ class Decoder(nn.Module):
             )
         self.check_buffers()
 
-        # What the layers need of every forward's layout: bounds of documents, and a mask for each window.
+        # Collect what the layers need from the layout of each forward: bounds of documents, and a mask for each window.
         self._windows = {}
-        slots: dict[int, str] = {}  # slot in the decode cache -> path of the layer that has it
+        slots: dict[int, str] = {}  # maps a slot in the decode cache to the path of its layer
         for path, layer in named_layers(self.layers, remove_duplicate=False):
             self._needs_bounds = self._needs_bounds or layer.needs_bounds
             spec = layer.attention
             if spec is None:
                 continue
-            # A layer in two places would append to its slot twice.
+            # A layer that is used in two places would append to its slot twice.
             other = path if spec.cache_slot is None else slots.setdefault(spec.cache_slot, path)
             if other != path:
                 raise ValueError(
@@ -250,7 +256,7 @@ class Decoder(nn.Module):
             self.reset_parameters()
 
     def check_buffers(self) -> None:
-        """Raise ValueError if the model has a buffer. Loading checks again, since subclasses may add buffers."""
+        """Raise ValueError if the model has a buffer. Loading calls this again, as subclasses may add buffers later."""
         buffers = [buffer for buffer, _ in self.named_buffers()]
         if buffers:
             raise ValueError(
@@ -260,7 +266,7 @@ class Decoder(nn.Module):
             )
 
     def tie_weights(self) -> None:
-        """Let the head share the weight of the embedding if the config says so."""
+        """Let the head share the weight of the embedding if the config requires it."""
         if self.config.tie_word_embeddings and self.lm_head.weight is not self.embed_tokens.weight:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -275,7 +281,7 @@ class Decoder(nn.Module):
             ValueError: a module has parameters but no method ``reset_parameters``.
         """
         std = self.config.initializer_range
-        # First what is drawn by a rule of its own; seeds give the same numbers in this order alone.
+        # First initialize linear layers, embeddings and layers with `draw`. Results for a seed depend on this order.
         drawn: set[nn.Module] = set()
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -287,7 +293,7 @@ class Decoder(nn.Module):
                 drawn.add(module)
         zero_padding_row(self.embed_tokens)  # after the head, which may share the weight
 
-        # Then all other modules, submodules first, so that a module may change what its submodules have drawn.
+        # Then initialize all other modules, submodules first, so that a module may change values of its submodules.
         for name, module in reversed([*self.named_modules()]):
             if module in drawn:
                 continue
@@ -304,8 +310,8 @@ class Decoder(nn.Module):
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:
-        """Context in which parameters may be replaced name by name; afterwards, shared parameters are shared again."""
-        first_names: dict[int, str] = {}  # identity of a parameter -> its first name
+        """Context in which parameters may be replaced one by one. At its end, tied parameters are tied again."""
+        first_names: dict[int, str] = {}  # maps the identity of a parameter to its first name
         aliases = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             first = first_names.setdefault(id(parameter), name)
@@ -313,7 +319,7 @@ class Decoder(nn.Module):
                 aliases[name] = first
         yield
         for name, first in aliases.items():
-            # The parameter under the first name may be a new one: set it again under the other names.
+            # The first name may now have a new parameter, which is set under the other names.
             owner, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
 
@@ -323,16 +329,16 @@ class Decoder(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """`torch.nn.Module.load_state_dict`, except that shared parameters stay shared with ``assign``."""
+        """Like `torch.nn.Module.load_state_dict`, except that tied parameters stay tied with ``assign``."""
         with self._sharing() if assign else nullcontext():
             return super().load_state_dict(state_dict, strict, assign)
 
     def current_assets(self) -> dict[str, bytes]:
-        """The current content of the files that are saved with a checkpoint."""
+        """Return the current content of the files that are saved with a checkpoint."""
         return self.assets
 
     def current_kept_tensors(self) -> dict[str, Tensor]:
-        """The current values of the tensors that are saved with the checkpoint besides the parameters."""
+        """Return the current values of the tensors that are saved in addition to the parameters."""
         return self.kept_tensors | self.trained_tensors()
 
     @property
@@ -347,13 +353,16 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> list[Any]:
-        """All blocks in execution order: the blocks of the vision tower, if there is one, then of the decoder."""
+        """All blocks in execution order: first those of any vision tower, then those of the decoder."""
         return [*([] if self.visual is None else self.visual.blocks), *self.layers]
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Number of all or all trainable parameters, with or without the embedding; tied parameters count once."""
+        """Return the number of all or only trainable parameters, with or without the embedding.
+
+        Tied parameters count once.
+        """
         excluded = self.embed_tokens.weight if exclude_embeddings else None
-        # Keyed by the parameter, so that a tied one counts once.
+        # The keys are parameters, so that a tied parameter counts once.
         sizes = {weight: size for module in self.modules() for weight, size in own_parameters(module).items()}
         return sum(
             size
@@ -362,9 +371,9 @@ class Decoder(nn.Module):
         )
 
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
-        """The weights of all linear layers except the head, and the stacked weights of experts, by name."""
+        """Return the weights of all linear layers except the head, and the stacked weights of experts, by name."""
         linear = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Linear)}
-        # The matrices of all experts are one parameter [X, O, C], which belongs to no `nn.Linear`.
+        # The matrices of all experts are one parameter [X, O, C], which is not in an `nn.Linear`.
         routed = tuple(path for path, layer in named_layers(self) if layer.router is not None)
         return {
             name: weight
@@ -392,18 +401,18 @@ class Decoder(nn.Module):
             layer.set_attention_dropout(probability)
 
     def set_checkpointing(self, policy: str | list[str], *, offload_layers: int = 0) -> None:
-        """Choose which activations are saved for the backward, and where. The gradients are always the same.
+        """Choose which activations are saved for the backward, and where. The gradients do not depend on the choice.
 
         Args:
             policy: one policy for all blocks, or a list with a policy for each block. "none" saves all tensors that the
                 fused ops need. "selective" recomputes the gate and up projections of the MLP, whose outputs are the
-                largest activations. "full" saves only the block's input and recomputes the rest, except the last
-                projection, whose output the backward does not need. With "full", blocks with routed experts also save
-                the input of the experts, so that the backward cannot route differently, and compiled blocks and models
-                also save the input of the MLP.
+                largest activations. "full" saves only the block's input and recomputes everything else, except the last
+                projection, whose output the backward does not need. Under "full", blocks with routed experts also save
+                the input of the experts, so that tokens are routed identically in the backward, and compiled blocks and
+                models also save the input of the MLP.
             offload_layers: number of blocks whose activations are offloaded to host memory, with copies that overlap
-                the computation. The blocks are spread evenly and exclude the last two if possible, so that the copies
-                have time during the other blocks. A compiled model does not support offloading; compiled blocks do.
+                with computation. The blocks are spread evenly and exclude the last two if possible, so that copies can
+                finish while other blocks run. Offloading works with compiled blocks, but not with a compiled model.
 
         Raises:
             ValueError: a policy is unknown, the list does not have one policy for each block, or ``offload_layers``
@@ -417,12 +426,13 @@ class Decoder(nn.Module):
             )
         if not 0 <= offload_layers <= blocks:
             raise ValueError(f"set_checkpointing: offload_layers must be 0 to {blocks}, got {offload_layers}.")
-        # All checks come before the first change.
+        # Check everything before anything is changed.
         for block_policy in policies:
             check_policy("policy", block_policy)
 
         self.checkpointing = policy
-        # Blocks whose second forward may differ recompute within their layers instead.
+        # Blocks whose second forward may give other results are not recomputed as a whole; their layers recompute
+        # instead.
         self.recomputed = frozenset(
             index
             for index, (block, block_policy) in enumerate(zip(self.layers, policies, strict=True))
@@ -455,36 +465,38 @@ class Decoder(nn.Module):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
     ) -> CausalLMOutput:
-        """Compute logits, or the loss if ``labels`` are given, without materializing the logits.
+        """Compute the logits, or, if ``labels`` are given, the loss without materializing the logits.
 
         Args:
             input_ids: [B, T] int64.
-            labels: [B, T] int64, unshifted; −100 is ignored. Padding and the last token of a row or of a packed
-                document have no target.
+            labels: [B, T] int64, unshifted; −100 is ignored. Padding, the last token of a row and the last token of a
+                packed document have no target.
             position_ids, attention_mask, cu_seqlens: see `BatchLayout.build`.
-            inputs_embeds: [B, T, C] instead of ``input_ids``.
-            num_items_in_batch: divisor of the summed loss, a number or a tensor of one element: the number of targets
-                in all accumulation steps and on all ranks. It may be 0 only if this batch has no targets. Default: the
-                number of targets in this batch. The auxiliary loss is multiplied by the number of targets in the batch
-                divided by this number, so that the weights of all batches of a step add up to 1.
-            return_logits: True returns logits in addition to the loss. The default returns logits only without
-                ``labels``. False without ``labels`` skips the head, and returns its input in ``hidden_states``.
-            return_log_probs: with ``labels``, return the log-probabilities of the targets instead of the loss, for
-                custom losses. The targets are ``labels`` shifted by `BatchLayout.shift`.
-            loss_function: with ``labels``, replaces the loss. It is called with ``(hidden, weight, target)``: the
-                normed output of the last block [B, T, C], the head's weight [V, C] and the shifted labels [B, T]. It
-                may return any object. It is called inside the head, where FSDP has gathered the weight. It must itself
-                apply the model's softcap and logit scale, and ``aux_loss`` is not added to its result.
-            logits_to_keep: number of last tokens whose logits are returned; 0 for all. Not with ``labels``.
-            output_hidden_states: return the hidden states before each block and after the last norm.
-            routed_experts: [B, T, L, K] integers, recorded by `rollout`: the K experts of each token in each of the L
-                layers with routed experts. They replace the routers' choice (routing replay). The routers' logits still
-                determine the weights of these experts, the routers' gradients and the auxiliary loss. For a token with
-                negative numbers the routers choose.
+            inputs_embeds: [B, T, C], embeddings that replace ``input_ids``.
+            num_items_in_batch: divisor of the summed loss, which is the number of targets in all accumulation steps and
+                on all ranks. It is a number or a tensor of one element, and may be 0 only if this batch has no targets.
+                By default, it is the number of targets in this batch. The auxiliary loss is weighted by the share of
+                these targets that are in this batch, so that the weights of all batches of a step add up to 1.
+            return_logits: whether to return logits. By default, logits are returned only if there are no ``labels``.
+                True returns logits in addition to the loss. False without ``labels`` skips the head and returns the
+                head's input in ``hidden_states``.
+            return_log_probs: whether to return the log-probabilities of the targets instead of the loss, for custom
+                losses. The targets are ``labels`` shifted by `BatchLayout.shift`.
+            loss_function: function that computes the loss from ``(hidden, weight, target)``: the normalized output of
+                the last block [B, T, C], the head's weight [V, C] and the shifted labels [B, T]. It may return any
+                object. It is called inside the head, because FSDP has gathered the weight there. The function itself
+                must apply the model's softcap and logit scale, and ``aux_loss`` is not added to its result.
+            logits_to_keep: number of last tokens whose logits are returned; 0 returns all logits. It can't be combined
+                with ``labels``.
+            output_hidden_states: whether to return the hidden states before each block and after the last norm.
+            routed_experts: [B, T, L, K] integers, the K experts of each token in each of the L layers with routed
+                experts, as recorded by `rollout`. These experts replace the routers' choice (routing replay), but the
+                router logits still determine the experts' weights, the gradients of the routers and the auxiliary loss.
+                For a token with negative entries, the routers choose.
             cache: decode cache, to which the tokens are appended.
-            cu_seq_lens_q, cu_seq_lens_k: ``cu_seqlens`` under the two names that transformers'
-                ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` gives the same tensor.
-            max_length_q, max_length_k: ignored; accepted because that collator passes them.
+            cu_seq_lens_q, cu_seq_lens_k: two other names of ``cu_seqlens``, as passed by the
+                ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` of transformers.
+            max_length_q, max_length_k: ignored; accepted because this collator passes them.
 
         Returns:
             `CausalLMOutput`.
@@ -525,7 +537,7 @@ class Decoder(nn.Module):
         return embeds, layout
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, tuple[int, int]]:
-        """Return the embeddings of this rank's share of the tokens, and the shape (B, T) of the whole batch."""
+        """Return the embeddings of this rank's tokens, and the shape (B, T) of the whole batch."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("forward: exactly one of input_ids and inputs_embeds must be given.")
         check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
@@ -539,21 +551,21 @@ class Decoder(nn.Module):
         return self.embed_tokens(self.groups.context_share(input_ids)), (B, T)
 
     def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
-        """Values of the fields that ``layout_class`` adds, for rows of T tokens; ``embeds`` is this rank's share."""
+        """Return the additional fields of ``layout_class`` for rows of T tokens; ``embeds`` has this rank's tokens."""
         return {}
 
     def stand_ins(self, layout: BatchLayout, like: Tensor) -> BatchLayout:
-        """The layout with stand-ins for the tensors that other blocks add to it, so that a block runs alone.
+        """Return a layout with which one block can run alone: placeholders replace the tensors that other blocks add.
 
         Args:
-            layout: as `layout` returns it.
-            like: [B, T, C], the residual stream, whose dtype the stand-ins have.
+            layout: a result of `layout`.
+            like: [B, T, C], the residual stream. The placeholders have its dtype.
         """
         return layout
 
     @property
     def held_elements(self) -> int:
-        """Number of elements per token that the forward holds for the backward outside the blocks."""
+        """Number of elements per token that the forward keeps for the backward outside of the blocks."""
         return 0
 
     def carry(self, index: int, more: list[Tensor], layout: BatchLayout) -> tuple[list[Tensor], BatchLayout]:
@@ -561,20 +573,20 @@ class Decoder(nn.Module):
 
         Args:
             index: index of the block.
-            more: the block's results after x and the stream.
+            more: the results of the block after x and the residual stream.
             layout: the layout that was passed to the block.
         """
         return more, layout
 
     def layout(self, shape: tuple[int, int], embeds: Tensor, **options: Any) -> BatchLayout:
-        """Build the layout of a batch of ``shape`` (B, T), with options as in `BatchLayout.build`."""
+        """Build the layout of a batch of ``shape`` (B, T); the options are those of `BatchLayout.build`."""
         if self._windows is None:
             raise ValueError(
                 f"{type(self).__name__}: the constructor must end with self.post_init(), got no call of it. Add it."
             )
         rotary: dict[str, Any] = dict(self.rotary.items())
         windows = self._windows
-        # Sinks have a fused kernel in half precision; elsewhere their layers need a mask.
+        # Attention with sinks has a fused kernel only in half precision. Otherwise its layers need a mask.
         if embeds.device.type in ACCELERATORS and not takes_segments(embeds.device, embeds.dtype):
             windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
         return self.layout_class.build(
@@ -586,16 +598,16 @@ class Decoder(nn.Module):
         """Run blocks, norm, head and loss.
 
         Args:
-            embeds: [B, T, C], or only this rank's share of the tokens.
+            embeds: [B, T, C] for all tokens, or only for this rank's tokens.
             layout: layout of the whole batch.
-            options: the arguments of `forward` that are fields of `HeadRequest`.
+            options: arguments of `forward` that are fields of `HeadRequest`.
         """
         request = HeadRequest.of(options)
         cache, groups, T = layout.cache, self.groups, layout.position_ids.shape[-1]
         request.check(embeds.shape[0], T, cached=cache is not None)
         groups.check_tokens(T, whole=cache is not None or request.needs_all_tokens)
 
-        # This rank's share of the experts to take, of the tokens and of the targets.
+        # Select this rank's share of the given experts, of the tokens and of the targets.
         if request.routed_experts is not None:
             experts = self._share_experts(request.routed_experts.to(embeds.device), embeds.shape[0], T)
             layout = replace(layout, experts=experts)
@@ -603,22 +615,22 @@ class Decoder(nn.Module):
             embeds = groups.token_share(embeds)  # [B, T / R, C]
         targets = None if request.labels is None else LossTargets.of(request, layout, groups, embeds)
 
-        # Blocks and norm.
+        # Run the blocks and the norm.
         states: list[Tensor] = []
         collect = [states] if request.output_hidden_states else []
         hidden, router_logits = self.run_blocks(embeds, layout, *collect)
         hidden = groups.enter_head(hidden)  # [B, T, C], under context parallelism [B, T / R, C]
-        # A dictionary, because torch 2.11 does not compile `_replace` of a named tuple.
+        # Results are collected in a dictionary, because torch 2.11 cannot compile `_replace` of a named tuple.
         output: dict[str, Any] = {"router_logits": tuple(router_logits)}
         if request.output_hidden_states or request.without_head:
             output["hidden_states"] = (*states, hidden)
 
-        # The head, and the loss in it.
+        # Run the head, which also computes the loss.
         loss: Any = None
         logits: Any = None
         if not request.without_head:
             loss, logits = self._apply_head(hidden, request, targets)
-        if cache is not None:  # last, so that a forward that fails in the head leaves the cache as it was
+        if cache is not None:  # after the head, so that an error in the head leaves the cache unchanged
             cache.advance(T)
         if request.without_head:
             return CausalLMOutput(**output)
@@ -652,7 +664,7 @@ class Decoder(nn.Module):
     def _shared_auxiliary_loss(
         self, router_logits: list[Tensor], layout: BatchLayout, request: HeadRequest, targets: LossTargets | None
     ) -> Tensor | None:
-        """`auxiliary_loss`, times the share of the step's targets that are in this batch."""
+        """Return `auxiliary_loss` times the fraction of the step's targets that are in this batch."""
         mask = None if layout.attention_mask is None else self.groups.context_share(layout.attention_mask)
         aux_loss = self.auxiliary_loss(router_logits, mask)
         if aux_loss is None or targets is None or request.num_items_in_batch is None:
@@ -665,12 +677,12 @@ class Decoder(nn.Module):
         return routed_layers(self.layers)
 
     def choose_experts(self, router_logits: Sequence[Tensor]) -> Tensor:
-        """The experts that the layers choose for the router logits of a forward: [N, L, K] int16, N = B · T."""
+        """Return the experts that the routers choose for the router logits of a forward, [B · T, L, K] int16."""
         chosen = [layer.choose(logits) for layer, logits in zip(self.routers, router_logits, strict=True)]
         return torch.stack(chosen, 1).to(torch.int16)
 
     def _share_experts(self, experts: Tensor, B: int, T: int) -> tuple[Tensor, ...]:
-        """This rank's share of ``routed_experts``, [B, T / R, K] for each layer."""
+        """Return this rank's part of ``routed_experts``: [B, T / R, K] for each layer on one of R ranks."""
         routers, name = self.routers, type(self).__name__
         if not routers:
             raise ValueError(f"forward: routed_experts need layers with routed experts, got {name} without any.")
@@ -690,7 +702,7 @@ class Decoder(nn.Module):
         return parts
 
     def _by_block(self, experts: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:
-        """Map the index of a block to the tensors of its layers with routed experts; ``experts`` has one per layer."""
+        """Group ``experts``, which has one tensor per layer with routed experts, by the index of the block."""
         left = iter(experts)
         routers = map(routed_layers, self.layers)
         return {index: tuple(next(left) for _ in layers) for index, layers in enumerate(routers) if layers}
@@ -698,30 +710,30 @@ class Decoder(nn.Module):
     def run_blocks(
         self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the normed output of the last block, [B, T, C], and the router logits of all blocks.
+        """Return the normalized output of the last block, [B, T, C], and the router logits of all blocks.
 
-        The residual stream before each block, [B, T, C], is appended to ``states``.
+        If ``states`` is given, the residual stream before each block, [B, T, C], is appended to it.
         """
         offload = Offload() if self.offloaded and torch.is_grad_enabled() else None
         if offload is not None and torch.compiler.is_compiling():
             raise ValueError(
                 "forward: offload_layers must be 0 in a compiled model. Compile the blocks instead, or don't set it."
             )
-        # With a decode cache a recomputed block would append to it again.
+        # With a decode cache, no block is recomputed, because it would append to the cache again.
         once = not torch.is_grad_enabled() or layout.cache is not None or in_graph(embeds)
         recomputed: frozenset[int] = frozenset() if once else self.recomputed
-        # A block is given the experts of its own layers.
+        # Each block is given only the experts of its own layers.
         experts: dict[int, tuple[Tensor, ...]] = {}
         if layout.experts:
             experts, layout = self._by_block(layout.experts), replace(layout, experts=())
 
-        # x [B, T, C] is yet to be added to the stream: the norm of the next block adds it in its kernel.
+        # x [B, T, C] is not yet added to the residual stream; the kernel of the next norm adds it.
         x: Tensor | None = None
         residual = embeds
         router_logits: list[Tensor] = []
         for index, block in enumerate(self.layers):
             if states is not None:
-                # The input of a block is the stream with the pending branch added.
+                # The input of a block is the residual stream including the branch that is still to be added.
                 states.append(residual if x is None else residual + x)
             run: Any = block
             if index in recomputed and not is_compiled(block):
@@ -738,15 +750,15 @@ class Decoder(nn.Module):
         return hidden, router_logits
 
     def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
-        """The residual stream [B, T, C] after a block. Families that add something between blocks override this."""
+        """Return the residual stream [B, T, C] after a block. Families that add terms between blocks override this."""
         return residual
 
     def prompt_positions(self, prompts: Tensor, mask: Tensor | None, new: int, inputs: dict[str, Any]) -> Tensor:
-        """Positions of prompts and of the tokens generated after them.
+        """Return the positions of prompts and of the tokens that are generated after them.
 
         Args:
             prompts: [B, T] int64.
-            mask: [B, T], 0 for padding on the left, which is not counted; None for no padding.
+            mask: [B, T], 0 for padding, which must be on the left and is not counted; None for no padding.
             new: number of tokens to generate.
             inputs: other arguments of `forward` that belong to the prompts; see `prompt_inputs`.
 
@@ -759,9 +771,9 @@ class Decoder(nn.Module):
         return (nn.functional.pad(mask, (0, new), value=1).cumsum(1) - 1).clamp_min(0)
 
     def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
-        """The weighted loss that is added to the cross entropy, or None.
+        """Return the weighted auxiliary loss that is added to the cross entropy, or None if there is none.
 
-        It is the load-balancing loss of all layers with routed experts together, if the config enables it.
+        If the config enables it, this is the load-balancing loss over all layers with routed experts.
         """
         if not (router_logits and getattr(self.config, "output_router_logits", False)):
             return None

@@ -1,6 +1,7 @@
-"""Tensors that depend only on weights. Decoding computes them once instead of for every token.
+"""Tensors that depend only on weights, which decoding computes once instead of for every token.
 
-A layer gets them from `derive`. Outside of decoding, and in compiled code, every call computes them, with gradients.
+A layer gets these tensors from `derive`. Outside of decoding and in compiled code, every call of `derive` computes them
+again, with gradients.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -18,10 +19,10 @@ _USED: ContextVar["DerivedTensors | None"] = ContextVar("derived", default=None)
 
 
 class DerivedTensors:
-    """Tensors that layers have derived from their weights since the last `renew`, at fixed addresses.
+    """Tensors that layers have derived from their weights since the last `renew`, stored at fixed addresses.
 
-    An instance belongs to one generation, during which the weights must not change, or to a captured CUDA graph that
-    reads these tensors. Layers hold no reference to it, so it has no effect outside of `used`.
+    An instance belongs to one call of ``generate``, during which the weights must not change, or to a captured CUDA
+    graph that reads the tensors. Layers hold no reference to the instance, so it has no effect outside of `used`.
     """
 
     def __init__(self) -> None:
@@ -30,16 +31,16 @@ class DerivedTensors:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors."""
+        """Number of bytes of the tensors."""
         return sum(x.nbytes for tensors in self._tensors.values() for x in tensors if x is not None)
 
     def renew(self) -> None:
-        """Recompute each tensor at its next use, into the same memory, because the weights may have changed."""
+        """Mark all tensors as outdated, so that their next use recomputes them into the same memory."""
         self._current.clear()
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Context in which `derive` finds these tensors. They have no gradients."""
+        """Context in which `derive` returns these tensors, which have no gradients."""
         token = _USED.set(self)
         try:
             yield
@@ -47,7 +48,7 @@ class DerivedTensors:
             _USED.reset(token)
 
     def find(self, key: tuple[nn.Module, Hashable], compute: Callable[[], Tensors]) -> Tensors:
-        """The result of ``compute``, which is called only once after each `renew`."""
+        """Return the result of ``compute``, which is called only on the first use after each `renew`."""
         if key not in self._current:
             computed = compute()
             for old, new in zip(self._tensors.setdefault(key, computed), computed, strict=True):
@@ -59,12 +60,12 @@ class DerivedTensors:
 
 
 def derive(layer: nn.Module, purpose: Hashable, compute: Callable[[], Tensors]) -> Tensors:
-    """Return the tensors that ``compute`` derives from the weights of a layer alone, from a previous call if possible.
+    """Return tensors that depend only on a layer's weights, reusing those of an earlier call if possible.
 
     Args:
         layer: the layer with the weights.
-        purpose: key that distinguishes several derived tensors of a layer, such as their dtype.
-        compute: function that returns a tuple of new tensors, with the same shapes in every call for a purpose.
+        purpose: key that distinguishes the derived tensors of a layer, such as their dtype.
+        compute: function that computes the tuple of tensors. Their shapes must be the same in each call for a purpose.
     """
     used = None if is_traced() else _USED.get()
     return compute() if used is None else used.find((layer, purpose), compute)

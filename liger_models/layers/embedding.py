@@ -14,16 +14,18 @@ from liger_models.layers.linear import is_sharded, local
 
 
 class LigerEmbedding(nn.Embedding, Layer):
-    """`nn.Embedding` whose errors name the invalid token id if the ids are on the CPU.
+    """`nn.Embedding` with errors that show the invalid token id if the ids are on the CPU.
 
     Args:
         num_embeddings, embedding_dim: V and C.
-        padding_idx: id whose row is 0 in a new model and gets no gradient from the lookup; −1 is the last row. None, or
-            an id outside the table, means no such row. A tied head still trains the row.
-        scale: factor of the embeddings, which is rounded to the dtype of the weight (Gemma); None for 1.
+        padding_idx: token id whose row is 0 in a new model and gets no gradient from the lookup; −1 is the last row. A
+            head that is tied to the embedding still trains this row. None or an id outside the table means that there
+            is no such row.
+        scale: number that the embeddings are multiplied by after it is rounded to the dtype of the weight (Gemma); None
+            for 1.
 
     Raises:
-        ValueError: an id on the CPU is outside the vocabulary. (On an accelerator the lookup itself fails.)
+        ValueError: an id on the CPU is outside the vocabulary. On an accelerator, the lookup itself fails.
         TypeError: the ids are not integers.
     """
 
@@ -37,12 +39,12 @@ class LigerEmbedding(nn.Embedding, Layer):
         """This rank's shard of the vocabulary; None if it is not sharded."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the vocabulary; see `liger_models.parallel.apply_tp`."""
+        """On each of R ranks, keep 1 / R of the vocabulary; see `liger_models.parallel.apply_tp`."""
         self.vocab_shard = VocabShard(group, self.num_embeddings).check()
         return {"weight": 0}
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids [...] int64 or int32 -> [..., C]."""
+        """Map input_ids [...] int64 or int32 to embeddings [..., C]."""
         if input_ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"LigerEmbedding: input_ids must be int64 or int32, got {input_ids.dtype}.")
         if input_ids.device.type == "cpu" and not is_traced() and input_ids.numel():
@@ -65,7 +67,7 @@ class LigerEmbedding(nn.Embedding, Layer):
 
 @torch.no_grad()
 def resize_rows(embedding: nn.Embedding | nn.Linear, count: int) -> None:
-    """Resize an embedding or a head to ``count`` rows, in a new parameter; new rows are the mean of the old rows."""
+    """Resize an embedding or a head to ``count`` rows, in a new parameter. New rows are the mean of the old rows."""
     old = embedding.weight
     mean = old.mean(0, dtype=torch.promote_types(old.dtype, torch.float32)).to(old.dtype)
     kept = old[:count]
@@ -87,7 +89,7 @@ def zero_padding_row(embedding: nn.Embedding) -> None:
     weight: Any = embedding.weight
     kept = torch.ones(len(weight), 1, dtype=weight.dtype, device=weight.device)
     kept[embedding.padding_idx] = 0
-    if is_sharded(weight):  # an index of a DTensor returns a copy
+    if is_sharded(weight):  # indexing a DTensor returns a copy
         from torch.distributed.tensor import DTensor, Replicate  # slow to import
 
         mesh = weight.device_mesh

@@ -22,12 +22,17 @@ LARGE_HEAD_OPTIONS = {
     "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32, "bwd_num_stages": 2,
     "bwd_num_warps": 8,
 }  # fmt: skip
-"""Kernel options of flex_attention for head dimensions above 128 in half precision on Hopper. PyTorch's defaults use
-four warps, whose registers cannot hold the accumulators of such heads."""
+"""Kernel options of flex_attention for head dimensions above 128 in half precision on Hopper.
+
+PyTorch's default is four warps, whose registers cannot hold the accumulators of such large heads.
+"""
 
 RECOMPILE_LIMIT = 256
-"""flex_attention is compiled once per dtype, head dimension and batch shape. Beyond PyTorch's default limit of 8 it
-would run unfused, with all scores in memory."""
+"""Maximum number of compilations of flex_attention.
+
+It is compiled once per dtype, head dimension and batch shape. Beyond PyTorch's default limit of 8, it would run
+unfused, with all scores in memory.
+"""
 
 
 @functools.cache
@@ -48,7 +53,7 @@ def _score(softcap: float) -> Callable[..., Tensor]:
 
 
 _cached_score = functools.cache(_score)
-"""`_score` with one function per value, so that flex_attention is compiled once for all layers."""
+"""`_score`, which returns the same function for the same softcap, so that all layers share one compiled kernel."""
 
 
 def flex_by_blocks(
@@ -60,12 +65,12 @@ def flex_by_blocks(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of [B, heads, T, D] by the fused kernel of flex_attention; sinks [heads] or None."""
+    """Compute attention of q, k and v [B, heads, T, D] by flex_attention; ``sinks`` is [heads] or None."""
     D = q.shape[-1]
     if D < LEAST_HEAD_DIM:
         q, k, v = (F.pad(x, (0, LEAST_HEAD_DIM - D)) for x in (q, k, v))
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    # The kernel for few queries has no configuration for some head dimensions.
+    # The separate kernel for few queries is avoided, because it does not support all head dimensions.
     options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if 128 < D <= 256 and takes_flash(q.dtype, D) and q.is_cuda and _on_hopper():
         options["kernel_options"] |= LARGE_HEAD_OPTIONS
@@ -78,6 +83,6 @@ def flex_by_blocks(
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, specialize_float=True):
             out = _compiled_flex_attention()(q, k, v, None if softcap is None else _cached_score(softcap), **options)
     y: Tensor = out if sinks is None else out[0]
-    if sinks is not None:  # what the keys leave to the sink, see `kernels.sink_attention`
+    if sinks is not None:  # scale by the probability of the keys, see `kernels.sink_attention`
         y = (y * (out[1].lse - sinks[:, None].float()).sigmoid()[..., None]).to(q.dtype)
     return y[..., :D]

@@ -1,7 +1,7 @@
-"""The parameters of a layer whose frozen weight is stored in fewer bits.
+"""The parameters of a layer whose frozen weight is stored in fewer bits (NF4 or float8).
 
-The layer's parameter holds the codes, and its submodule ``stored`` holds the other tensors of the format, as bytes.
-FSDP shards, gathers and offloads them like any other parameters, without casts::
+The parameter of the layer holds the codes, and the submodule ``stored`` holds the other tensors of the format, as
+bytes. FSDP shards, gathers and offloads all of them like other parameters, but without casts::
 
     layer.weight             codes     NF4 [blocks, bytes of a block]    float8 [O, C]
     layer.stored.scales                NF4 [blocks, 1]                   float8 [O, bytes of the scales of a row]
@@ -15,11 +15,11 @@ holds the tensors of both parameters, under the parameters' names::
     layer.stored.gate_up_weight.factors      ...       NF4 [X, bytes of an expert's factors]
 
 `apply_fsdp` shards each tensor along its first dimension, and gathers all tensors before the weight is used, so the
-weight is the same on any number of ranks. After `apply_tp` and `apply_ep` each rank uses its own slice or its own
-experts without gathering. A slice consists of whole blocks, so it has the same numbers as that part of the weight.
+weight does not depend on the number of ranks. After `apply_tp` each rank uses its own slice, and after `apply_ep` its
+own experts, without gathering. A slice consists of whole blocks, so its numbers equal that part of the whole weight.
 
-A rank that reads its part of a checkpoint quantizes only this part. The scales of NF4 are quantized together, so the
-ranks exchange the largest number of each block, which are 1/64 of the weight's numbers.
+When a checkpoint is loaded, each rank reads and quantizes only its part. The scales of NF4 are quantized together for
+the whole weight, so the ranks exchange the largest absolute value of each block of 64 numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,31 +38,32 @@ from liger_models.layers.linear import (
 
 
 class FrozenParameters(nn.Module):
-    """The tensors of a frozen weight except its codes, as parameters of bytes, and the weight's format and shape.
+    """Format and shape of a frozen weight, and its tensors except the codes, as bytes in parameters.
 
-    `freeze` adds an instance to a layer. The argument ``codes`` of a method is always the layer's parameter with the
+    `freeze` adds an instance to a layer. In all methods, the argument ``codes`` is the layer's parameter that holds the
     codes.
 
     Args:
-        weight: the weight, whose memory the parameters share; on the meta device for a layer that is loaded later.
-        like: a dense weight that `apply_ep` has sharded; ``weight`` then has only this rank's experts. Default:
-            ``weight`` is the whole weight.
+        weight: the weight, whose memory the parameters share. It is on the meta device if the layer is loaded later.
+        like: a dense weight that `apply_ep` has sharded. If it is given, ``weight`` has only this rank's experts;
+            otherwise ``weight`` is the whole weight.
     """
 
     def __init__(self, weight: FrozenWeight, like: Tensor | None = None) -> None:
         super().__init__()
         self.format, self.layout, self.dtype = weight.format, list(weight.layout), weight.dtype
         self.shape = weight.shape if like is None else like.shape
-        """``[O, C]``, or ``[X, O, C]`` of experts, on all ranks together."""
+        """Shape of the whole weight over all ranks: ``[O, C]``, or ``[X, O, C]`` for experts."""
         self.sharded: tuple[int, int] | None = None
-        """The dimension along which `apply_tp` or `apply_ep` has sharded the weight, and the number of ranks."""
-        # `shard` changes the layout, and `apply_fsdp` the dtype. The weight is quantized again as it was at first.
+        """Dimension along which `apply_tp` or `apply_ep` sharded the weight, and number of ranks; otherwise None."""
+        # `shard` may change the layout, and `apply_fsdp` the dtype. Quantizing again uses the original layout and
+        # dtype.
         self._quantized_dtype, self._quantized_layout = weight.dtype, self.layout
         self._statistics: Tensor | None = None
         self._views: dict[str, tuple[torch.dtype, bool]] = {}
-        """Name of each tensor -> its dtype, and whether it has one dimension."""
+        """Maps the name of each tensor to its dtype, and to whether it has one dimension."""
         for name, parameter in self._as_parameters(self.format.pack(weight)).items():
-            # `apply_ep` has sharded the dense weight, so its tensors are sharded in the same way.
+            # `apply_ep` has sharded the dense weight, so the tensors of the frozen weight are sharded in the same way.
             if is_sharded(like) and name not in self.format.shared:
                 self.sharded = 0, like.device_mesh.size()  # type: ignore[union-attr]
                 whole = torch.Size([self.shape[0], *parameter.shape[1:]])
@@ -74,30 +75,31 @@ class FrozenParameters(nn.Module):
         return {name: nn.Parameter(_bytes_of(tensor), requires_grad=False) for name, tensor in tensors.items()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenParameters":
-        """Move the bytes, and change the dtype of the dense weight, for ``model.to``."""
+        """Implement ``model.to``: move the bytes, and change the dtype of the dequantized weight."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def extra_repr(self) -> str:
-        """Format and size, for ``print(model)``."""
+        """Return format, shape and dtype for ``print(model)``."""
         return f"{self.format.name}, {list(self.shape)}, dtype={self.dtype}"
 
     @property
     def local_shape(self) -> torch.Size:
-        """Shape of this rank's slice or experts; without `apply_tp` and `apply_ep`, shape of the whole weight."""
+        """Shape of this rank's slice or experts, or of the whole weight without `apply_tp` and `apply_ep`."""
         sizes = list(self.shape)
         if self.sharded is not None:
             sizes[self.sharded[0]] //= self.sharded[1]
         return torch.Size(sizes)
 
     def join(self, codes: Tensor) -> FrozenWeight:
-        """The weight as ops take it.
+        """Return the frozen weight in the form that ops take.
 
-        A sharded weight is gathered from all ranks, except after `apply_tp` and `apply_ep`, when each rank uses its own
-        part.
+        A weight that FSDP has sharded is gathered from all ranks. After `apply_tp` or `apply_ep`, the result is this
+        rank's part.
         """
-        # FSDP adds a dimension of the mesh to the parameters that it shards. In the forward they are gathered.
+        # Parameters that FSDP has sharded as well have a mesh with a further dimension. They are gathered in the
+        # forward.
         if self.sharded is None or not is_sharded(codes) or codes.device_mesh.ndim > 1:  # type: ignore[attr-defined]
             return self.whole(codes)
         return self._join({name: local(tensor) for name, tensor in self.tensors(codes).items()}, self.local_shape)
@@ -134,16 +136,16 @@ class FrozenParameters(nn.Module):
             ranks: number of slices.
 
         Returns:
-            A map from the path of each parameter that will be sharded to the dimension along which it is sharded.
+            A mapping from the path of each parameter to shard to the dimension along which it is sharded.
 
         Raises:
             ValueError: a slice would end inside a block that shares a scale.
         """
         path, _, attribute = name.rpartition(".")
-        # A slice must not end inside a block, whose numbers share a scale.
+        # The numbers of a block share a scale, so a slice must not end inside a block.
         *_, rows, columns = self.shape
         by_rows, by_columns = dim == len(self.shape) - 2, dim == len(self.shape) - 1
-        if by_rows or by_columns:  # a slice of whole experts has whole blocks anyway
+        if by_rows or by_columns:  # a slice of whole experts always has whole blocks
             count = rows * columns // ranks if by_rows else columns // ranks
             block = self.format.block(self.layout, rows=by_rows)
             part = f"{rows // ranks} rows of {columns} numbers" if by_rows else f"{count} of {columns} columns"
@@ -155,7 +157,7 @@ class FrozenParameters(nn.Module):
                     f"parallelism, {self.format.remedy}, or apply_fsdp alone."
                 )
 
-        # New parameters, of which equal parts are the ranks' slices.
+        # Make new parameters whose equal parts are the slices of the ranks.
         tensors = self.format.pack(self.whole(getattr(layer, attribute)))
         tensors, self.layout, dims = self.format.slices(tensors, self.shape, self.layout, dim, ranks)
         parameters = self._as_parameters(tensors)
@@ -173,11 +175,13 @@ class FrozenParameters(nn.Module):
 
         Args:
             codes: the layer's parameter with the codes.
-            read: maps first row and last row + 1 to these rows [n, C], or experts [n, O, C], of the dense weight.
+            read: function of the first row and the last row + 1 that returns these rows [n, C] of the dense weight; for
+                experts, function of the first expert and the last + 1 that returns these experts [n, O, C].
         """
         first, count = offset_of(codes)[0], len(local(codes))
 
-        # Ranks quantize such a matrix together: each has the codes of its numbers now, and the rest in `finish`.
+        # Some formats quantize a matrix on all ranks together: each rank computes its codes now, and the rest in
+        # `finish`.
         if self.format.in_common and len(self.shape) == 2:
             numbers = self._numbers(codes, read)
             part, self._statistics = self.format.quantize_part(numbers, self._quantized_layout)
@@ -200,11 +204,11 @@ class FrozenParameters(nn.Module):
         """Copy what this rank has of a weight that begins at row or expert ``first`` into the parameters."""
         tensors = self.format.pack(weight)
         if self.sharded is not None:
-            # Rearranged as the parameters are, so that this rank's slice is contiguous.
+            # Rearrange the tensors in the same way as the parameters, so that this rank's slice is contiguous.
             tensors, *_ = self.format.slices(tensors, weight.shape, list(weight.layout), *self.sharded)
         for name, parameter in parameters.items():
             target, part = local(parameter), _bytes_of(tensors[name])
-            # Tensors that all experts share have no experts in their first dimension.
+            # The first dimension of tensors that all experts share does not index experts.
             begin = 0 if name in self.format.shared else first
             row, *offsets = offset_of(parameter)
             low, high = max(row, begin), min(row + len(target), begin + len(part))
@@ -216,13 +220,16 @@ class FrozenParameters(nn.Module):
             target.copy_(part)
 
     def _numbers(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
-        """The numbers [n, K] of this rank's rows of the codes, which are contiguous numbers or slices of rows."""
+        """Return the dense numbers [n, K] of this rank's rows of ``codes``.
+
+        A row of codes covers contiguous numbers of the dense weight, or this rank's columns of them.
+        """
         (first, column), (count, width) = offset_of(codes), local(codes).shape
         columns, per_byte = self.shape[1], self.shape.numel() // codes.numel()
-        # Numbers of the dense weight in a row of the codes, which may differ from a row of the weight.
+        # The number of dense numbers in a row of the codes may differ from the length of a row of the weight.
         of_a_row = codes.shape[1] * per_byte
 
-        # Rows of the codes may begin and end within rows of the weight.
+        # A row of the codes may begin and end in the middle of a row of the weight.
         start, end = first * of_a_row // columns, -(-(first + count) * of_a_row // columns)
         numbers = read(start, end).to(self._quantized_dtype).flatten()
         numbers = numbers[first * of_a_row - start * columns :][: count * of_a_row].view(count, of_a_row)
@@ -235,14 +242,14 @@ class FrozenParameters(nn.Module):
             return
         statistics, self._statistics = self._statistics, None
 
-        # Gather the statistics, which are sharded as the scales are.
+        # Gather the statistics, which are sharded in the same way as the scales.
         sharded: Any = self.scales
         if is_sharded(sharded):
             part = statistics.view(torch.uint8).to(sharded.device_mesh.device_type)
             width = sharded.shape[1] * statistics.itemsize
             statistics = _whole(sharded_as(sharded, part, torch.Size([len(sharded), width]))).view(statistics.dtype)
 
-        # The codes are in place: here they need no values.
+        # The codes are already in place, so they need no values here.
         shape, dtype = self.format.tensors_like(self.shape, self.dtype)["codes"]
         tensors = (
             torch.empty(shape, dtype=dtype, device="meta"),
@@ -253,11 +260,11 @@ class FrozenParameters(nn.Module):
 
 
 def freeze(layer: nn.Module, name: str, weight: FrozenWeight) -> None:
-    """Replace a layer's parameter by the codes of a frozen weight, and add its other tensors as submodule ``stored``.
+    """Replace a layer's parameter by the codes of a frozen weight, and add the weight's other tensors as ``stored``.
 
     Args:
         layer: a linear layer, or a layer with routed experts.
-        name: name of the parameter, "weight" or the name of the experts' matrices. It may be sharded by `apply_ep`.
+        name: name of the parameter: "weight", or the name of the experts' matrices, which may be sharded by `apply_ep`.
         weight: the whole weight, or this rank's experts.
     """
     former = layer._parameters.get(name)
@@ -273,14 +280,14 @@ def freeze(layer: nn.Module, name: str, weight: FrozenWeight) -> None:
 
 
 def frozen_parts(layer: nn.Module) -> dict[str, FrozenParameters]:
-    """The frozen weights of a layer, by the names of the parameters with their codes."""
+    """Return the frozen weights of a layer, by the names of the parameters that hold their codes."""
     stored = layer._modules.get("stored")
     parts = {"weight": stored} if isinstance(stored, FrozenParameters) else getattr(stored, "_modules", {})
     return {name: part for name, part in parts.items() if isinstance(part, FrozenParameters)}
 
 
 def frozen_weights(model: nn.Module) -> dict[str, FrozenParameters]:
-    """The frozen weights of a model, by the names of the parameters with their codes."""
+    """Return the frozen weights of a model, by the names of the parameters that hold their codes."""
     parts = ((path, frozen_parts(layer)) for path, layer in model.named_modules())
     return {f"{path}.{name}": frozen for path, of_layer in parts for name, frozen in of_layer.items()}
 
@@ -299,7 +306,7 @@ def dequantized_to(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def frozen_format(linear: nn.Linear) -> Format | None:
-    """The format of a linear layer's weight, which may be a torchao tensor; None for a dense weight."""
+    """Return the format of a linear layer's frozen weight, which may be a torchao tensor; None if dense."""
     frozen = frozen_parts(linear).get("weight")
     if frozen is not None:
         return frozen.format
@@ -308,13 +315,13 @@ def frozen_format(linear: nn.Linear) -> Format | None:
 
 
 def dtype_of(linear: nn.Linear) -> torch.dtype:
-    """The dtype of a layer's weight, even if the parameter ``weight`` holds codes."""
+    """Return the dtype of a layer's weight. If ``weight`` holds codes, this is the dtype of the dequantized weight."""
     frozen = frozen_parts(linear).get("weight")
     return linear.weight.dtype if frozen is None else frozen.dtype
 
 
 def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
-    """A module's own parameters with their numbers of elements; codes count as the elements of their dense weight."""
+    """Return a module's own parameters and their numbers of elements, where codes count as their dense weight."""
     if isinstance(module, FrozenParameters):
         return {}
     frozen = frozen_parts(module)
@@ -325,7 +332,7 @@ def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def offset_of(parameter: Any) -> tuple[int, ...]:
-    """The index in each dimension at which this rank's part of a parameter begins."""
+    """Return, for each dimension, the index at which this rank's part of a parameter begins."""
     if not is_sharded(parameter):
         return (0,) * int(parameter.dim())
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
@@ -335,7 +342,7 @@ def offset_of(parameter: Any) -> tuple[int, ...]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor: [rows, ...] keeps its dimensions, and [rows] becomes [rows, bytes of an element]."""
+    """Return a tensor as bytes. A tensor [rows] becomes [rows, bytes per element]; others keep their dimensions."""
     tensor = tensor.detach()
     return (tensor[:, None] if tensor.dim() == 1 else tensor).contiguous().view(torch.uint8)
 

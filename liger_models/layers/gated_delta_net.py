@@ -32,7 +32,8 @@ class LigerGatedRMSNorm(Layer):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps, self.kernel = eps, kernel
         self.group: Group | None = None
-        """The process group over which the gradient of the weight is all-reduced: its ranks norm different heads."""
+        """Process group that all-reduces the gradient of the weight, because its ranks have different heads.
+        """
 
     def draw(self, std: float) -> bool:
         """Set the weight to ones."""
@@ -40,19 +41,19 @@ class LigerGatedRMSNorm(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because the gradient is all-reduced over ``group``, whose ranks have different heads."""
+        """Return True, because the gradient is already all-reduced over ``self.group``."""
         self.group = group
         return True
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x, gate [..., D] -> [..., D] in the dtype of x."""
+        """Map x and gate, both [..., D], to [..., D] in the dtype of x."""
         weight = local(self.weight)
         weight = weight if self.group is None else sum_gradient(weight, self.group)
         return (gated_norm if self.kernel else gated_norm_reference)(x, gate, weight, self.eps)
 
 
 def _run(op: Any, reference: Any, *args: Tensor, kernel: bool, stateful: bool, **options: Any) -> tuple[Tensor, Any]:
-    """``(result, final state)`` of an op or its reference; the op returns the state only if ``stateful``."""
+    """Run an op or its reference. Returns ``(result, final state)``; the op's state is None unless ``stateful``."""
     if not kernel:
         result, state = reference(*args, **options)
     elif stateful:
@@ -63,7 +64,7 @@ def _run(op: Any, reference: Any, *args: Tensor, kernel: bool, stateful: bool, *
 
 
 class _Sizes(NamedTuple):
-    """Widths of the parts of `LigerGatedDeltaNet`'s projection for one key head."""
+    """Number of rows per key head of each part of the projection of `LigerGatedDeltaNet`."""
 
     query: int
     key: int
@@ -76,15 +77,15 @@ class _Sizes(NamedTuple):
 class LigerGatedDeltaNet(Layer):
     """Linear attention by the gated delta rule, with one packed input projection.
 
-    The rows of ``in_proj`` are grouped by key head: its query, its key, the values of its Hv / Hk value heads, their
-    gates, their update rates β (one row each), and their decays (one row each). The rows of ``conv_weight`` are grouped
-    in the same way, over queries, keys and values.
+    The rows of ``in_proj`` are grouped by key head. Each group has the query, the key, the values of the Hv / Hk value
+    heads, the gates of these value heads, their update rates β (one row per head) and their decays (one row per head).
+    The rows of ``conv_weight`` are also grouped by key head, and have only queries, keys and values.
 
     Args:
         hidden_size: C.
         num_key_heads, num_value_heads: Hk and Hv; Hv is a multiple of Hk.
         key_dim, value_dim: Dk and Dv.
-        conv_size: K, number of tokens that the convolution sees.
+        conv_size: K, the number of tokens that the convolution covers.
         layer: index of the layer, which is also its slot in the decode cache.
         eps: eps of the output norm.
         kernel: False for plain torch.
@@ -95,7 +96,7 @@ class LigerGatedDeltaNet(Layer):
     Source: https://arxiv.org/abs/2412.06464.
     """
 
-    batch_invariant = False  # chunks of a sequence are summed otherwise than single tokens
+    batch_invariant = False  # chunks of a sequence are summed in another order than single tokens
     linears = ("in_proj", "out_proj")
     needs_bounds = True
 
@@ -128,29 +129,29 @@ class LigerGatedDeltaNet(Layer):
         values = num_value_heads // num_key_heads
         self.sizes = _Sizes(key_dim, key_dim, values * value_dim, values * value_dim, values, values)
         self.recompute = False
-        """Save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
+        """Whether to save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
 
-        # One projection for queries, keys, values, gates, update rates and decays.
+        # One projection computes queries, keys, values, gates, update rates and decays.
         self.in_proj = nn.Linear(hidden_size, num_key_heads * sum(self.sizes), bias=False)
         self.conv_weight = nn.Parameter(torch.empty(num_key_heads * sum(self.sizes[:3]), 1, conv_size))
         self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
         self.A_log = nn.Parameter(torch.empty(num_value_heads))
-        # Norm and gate of the heads, and the projection back.
+        # The gated norm of the heads, and the output projection.
         self.norm = LigerGatedRMSNorm(value_dim, eps, kernel=kernel)
         self.out_proj = nn.Linear(num_value_heads * value_dim, hidden_size, bias=False)
         self.draw(0.02)
 
     @property
     def token_flops(self) -> int:  # type: ignore[override]
-        """The operations of three products of a vector and the state per value head: read, update and result."""
+        """The operations of three products of a vector and the state per value head: read, update and query."""
         return 6 * self.num_value_heads * self.key_dim * self.value_dim
 
     def set_policy(self, policy: str) -> None:
-        """Recompute under "full"."""
+        """Recompute in the backward if the policy is "full"."""
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
-        """1 under "full", 0 otherwise."""
+        """The share of the layer that is recomputed: 1 if the policy is "full", and otherwise 0."""
         return float(policy == "full")
 
     def can_shard(self, size: int) -> bool:
@@ -158,7 +159,7 @@ class LigerGatedDeltaNet(Layer):
         return self.num_key_heads % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the key heads and their value heads; see `liger_models.parallel.apply_tp`.
+        """On each of R ranks, keep 1 / R of the key heads and their value heads; see `liger_models.parallel.apply_tp`.
 
         Raises:
             ValueError: the number of key heads is not a multiple of the number of ranks.
@@ -170,7 +171,7 @@ class LigerGatedDeltaNet(Layer):
         return {"in_proj.weight": 0, "conv_weight": 0, "dt_bias": 0, "A_log": 0, "out_proj.weight": 1}
 
     def shard_tokens(self, group: Group) -> None:
-        """Take T / R tokens per rank; between the projections each rank has all T tokens and 1 / R of the heads.
+        """Give each of R ranks T / R tokens. Between the projections, a rank has all T tokens and 1 / R of the heads.
 
         Raises:
             ValueError: the number of key heads is not a multiple of the number of ranks.
@@ -188,27 +189,27 @@ class LigerGatedDeltaNet(Layer):
         """Initialize the convolution from a normal distribution with ``std``, and the decays as in the paper."""
         nn.init.normal_(self.conv_weight, std=std)
         nn.init.ones_(self.dt_bias)
-        nn.init.uniform_(self.A_log, 0.01, 16)  # not from 0, whose logarithm is infinite
+        nn.init.uniform_(self.A_log, 0.01, 16)  # the lower bound is not 0, whose logarithm is infinite
         with torch.no_grad():
             self.A_log.log_()
         return True
 
     def extra_repr(self) -> str:
-        """Sizes, for ``print(model)``."""
+        """Return the sizes for ``print(model)``."""
         keys, values = (self.num_key_heads, self.key_dim), (self.num_value_heads, self.value_dim)
         return f"key_heads={keys[0]}x{keys[1]}, value_heads={values[0]}x{values[1]}, conv_size={self.conv_size}"
 
     def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
-        """x [B, T, C] -> [B, T, C]."""
+        """Map x [B, T, C] to [B, T, C]."""
         return self._of_projected(self.in_proj(x), layout)
 
     def add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
-        """``residual = residual + x``, then ``y = layer(norm(residual))``. Returns ``(y, residual)`` [B, T, C].
+        """Add ``x`` to ``residual`` and apply the layer to its norm. Returns ``(y, residual)``, both [B, T, C].
 
-        The backward recomputes the normed activations; with ``recompute`` it recomputes everything except the output
-        projection.
+        The backward recomputes the normalized activations. If ``recompute`` is True, it recomputes everything except
+        the output projection.
         """
         if recomputes(self) and layout.cache is None:
             random = draws(self, 0.0)
@@ -231,31 +232,32 @@ class LigerGatedDeltaNet(Layer):
         return y
 
     def _own(self, parameter: Tensor) -> Tensor:
-        """The part of a parameter for this rank's heads."""
+        """Return the part of a parameter that belongs to this rank's heads."""
         context = self.groups.context
         return local(parameter) if context is None else local(parameter).chunk(context.size)[context.rank]
 
     def _mix(self, projected: Tensor, layout: BatchLayout) -> Tensor:
-        """The outputs of the heads, [B, T, Hv · Dv], from the projection's output for all tokens."""
+        """Compute the outputs of the heads, [B, T, Hv · Dv], from the output of ``in_proj`` for all tokens."""
         B, T, _ = projected.shape
         padding, bounds = layout.padding(T), layout.bounds
-        if padding is not None:  # padding writes nothing into the state
+        if padding is not None:  # padding must not change the state
             projected = projected.masked_fill(padding[..., None], 0)
         if bounds is not None:
             projected = projected.reshape(1, B * T, -1)
         *qkv, z, b, a = projected.unflatten(-1, (self.num_key_heads, -1)).split([*self.sizes], -1)
 
-        # Update rates β and logarithms of the decays, [B, T, Hv]. The decays are computed in fp32: they multiply up.
+        # Update rates β and logarithms of the decays, [B, T, Hv]. Decays are computed in fp32, because their errors
+        # multiply.
         beta, decay = b.flatten(2).sigmoid(), self._own(self.A_log).float().exp()
         g = -decay * F.softplus(a.flatten(2).float() + self._own(self.dt_bias).float())
 
-        # Both ops continue from the states of the cache.
+        # Convolution and delta rule continue from the states in the cache.
         cache = layout.cache
         states = cache.states(self.layer) if cache is not None else None
         conv_state, state = (None, None) if states is None else states
         options: dict[str, Any] = {"cu_seqlens": bounds, "kernel": self.kernel, "stateful": cache is not None}
 
-        # The convolution runs over all queries, then all keys, then all values: [B, T, Hk · (2 Dk) + Hv · Dv].
+        # The inputs of the convolution are all queries, then all keys, then all values: [B, T, Hk · (2 Dk) + Hv · Dv].
         weight = self._own(self.conv_weight).view(self.num_key_heads, -1, self.conv_size)
         filters = torch.cat([part.flatten(0, 1) for part in weight.split([*self.sizes[:3]], 1)])
         inputs = torch.cat([part.flatten(2) for part in qkv], -1)

@@ -1,4 +1,4 @@
-"""The requested results of a forward: a loss, logits, log-probabilities or hidden states."""
+"""The results that a caller requests from a forward: a loss, logits, log-probabilities or hidden states."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from liger_models.layers.lm_head import LabeledRows, LossFunction
 
 
 class HeadRequest(NamedTuple):
-    """The arguments of `Decoder.forward` that decide what the head returns, under the same names."""
+    """The arguments of `Decoder.forward` that determine what the head returns, with the same names."""
 
     labels: Tensor | None = None
     num_items_in_batch: Tensor | float | None = None
@@ -27,7 +27,7 @@ class HeadRequest(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "HeadRequest":
-        """Make a request of keyword arguments, under their names in this package or in transformers."""
+        """Make a request from keyword arguments, which may have their names of this package or of transformers."""
         return cls(**translate("forward", options, cls._fields))
 
     @property
@@ -43,11 +43,11 @@ class HeadRequest(NamedTuple):
 
     @property
     def skips_rows(self) -> bool:
-        """Whether the head may leave out tokens without a target."""
+        """Whether the head may skip tokens without a target."""
         return not (self.return_logits or self.return_log_probs or self.loss_function is not None)
 
     def check(self, B: int, T: int, *, cached: bool) -> None:
-        """Raise ValueError if arguments exclude each other, or do not fit a batch [B, T] or the decode cache."""
+        """Raise ValueError if arguments exclude each other, or don't match a batch [B, T] or a decode cache."""
         labels, kept = self.labels, self.logits_to_keep
         if labels is not None and (cached or kept):
             raise ValueError(
@@ -68,13 +68,13 @@ class HeadRequest(NamedTuple):
 
 
 class LossTargets(NamedTuple):
-    """The targets of a batch's tokens, and of this rank's tokens.
+    """The targets of all tokens of a batch, and of the tokens of this rank.
 
     Attributes:
         shifted: [B, T], the target of every token.
-        local: [B, T / R], the targets of this rank's tokens.
-        num_items: divisor of the summed loss of this rank's tokens; None for the number of ``local`` targets.
-        rows: the labeled rows of ``local``, if the head may skip the other rows; else None.
+        local: [B, T / R], the targets of this rank's tokens, where R is the number of ranks.
+        num_items: divisor of this rank's summed loss; None stands for the number of targets in ``local``.
+        rows: the rows of ``local`` that have a target, if the head may skip all others; otherwise None.
     """
 
     shifted: Tensor
@@ -84,7 +84,7 @@ class LossTargets(NamedTuple):
 
     @classmethod
     def of(cls, request: HeadRequest, layout: BatchLayout, groups: ParallelGroups, embeds: Tensor) -> "LossTargets":
-        """Compute the targets of a request with labels. Call this before the blocks run; see `LabeledRows`."""
+        """Compute the targets of a request with labels, before the blocks run; see `LabeledRows`."""
         assert request.labels is not None
         shifted = layout.shift(request.labels)
         check_num_items(request.num_items_in_batch, shifted)
@@ -94,28 +94,28 @@ class LossTargets(NamedTuple):
 
 
 def in_graph(x: Tensor) -> bool:
-    """Whether no decision may depend on values: x has none, or a graph is being compiled or captured."""
+    """Whether values can't be read, because x has none or because a graph is being compiled or captured."""
     without_values = x.is_meta or hasattr(x, "fake_mode")
     return is_traced() or without_values or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_num_items(num_items: Tensor | float | None, target: Tensor) -> None:
-    """Check the divisor of a summed loss, without waiting for the device.
+    """Check the divisor of a summed loss without waiting for the device.
 
     Args:
-        num_items: a number, or a tensor of one element; None is valid.
+        num_items: a number, a tensor of one element, or None.
         target: [B, T] int64, −100 for no target. ``num_items`` may be 0 only if no token has a target.
 
     Raises:
-        ValueError: ``num_items`` is a bool, negative, or 0 although there are targets. See `check_values` for tensors
-            on a GPU.
+        ValueError: ``num_items`` is a bool, is negative, or is 0 although there are targets. For a tensor on a GPU, the
+            error is that of `check_values`.
     """
     if num_items is None:
         return
     must = "forward: num_items_in_batch must be a positive number, or 0 without targets"
     todo = "Pass the number of targets in all accumulation steps and on all ranks, or leave it out."
 
-    # A tensor on a GPU is checked there: reading its value would make the host wait.
+    # A tensor on a GPU is checked on the GPU, because reading its value would make the host wait.
     if isinstance(num_items, Tensor):
         dtype = num_items.dtype
         if num_items.numel() != 1 or dtype == torch.bool or dtype.is_complex:
@@ -129,7 +129,7 @@ def check_num_items(num_items: Tensor | float | None, target: Tensor) -> None:
             check_values(valid, f"{must}, got another. {todo}")
             return
 
-    # A number, or a tensor on the CPU.
+    # A number or a tensor on the CPU can be read.
     value: Any = num_items.item() if isinstance(num_items, Tensor) else num_items
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ValueError(f"{must}, got {value!r}. {todo}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 LEAST_GROWTH = 256
-"""Least number of tokens by which a cache grows."""
+"""Minimum number of tokens by which a cache grows."""
 
 
 class Pages(NamedTuple):
@@ -23,30 +23,33 @@ class Pages(NamedTuple):
 
 
 class DecodeCache:
-    """The tensors that layers keep of previous tokens. Memory grows by a quarter at a time, to copy tokens rarely.
+    """The tensors that layers keep of previous tokens.
+
+    Memory grows by a quarter at a time, so that tokens are rarely copied.
 
     Args:
         capacity: maximum number of tokens per sequence; unlimited by default.
     """
 
     pages: Pages | None = None
-    """Set if keys and values are in pages, which `extend` then returns; see `PagedCache`."""
+    """The location of each row's tokens if `extend` returns pages; see `PagedCache`. Otherwise None."""
     takes_documents = False
-    """Whether packed documents may be cached. Their next tokens are then rows of a batch; see `PagePool`."""
+    """Whether packed documents may be cached, each as a row of its own; see `PagePool`."""
 
     def __init__(self, capacity: int = sys.maxsize) -> None:
         self.capacity, self.length = capacity, 0
         self.extra: dict[Hashable, Tensor] = {}
-        """Other tensors [B, ...] that a family saves for later tokens."""
+        """Further tensors [B, ...] that a family keeps for later tokens."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._states: dict[int, tuple[Tensor, ...]] = {}
         self._new_states: dict[int, tuple[Tensor, ...]] = {}
-        """States after the tokens of a forward that has not ended: one that fails leaves the cache as it was."""
+        """States after the tokens of the running forward, kept separately so that a failed forward changes nothing.
+        """
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a layer's k and v [B, T, G, D], and return all its keys and values, [B, length + T, G, D] each.
+        """Append k and v [B, T, G, D] of a layer, and return all its keys and values, each [B, length + T, G, D].
 
-        This does not change ``length``; `advance` does, after all layers.
+        This does not change ``length``; `advance` changes it after all layers have run.
 
         Raises:
             ValueError: there are more tokens than ``capacity``.
@@ -57,7 +60,7 @@ class DecodeCache:
                 f"DecodeCache: capacity ({self.capacity}) must hold all tokens, got {end}. Make the cache larger."
             )
         held = self._layers.get(layer)
-        # An empty cache may have room for other rows: of a forward that failed, or whose tokens are not used.
+        # An empty cache may have memory for other shapes, from a forward that failed or whose tokens were dropped.
         if held is None or (not self.length and (held[0][:, :0].shape, held[0].dtype) != (k[:, :0].shape, k.dtype)):
             held = k[:, :0], v[:, :0]
         if held[0].shape[1] < end:
@@ -69,15 +72,15 @@ class DecodeCache:
         return keys[:, :end], values[:, :end]
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """A layer's states of linear attention after all previous tokens, [B, ...] each; None in an empty cache."""
+        """Return a layer's states of linear attention, each [B, ...]; None before the first token."""
         return self._states[layer] if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """Replace the states of a layer by its states after the new tokens."""
+        """Set the states of a layer to those after the new tokens."""
         self._new_states[layer] = states
 
     def advance(self, tokens: int) -> None:
-        """Count the tokens of a forward after all layers have stored their keys, values and states."""
+        """Add the tokens of a forward to ``length``, after all layers have stored their keys, values and states."""
         self._states.update(self._new_states)
         self._new_states.clear()
         self.length += tokens
@@ -88,7 +91,7 @@ class DecodeCache:
         return bool(self._states)
 
     def select(self, rows: Tensor) -> None:
-        """Select, repeat or reorder sequences; ``rows`` [B'] int64 indexes the batch."""
+        """Select, repeat or reorder sequences, where ``rows`` [B'] int64 are indices into the batch."""
         self._layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self._layers.items()}
         self._states = {layer: tuple(state[rows] for state in states) for layer, states in self._states.items()}
         self.extra = {name: kept[rows] for name, kept in self.extra.items()}

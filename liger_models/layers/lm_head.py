@@ -1,4 +1,4 @@
-"""The language-model head, with the loss inside its forward."""
+"""The language-model head, which computes the loss in its forward."""
 
 import functools
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Any]
-"""Takes hidden states [..., C], the head's weight [V, C] and shifted targets [...]; returns a loss or anything else."""
+"""Function of hidden states [..., C], the head's weight [V, C] and shifted targets [...] that returns any object."""
 
 
 ROW_MULTIPLE = 256
-"""If the head skips rows, the number of rows is a multiple of this: few different shapes, efficient for products."""
+"""If the head skips rows, the remaining number is a multiple of this, so that there are few, efficient shapes."""
 
 
 class _Rows(torch.autograd.Function):
-    """Selects distinct rows of x [N, C] by index."""
+    """Selects rows of x [N, C] by index, each at most once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -46,11 +46,11 @@ def _aside(device: torch.device) -> torch.Stream:
 
 
 class LabeledRows:
-    """The rows whose targets [...] are not −100. Only these need logits, and their number is copied to the host.
+    """The rows whose targets [...] are not −100. Only these rows need logits.
 
-    The copy is asynchronous: if the object is created before the blocks run, the number has arrived when the head needs
-    it, so the head never waits for the device. The copy has its own stream, so that it does not queue behind optimizer
-    moments that are being offloaded.
+    The number of these rows is copied to the host asynchronously. If the object is created before the blocks run, the
+    copy has finished when the head needs the number, so the head never waits for the device. The copy has its own
+    stream, so that it does not queue behind optimizer moments that are being offloaded.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -59,7 +59,7 @@ class LabeledRows:
         self.count = (~self.ignored).sum()
         self.copied: torch.Event | None = None
         if target.device.type in ACCELERATORS:
-            # On a stream of its own, after the count is computed; `select` waits for the event.
+            # The copy runs on its own stream after the count is computed. `select` waits for the event.
             stream, count = _aside(target.device), self.count
             stream.wait_stream(torch.accelerator.current_stream(target.device))
             count.record_stream(stream)
@@ -68,26 +68,29 @@ class LabeledRows:
             self.copied = stream.record_event()
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x [..., C] and targets [...], or n rows of both (a multiple of 256) with all labeled rows."""
+        """Return x [..., C] and the targets, or only n rows of both that include all rows with a target.
+
+        The number n is a multiple of `ROW_MULTIPLE`. If n is not below the number of rows, all rows are returned.
+        """
         if self.copied is not None:
             self.copied.synchronize()
-        # Rounded up, so that there are few different shapes.
+        # Round up, so that there are few different shapes.
         count = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
         if count >= len(self.ignored):
             return x, self.target
-        rows = self.ignored.to(torch.uint8).argsort(stable=True)[:count]  # labeled rows come first
+        rows = self.ignored.to(torch.uint8).argsort(stable=True)[:count]  # rows with a target come first
         return _Rows.apply(x.flatten(0, -2), rows), self.target.flatten()[rows]  # type: ignore[no-untyped-call]
 
 
 class LigerLMHead(nn.Linear, Layer):
-    """Projection to the vocabulary. Given targets, it returns their loss without materializing the logits.
+    """Projection to the vocabulary. If targets are given, it returns their loss without materializing the logits.
 
     The loss is computed inside the forward of this module, because FSDP has gathered the weight there.
 
     Args:
         hidden_size: C.
         vocab_size: V.
-        logit_scale: factor of the logits.
+        logit_scale: number that the logits are multiplied by.
         softcap: scaled logits become ``softcap · tanh(logits / softcap)``; None for no cap.
         kernels: which parts run on fused kernels.
     """
@@ -108,16 +111,16 @@ class LigerLMHead(nn.Linear, Layer):
         """This rank's shard of the vocabulary; None if it is not sharded."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the vocabulary; see `liger_models.parallel.apply_tp`."""
+        """On each of R ranks, keep 1 / R of the vocabulary; see `liger_models.parallel.apply_tp`."""
         self.vocab_shard = VocabShard(group, self.out_features).check()
         return {"weight": 0}
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The logits before scale and cap, without gradients. A head has no bias."""
+        """Compute the logits before scale and cap, without gradients; ``bias`` is None, because a head has no bias."""
         return inference_linear(x, local(self.weight), bias)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Input and weight, whose product is the logits before scale and cap; adapters add columns to both."""
+        """Return input and weight, whose product is the logits before scale and cap. Adapters add columns to both."""
         return x, local(self.weight)
 
     def forward(
@@ -130,27 +133,29 @@ class LigerLMHead(nn.Linear, Layer):
         log_probs: bool = False,
         loss_function: LossFunction | None = None,
     ) -> Any:
-        """Return the logits; with targets return the loss and the logits, which are None unless requested.
+        """Return the logits, or, if targets are given, ``(loss, logits)`` with logits None unless requested.
 
-        If the vocabulary is sharded, x must have all tokens and have passed `collectives.copy_to_region`, because each
-        rank computes only a partial gradient. Every rank returns the loss and the logits of the whole vocabulary.
+        If the vocabulary is sharded, each rank computes only a part of the gradient of x, so x must have all tokens and
+        be a result of `collectives.copy_to_region`. Every rank returns the loss and the logits over the whole
+        vocabulary.
 
         Args:
             x: [..., C].
-            target: [...] int64, already shifted; −100 is ignored. None: only the logits are returned.
-            num_items: divisor of the summed loss; None for the number of targets.
-            return_logits: also return the logits [..., V] if there are targets.
-            log_probs: instead of the loss, return the log-probability of each target [...], 0 where ignored.
-            loss_function: function of x, the weight and the targets, whose result replaces the loss.
+            target: [...] int64, already shifted; −100 is ignored. None returns only the logits.
+            num_items: divisor of the summed loss; None stands for the number of targets.
+            return_logits: whether to return the logits [..., V] in addition to the loss.
+            log_probs: whether to return the log-probability of each target [...] instead of the loss, and 0 for ignored
+                targets.
+            loss_function: function of x, the weight and the targets. Its result is returned instead of the loss.
 
         Raises:
             ValueError: ``loss_function`` is given although the vocabulary is sharded.
         """
         scale, cap, vocab_shard = self.logit_scale, self.softcap, self.vocab_shard
-        # A sharded vocabulary always needs the fused loss: otherwise the logits would have to be gathered.
+        # A sharded vocabulary always uses the fused loss, because otherwise the logits would have to be gathered.
         fused = self.kernels.fused_linear_cross_entropy or vocab_shard is not None
 
-        # Logits before scale and cap, where somebody reads them as a whole.
+        # Compute logits before scale and cap, if all logits are needed in memory.
         raw = logits = None
         if target is None and not torch.is_grad_enabled():
             raw = self.product(x, None)
@@ -161,7 +166,7 @@ class LigerLMHead(nn.Linear, Layer):
         if raw is not None and vocab_shard is not None:
             raw = gather_vocab(raw, vocab_shard.ranks, vocab_shard.vocabulary)
 
-        # The logits that are returned.
+        # Compute the logits that are returned.
         if raw is not None and (target is None or return_logits):
             logits = raw if scale == 1.0 else raw * scale
             if cap is not None:
@@ -169,7 +174,7 @@ class LigerLMHead(nn.Linear, Layer):
         if target is None:
             return logits
 
-        # One of three losses.
+        # Compute the requested loss, which is one of three.
         if loss_function is not None:
             if vocab_shard is not None:
                 raise ValueError("LigerLMHead: loss_function needs the whole weight, got a shard of apply_tp.")

@@ -1,4 +1,4 @@
-"""Attention masks, in the forms that attention kernels take."""
+"""Attention masks, in the forms that the attention kernels take."""
 
 import inspect
 from collections.abc import Callable
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
-"""Number of tokens per block of flex_attention's masks."""
+"""Number of tokens per block of a flex_attention mask."""
 
 FOR_CPUS = not (torch.version.cuda or torch.version.hip or getattr(torch.version, "xpu", None))
-"""Whether this build of PyTorch runs on CPUs alone."""
+"""Whether this build of PyTorch supports only CPUs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Concatenated tokens in segments; a token attends only to its own segment.
+    """A division of concatenated tokens into segments. A token attends only to its own segment.
 
     Attributes:
-        cu_seqlens: [n + 1] int32, the start of each segment and the end of the last. Segments may be empty.
+        cu_seqlens: [n + 1] int32, the start of each segment and the end of the last one. Segments may be empty.
         max_seqlen: upper bound of the length of a segment.
         lengths: length of each segment; None if they were not read from the device.
-        at: [N] int64, the index of each token in the flattened batch; None for all tokens in order.
-        keys: the segments of keys, if queries and keys are different tokens; segment i of the queries attends to
+        at: [N] int64, the index of each token in the flattened batch; None if the tokens are in the order of the batch.
+        keys: the segments of the keys if queries and keys are different tokens. Segment i of the queries attends to
             segment i of ``keys``.
-        recurring: whether every batch has segments of the same lengths.
+        recurring: whether the segments have the same lengths in every batch.
     """
 
     cu_seqlens: Tensor
@@ -43,21 +43,21 @@ class Segments:
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Segments":
-        """Build segments from each token's segment number, [N] int64, ascending. Synchronizes with the device once."""
+        """Build segments from the segment number of each token, [N] int64, ascending. Synchronizes once."""
         counts = numbers.unique_consecutive(return_counts=True)[1]
         cu_seqlens, lengths = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), counts.tolist()
         return cls(cu_seqlens, max(lengths), lengths)
 
     @classmethod
     def of_parts(cls, visible: Tensor, part: Tensor, recurring: bool = False) -> "Segments":
-        """Group queries by the parts that they attend to, as in `parts_mask`. Synchronizes with the device."""
+        """Group queries that attend to the same parts; the arguments are those of `parts_mask`. Synchronizes."""
         B, T, _ = visible.shape
         row = torch.arange(B, device=visible.device)[:, None, None].expand(-1, T, -1)
-        # Queries of a row that see the same parts form one segment.
+        # Queries of a row that attend to the same parts form one segment.
         alike, number, counts = (
             torch.cat([row, visible], 2).flatten(0, 1).unique(dim=0, return_inverse=True, return_counts=True)
         )
-        # The keys of each segment, in order, and the bounds of queries and keys.
+        # Find the keys of each segment, in order, and the bounds of queries and keys.
         which, key = alike[:, 1:].bool()[:, part].nonzero(as_tuple=True)
         ends = torch.stack([counts, torch.zeros_like(counts).index_add(0, which, torch.ones_like(which))]).cumsum(1)
         bounds = torch.nn.functional.pad(ends, (1, 0))
@@ -68,7 +68,7 @@ class Segments:
 
     @classmethod
     def of_rows(cls, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device) -> "Segments":
-        """Build segments from the rows of a batch [B, T], split into packed documents."""
+        """Build one segment per packed document, or per row of the batch [B, T] if ``cu_seqlens`` is None."""
         bounds = torch.arange(0, (B + 1) * T, max(T, 1), device=device)
         if cu_seqlens is not None:
             bounds = torch.cat([bounds, cu_seqlens.to(device, torch.int64).clamp(max=B * T)]).sort()[0]
@@ -76,7 +76,7 @@ class Segments:
 
 
 def _varlen_options() -> frozenset[str]:
-    if FOR_CPUS:  # nobody asks, and the import takes a second
+    if FOR_CPUS:  # not needed, and the import takes a second
         return frozenset()
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -86,11 +86,13 @@ def _varlen_options() -> frozenset[str]:
 
 
 VARLEN_OPTIONS = _varlen_options()
-"""Arguments of PyTorch's variable-length attention, which differ between versions."""
+"""Names of the arguments of PyTorch's variable-length attention, which differ between versions."""
 
 MOST_DOCUMENTS = 32
-"""Mean number of packed documents per row up to which variable-length attention is faster than flex_attention. It is
-only told that no document is longer than a row, so for each document it launches programs for a whole row."""
+"""Mean number of packed documents per row up to which variable-length attention is faster than flex_attention.
+
+For each document, variable-length attention launches as many programs as for a whole row.
+"""
 
 
 MOST_FLASH_DIM = 256
@@ -103,7 +105,7 @@ def takes_flash(dtype: torch.dtype | None, head_dim: int) -> bool:
 
 
 def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: int = 0) -> bool:
-    """Whether variable-length attention, which is flash attention and needs torch 2.11, supports such heads."""
+    """Whether variable-length attention supports such heads. It needs torch 2.11, and runs on flash attention."""
     return takes_flash(dtype, head_dim) and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
 
 
@@ -111,16 +113,16 @@ def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: in
 class Mask:
     """The mask of all layers with the same window, in one of several forms.
 
-    If no form is set, attention is plainly causal, or bidirectional over all tokens.
+    If no form is set, attention is plainly causal, or, for bidirectional layouts, covers all tokens.
 
     Attributes:
         block: the form for flex_attention.
         dense: [1 or B, 1, T, S] bool, the form for the CPU and for single-token decoding.
-        segments: the form for variable-length attention, used for image patches, and in half precision on an
-            accelerator also for packed rows, tiles and windows.
-        counted: set for memory estimates on tensors without values. Attention then computes nothing, and saves what a
-            fused kernel saves: q, k, v, the output and one number per head and token. Flash attention saves heads
-            padded to a multiple of 8.
+        segments: the form for variable-length attention. It is used for image patches and, in half precision on an
+            accelerator, for packed rows, tiles and windows.
+        counted: whether this is a memory estimate on tensors without values. If so, attention computes nothing but
+            saves the same tensors as a fused kernel: q, k, v, the output and one number per head and token. Flash
+            attention saves heads padded to a multiple of 8.
         later: whether some tokens attend to later tokens (images).
     """
 
@@ -147,26 +149,26 @@ def text_mask(
     Args:
         documents: [B, S] int64, S = past + T; see `BatchLayout`.
         past: number of cached tokens.
-        window: number of tokens that a token attends to, itself included; None for all.
+        window: number of tokens that a token attends to, including itself; None for all.
         B, T: shape of the batch.
         device: device of the mask.
         needed: whether a mask is required even for plainly causal attention.
         visible_until: [B, T] int64; see `BatchLayout.build`.
-        segments: the packed documents as segments, if variable-length attention supports the batch.
+        segments: the packed documents as segments if variable-length attention supports the batch; otherwise None.
     """
     if T == 1 and documents is None:
-        return Mask()  # a single token attends to the whole cache, or to the window, which `attention` slices
+        return Mask()  # a single token attends to the whole cache, or to a window that `attention` slices
     if window is not None and past + T <= window:
         window = None  # the window covers all tokens
     if not (needed or window or documents is not None or past or visible_until is not None):
         return Mask()
     if segments is not None and not needed and T > 1:
         return Mask(segments=segments)
-    # On an accelerator no T × T mask is built.
+    # On an accelerator, the mask is a block mask instead of a T × T tensor.
     if T > 1 and device.type in ACCELERATORS:
         block = _block_mask(documents, past, window, B, T, device, visible_until)
         return Mask(block=block, later=visible_until is not None)
-    # On the CPU, and for a single token, a dense one: [1 or B, 1, T, S].
+    # On the CPU, and for a single token, the mask is dense: [1 or B, 1, T, S].
     query = torch.arange(past, past + T, device=device)[:, None]
     key = torch.arange(past + T, device=device)
     visible = query >= key if visible_until is None else (visible_until[:, None, :, None] + past) >= key
@@ -179,22 +181,23 @@ def text_mask(
 
 
 def document_mask(documents: Tensor) -> Mask:
-    """Build the mask of bidirectional attention within documents; ``documents`` [B, N] has ascending numbers."""
+    """Build the mask of bidirectional attention within documents, whose numbers ``documents`` [B, N] are ascending."""
     if documents.device.type not in ACCELERATORS:
         return Mask(dense=(documents[:, :, None] == documents[:, None, :])[:, None])
     return Mask(block=_document_block_mask(documents))
 
 
 def _document_block_mask(documents: Tensor) -> "BlockMask":
-    """The block mask of `document_mask`."""
+    """Build the block mask of `document_mask`."""
 
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return documents[b, q] == documents[b, k]
 
-    # A block of 128 tokens is compared by its first and last document.
+    # Two blocks of 128 tokens are compared by their first and last documents.
     N = documents.shape[1]
     first, end = _block_bounds(0, N, documents.device)
-    # Numbers ascend, so a block's documents are a range: two blocks meet if their ranges do.
+    # Document numbers ascend, so those of a block form a range, and two blocks share a document if their ranges
+    # overlap.
     low, high = _block_range(documents)
     some = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
     whole = (low == high) & (end - first == BLOCK)
@@ -212,13 +215,13 @@ def _block_mask(
     device: torch.device,
     visible_until: Tensor | None = None,
 ) -> "BlockMask":
-    """The block mask of `text_mask`.
+    """Build the block mask of `text_mask`.
 
-    It is computed from the first and last token and document of each block instead of from all pairs of tokens. The
-    window and the cached length are tensors, so that flex_attention is compiled once for all values.
+    The mask is computed from the first and last token and document of each block, not from all pairs of tokens. The
+    window and the cached length are tensors, so that flex_attention is compiled only once for all their values.
     """
     S = past + T
-    # Tensors, not numbers: a number would be a constant of the compiled kernel.
+    # These are tensors, because a number would be a constant of the compiled kernel.
     reach = torch.full((), S if window is None else window, device=device)
     start = torch.full((), past, device=device)
 
@@ -227,19 +230,19 @@ def _block_mask(
         seen = (last + start >= k) & (q + start - k < reach)
         return seen if documents is None else seen & (documents[b, q + start] == documents[b, k])
 
-    # Which blocks of 128 × 128 pairs have visible ones, and which have only visible ones.
+    # Find which blocks of 128 × 128 pairs have some visible pairs, and which have only visible pairs.
     query, query_end = _block_bounds(past, S, device)
     key, key_end = _block_bounds(0, S, device)
     nearest, furthest = query[:, None] - (key_end - 1), query_end[:, None] - 1 - key  # distances between two blocks
     some = (furthest >= 0) & (nearest < reach)
     every = (nearest >= 0) & (furthest < reach) & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
-    # Images: a token sees up to the end of its image.
+    # A token of an image attends up to the end of its image.
     if visible_until is not None:
         least, most = (past + x[:, :, None] for x in _block_range(visible_until))
         some = (most >= key) & (nearest < reach)
         every = (least >= key_end - 1) & (furthest < reach)
         every = every & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
-    # Documents: their numbers ascend, so those of a block are a range.
+    # Document numbers ascend, so those of a block form a range.
     if documents is not None:
         q_low, q_high = (x[:, :, None] for x in _block_range(documents[:, past:]))
         k_low, k_high = (x[:, None, :] for x in _block_range(documents))
@@ -254,13 +257,16 @@ def _block_mask(
 def parts_mask(
     visible: Tensor, part: Tensor, *, dense: bool = False, segments: bool = False, recurring: bool = False
 ) -> Mask:
-    """Build the mask of keys in parts, such as tiles of images; a query attends to all keys of a part or to none.
+    """Build a mask for keys that are grouped in parts, such as tiles of images.
+
+    A query attends to all keys of a part or to none of them.
 
     Args:
         visible: [B, T, N] bool, whether each query attends to each of the N parts.
         part: [S] int64, ascending, the part of each key.
-        dense: whether to make a dense mask on every device, for single-token decoding.
-        segments: whether to make segments if not dense, except in a compiled graph, which cannot read their lengths.
+        dense: whether to build a dense mask on every device, as needed for single-token decoding.
+        segments: whether to build segments instead of a block mask. This has no effect if ``dense`` is True, or in a
+            compiled graph, which cannot read the lengths of segments.
         recurring: see `Segments`.
     """
     if segments and not dense and not torch.compiler.is_compiling():
@@ -271,7 +277,7 @@ def parts_mask(
 
 
 def _parts_block_mask(visible: Tensor, part: Tensor) -> "BlockMask":
-    """The block mask of `parts_mask`."""
+    """Build the block mask of `parts_mask`."""
     T, S = visible.shape[1], len(part)
 
     def seen(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -280,11 +286,11 @@ def _parts_block_mask(visible: Tensor, part: Tensor) -> "BlockMask":
     query, query_end = _block_bounds(0, T, visible.device)
     key, key_end = _block_bounds(0, S, visible.device)
     low, high = part[key], part[key_end - 1]
-    # Queries in blocks, [B, blocks, BLOCK, N]; the last query stands for those past the end.
+    # Split the queries into blocks, [B, blocks, BLOCK, N]. The last block is padded by repeating the last query.
     rows = torch.cat([visible, visible[:, -1:].expand(-1, -T % BLOCK, -1)], 1).unflatten(1, (-1, BLOCK))
 
     def count(parts: Tensor) -> Tensor:  # [B, blocks of queries, N] -> [B, blocks of queries, blocks of keys]
-        # Parts low to high of a block of keys: a difference of running sums.
+        # The count over the parts of a block of keys, low to high, is a difference of running sums.
         sums = torch.nn.functional.pad(parts.cumsum(-1), (1, 0))
         return sums[..., high + 1] - sums[..., low]
 
@@ -304,23 +310,23 @@ def _from_blocks(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For blocks [B, queries, keys] bool: the number of True keys per query, and the keys ordered with True first.
+    """For ``blocks`` [B, queries, keys] bool, return the number of True keys per query, and the keys, True first.
 
-    Both results have an additional axis of heads after the first.
+    Both results have an additional dimension for heads after the first one.
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int()[:, None], order.int()[:, None]
 
 
 def _block_bounds(start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first token of each block between ``start`` and ``end``, and the token after each block."""
+    """Return the first token of each block between ``start`` and ``end``, and the token after each block."""
     first = torch.arange(start, end, BLOCK, device=device)
     return first, (first + BLOCK).clamp(max=end)
 
 
 def _block_range(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The minimum and the maximum of each block of [B, T] integers, both [B, blocks]."""
-    # The last block is filled with its last number, which changes neither result.
+    """Return the minimum and the maximum of each block of [B, T] integers, both [B, blocks]."""
+    # The last block is padded with its last number, which changes neither result.
     last = numbers[:, -1:].expand(-1, -numbers.shape[1] % BLOCK)
     blocks = torch.cat([numbers, last], 1).unflatten(1, (-1, BLOCK))
     return blocks.amin(-1), blocks.amax(-1)

@@ -1,4 +1,4 @@
-"""Gated MLPs with a packed gate and up projection, and the plain MLP of vision towers."""
+"""Gated MLPs, whose gate and up projections are packed into one, and the plain MLP of vision towers."""
 
 import functools
 from typing import Any, Protocol
@@ -46,7 +46,7 @@ ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
     "relu2": "relu2",
 }
-"""``hidden_act`` of a config.json -> the kernels' name for it."""
+"""Maps ``hidden_act`` of a config.json to the kernels' name of the activation."""
 
 
 class MLPConfig(Protocol):
@@ -59,7 +59,7 @@ class MLPConfig(Protocol):
 
 
 class GatedMLP(Layer):
-    """``down(act(gate(x)) · up(x))``, where one projection has the interleaved rows of gate and up.
+    """``down(act(gate(x)) · up(x))``, where one projection holds the rows of gate and up, interleaved.
 
     Args:
         hidden_size: C.
@@ -83,18 +83,18 @@ class GatedMLP(Layer):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.act, self.kernel = act, kernel
         self.multipliers = (1.0, 1.0)
-        """Factors of the gate before its activation, and of the result."""
+        """Numbers that the gate before its activation, and the result, are multiplied by."""
         self.parts = intermediate_size
-        """What R ranks must divide to have equal parts."""
+        """The number of parts that tensor parallelism divides among its ranks."""
         self.recompute = False
         """Whether the backward recomputes gate and up (checkpointing policies "selective" and "full")."""
 
     def set_policy(self, policy: str) -> None:
-        """Recompute under every policy but "none"."""
+        """Recompute in the backward unless the policy is "none"."""
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Two thirds, the share of gate and up in the layer."""
+        """The recomputed share of the layer: two thirds, which are gate and up."""
         return 0.0 if policy == "none" else 2 / 3
 
     def can_shard(self, size: int) -> bool:
@@ -102,10 +102,10 @@ class GatedMLP(Layer):
         return self.parts % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the gates and ups: see `Layer.shard`.
+        """On each of R ranks, keep 1 / R of the rows of gate and up; see `Layer.shard`.
 
         Raises:
-            ValueError: they cannot be divided equally.
+            ValueError: the rows cannot be divided equally.
         """
         check_divisible("GatedMLP", "intermediate_size", self.parts, group)
         self.gate_up_proj = ColumnParallelLinear.of(self.gate_up_proj, group)
@@ -113,7 +113,7 @@ class GatedMLP(Layer):
         return {"gate_up_proj.weight": 0, "gate_up_proj.bias": 0, "down_proj.weight": 1}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> [..., C]."""
+        """Map x [..., C] to [..., C]."""
         act, (gate_scale, scale) = gated_act if self.kernel else gated_act_reference, self.multipliers
         y: Tensor = self.down_proj(act(self.gate_up_proj(x), self.act, gate_scale))
         return y if scale == 1.0 else y * scale
@@ -125,22 +125,23 @@ class GatedMLP(Layer):
         return self.kernel and fusible and use_triton(x)
 
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C].
+        """Add ``x`` to ``residual`` and apply the MLP to ``norm(residual)``. Returns ``(y, residual)``, both [..., C].
 
-        Without a norm, the MLP reads the sum. The backward recomputes the normed activations and the gated product, and
-        with ``recompute`` also the gate and up projection.
+        Without a norm, the MLP is applied to the sum. The backward recomputes the normalized activations and the gated
+        product and, if ``recompute`` is True, the gate and up projection.
         """
         fused = None
         if self._fuses(residual):
             fused = FusedNorm(None) if norm is None else fused_norm(norm)
-        # A layer or norm must be called, or there is no kernel.
+        # Without a kernel, or if the norm or a projection must be called as a module, the MLP is not fused.
         if fused is None:
             if recomputes(self):
                 residual, _ = add_norm(None, x, residual)  # only the sum is saved
                 return run_twice(self._of_sum, norm, residual), residual
             normed, residual = add_norm(norm, x, residual)
             return self(normed), residual
-        # Fused. With sharded inputs the op returns this rank's part of a sum, and the bias is added to the sum.
+        # The MLP is fused. If its inner width is sharded, the op returns a partial sum, and the bias is added to the
+        # total.
         partial = row_parallel(self.down_proj)
         gate_up, down = weight_of(self.gate_up_proj, residual), weight_of(self.down_proj, residual)
         gate_up_bias, down_bias = autocast_weights(
@@ -150,7 +151,7 @@ class GatedMLP(Layer):
         )
         recipe = float8_recipe(self.gate_up_proj, self.down_proj)
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
-        # In float8, weights that FSDP gathered in rounded form are passed along.
+        # In float8, the op is also given the weights that FSDP has gathered in rounded form.
         if recipe:
             assert isinstance(gate_up, Tensor)
             assert isinstance(down, Tensor)
@@ -167,10 +168,10 @@ class GatedMLP(Layer):
                 down_low_rank=low_rank_of(self.down_proj, down.dtype),
             )  # fmt: skip
         if repeats():
-            # Recomputation stops in this call if nothing is saved after it; otherwise what follows needs the numbers.
+            # If nothing is saved after this call, recomputation stops inside it. Otherwise the following layers need y.
             y, residual = mlp(result=False)
             with torch.no_grad():
-                y.data.copy_(mlp()[0])  # autograd lets nobody write into one of several results
+                y.data.copy_(mlp()[0])  # autograd forbids in-place writes to one of several results
         else:
             y, residual = mlp()
         return (partial.sum(y) if partial else y), residual
@@ -214,16 +215,16 @@ class LigerMLP(Layer):
         self.fc2 = nn.Linear(intermediate_size, hidden_size if out_size is None else out_size, bias=bias)
         self.act, self.kernel = act, kernel
         self.parts = intermediate_size
-        """What R ranks must divide to have equal parts."""
+        """The number of parts that tensor parallelism divides among its ranks."""
         self.recompute = False
         """Whether the backward recomputes everything (checkpointing policies "selective" and "full")."""
 
     def set_policy(self, policy: str) -> None:
-        """Recompute under every policy but "none"."""
+        """Recompute in the backward unless the policy is "none"."""
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """One half, the share of the first product in the layer."""
+        """The recomputed share of the layer: one half, which is the first product."""
         return 0.0 if policy == "none" else 1 / 2
 
     def can_shard(self, size: int) -> bool:
@@ -231,10 +232,10 @@ class LigerMLP(Layer):
         return self.parts % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the width between the two layers: see `Layer.shard`.
+        """On each of R ranks, keep 1 / R of the width between the two layers; see `Layer.shard`.
 
         Raises:
-            ValueError: it cannot be divided equally.
+            ValueError: the width cannot be divided equally.
         """
         check_divisible("LigerMLP", "intermediate_size", self.parts, group)
         self.fc1 = ColumnParallelLinear.of(self.fc1, group)
@@ -242,11 +243,11 @@ class LigerMLP(Layer):
         return {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> [..., out]."""
+        """Map x [..., C] to [..., out]."""
         return self._second(self.fc1(x))
 
     def _second(self, hidden: Tensor) -> Tensor:
-        """Map the first layer's output, hidden [..., F], to [..., out]."""
+        """Map the output of the first layer, [..., F], to [..., out]."""
         if not (self.kernel and is_plain(self.fc2)):
             y: Tensor = self.fc2(act_reference(hidden, self.act))
             return y
@@ -258,9 +259,10 @@ class LigerMLP(Layer):
         return partial.sum(y) if partial else y
 
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C].
+        """Add ``x`` to ``residual`` and apply the MLP to ``norm(residual)``. Returns ``(y, residual)``, both [..., C].
 
-        The backward recomputes the normed activations; with ``recompute`` it recomputes everything but the sum.
+        The backward recomputes the normalized activations. If ``recompute`` is True, it recomputes everything except
+        the sum.
         """
         if recomputes(self):
             residual, _ = add_norm(None, x, residual)  # only the sum is saved
@@ -283,8 +285,9 @@ class LigerSwiGLUMLP(GatedMLP):
 
     Args:
         config: has ``hidden_size`` and ``intermediate_size``, and optionally ``mlp_bias``, ``hidden_act``, and
-            ``mlp_multipliers`` of Falcon-H1: factors of the gate before its activation, and of the result.
-        intermediate_size: replaces the configuration's.
+            ``mlp_multipliers`` (Falcon-H1), which are multiplied with the gate before its activation, and with the
+            result.
+        intermediate_size: F; None for that of the configuration.
         kernel: False for plain torch.
 
     Raises:
@@ -314,18 +317,18 @@ class LigerGEGLUMLP(GatedMLP):
 
 
 class TiledMLP(GatedMLP):
-    """A gated MLP that saves only its input; kernels process long inputs in chunks, forward and backward."""
+    """A gated MLP that saves only its input, and whose kernels process long inputs in chunks."""
 
     def set_policy(self, policy: str) -> None:
-        """Recompute under every policy."""
+        """Recompute in the backward under every policy."""
         self.recompute = True
 
     def recomputed_share(self, policy: str) -> float:
-        """Two thirds, the share of gate and up in the layer."""
+        """The recomputed share of the layer: two thirds, which are gate and up."""
         return 2 / 3
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> [..., C]."""
+        """Map x [..., C] to [..., C]."""
         if self._fuses(x):
             return self.add_norm(None, None, x)[0]
         if not recomputes(self):
@@ -335,11 +338,11 @@ class TiledMLP(GatedMLP):
 
 
 class LigerTiledSwiGLUMLP(TiledMLP, LigerSwiGLUMLP):
-    """`LigerSwiGLUMLP` that saves only its input; kernels process long inputs in chunks, forward and backward.
+    """`LigerSwiGLUMLP` that saves only its input, and whose kernels process long inputs in chunks.
 
     Args:
         config, kernel: as in `LigerSwiGLUMLP`.
-        num_shards: accepted for Liger-Kernel's sake and ignored; `gated_mlp` chooses the chunks.
+        num_shards: ignored, because `gated_mlp` chooses the chunks; accepted for compatibility with Liger-Kernel.
 
     Raises:
         ValueError: as in `LigerSwiGLUMLP`.
@@ -351,11 +354,11 @@ class LigerTiledSwiGLUMLP(TiledMLP, LigerSwiGLUMLP):
 
 
 class LigerTiledGEGLUMLP(TiledMLP, LigerGEGLUMLP):
-    """`LigerGEGLUMLP` that saves only its input; kernels process long inputs in chunks, forward and backward.
+    """`LigerGEGLUMLP` that saves only its input, and whose kernels process long inputs in chunks.
 
     Args:
         config, kernel: as in `LigerGEGLUMLP`.
-        num_shards: accepted for Liger-Kernel's sake and ignored; `gated_mlp` chooses the chunks.
+        num_shards: ignored, because `gated_mlp` chooses the chunks; accepted for compatibility with Liger-Kernel.
 
     Raises:
         ValueError: as in `LigerGEGLUMLP`.
@@ -367,7 +370,7 @@ class LigerTiledGEGLUMLP(TiledMLP, LigerGEGLUMLP):
 
 
 def _configured_act(name: str, config: MLPConfig, default: str, allowed: tuple[str, ...]) -> str:
-    """The kernels' name for the activation of a configuration; a default if the configuration has no such field."""
+    """Return the kernels' name of a configuration's activation; ``default`` applies if there is no ``hidden_act``."""
     hidden_act = getattr(config, "hidden_act", default)
     if hidden_act not in allowed:
         raise ValueError(f"{name}: hidden_act must be one of {allowed}, got {hidden_act!r}.")

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router sends each token through a few of many gated MLPs; a shared expert is optional."""
+"""Mixture of experts, in which a router sends each token through a few of many gated MLPs."""
 
 from dataclasses import replace
 from functools import partial
@@ -33,24 +33,25 @@ MATRICES = ("gate_up_weight", "down_weight")
 
 
 class LigerMoE(Layer):
-    """``Σ_k w_k · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts e that the router selects per token.
+    """``Σ_e w_e · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts e that the router selects per token.
 
     Args:
         hidden_size: C.
-        intermediate_size: F of one expert.
+        intermediate_size: F, the width of one expert.
         num_experts: X.
         top_k: K.
         normalize: whether to divide the K routing weights of a token by their sum.
-        round_weights: whether to round the routing weights to the dtype of the router logits; otherwise they stay in
+        round_weights: whether to round the routing weights to the dtype of the router logits instead of keeping them in
             fp32.
         act: "silu", "gelu", "gelu_tanh" or "clamped_swiglu", as in `liger_models.kernels.moe.moe_mlp`.
-        limit: limit of "clamped_swiglu".
+        limit: the limit to which "clamped_swiglu" clamps gate and up.
         bias: whether the router and both projections of each expert have biases.
-        router_jitter: in training the input is multiplied by uniform noise in 1 ± router_jitter.
+        router_jitter: in training, the input is multiplied by uniform noise between 1 − router_jitter and 1 +
+            router_jitter.
         kernel: False for plain torch.
 
     Raises:
-        ValueError: ``top_k`` is not in 1 to ``num_experts``, or the activation is unknown.
+        ValueError: ``top_k`` is below 1 or above ``num_experts``, or the activation is unknown.
 
     Source: https://arxiv.org/abs/2401.04088.
     """
@@ -74,9 +75,9 @@ class LigerMoE(Layer):
         check_expert_act("LigerMoE", act, limit)
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"LigerMoE: top_k ({top_k}) must be 1 to num_experts ({num_experts}). Check config.json.")
-        # Router: [N, C] -> logits [N, X].
+        # The router maps [N, C] to logits [N, X].
         self.gate: nn.Module = nn.Linear(hidden_size, num_experts, bias=bias)
-        # The matrices of all experts, stacked: one grouped product computes them.
+        # The matrices of all experts are stacked, so that one grouped product computes them.
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size)) if bias else None
@@ -85,11 +86,11 @@ class LigerMoE(Layer):
         self.act, self.limit, self.router_jitter, self.kernel = act, limit, router_jitter, kernel
         self.replayable = False  # a second forward could select other experts
         self.recompute = False
-        """Recompute gate and up in the backward (checkpointing policies "selective" and "full")."""
+        """Whether the backward recomputes gate and up (checkpointing policies "selective" and "full")."""
         self.lora: Any = None
-        """The experts' adapters (`liger_models.adapters.lora_layers.LoRAExperts`), if there are any."""
+        """The adapters of the experts (`liger_models.adapters.lora_layers.LoRAExperts`), or None."""
         self.stored: Any = None
-        """The tensors besides the codes of frozen matrices in fewer bits; see `liger_models.layers.frozen`."""
+        """The tensors of frozen matrices in fewer bits, except the codes; see `liger_models.layers.frozen`."""
         self.reset_parameters()
 
     @property
@@ -114,21 +115,21 @@ class LigerMoE(Layer):
         return self.lora.merged(name, weight) if merge else dense(weight)
 
     def matrices(self, name: str) -> Weight:
-        """The matrices in the parameter ``name``, as ops take them; only this rank's part if they are sharded."""
+        """Return the matrices in the parameter ``name`` in the form that ops take; only this rank's part if sharded."""
         frozen, parameter = frozen_parts(self).get(name), getattr(self, name)
         return local(parameter) if frozen is None else frozen.join(parameter)
 
     def shape_of(self, name: str) -> torch.Size:
-        """Shape ``[X, O, C]`` of the matrices in the parameter ``name``, over all ranks."""
+        """Return the shape ``[X, O, C]`` of the matrices in the parameter ``name`` over all ranks."""
         shape: torch.Size = frozen_parts(self).get(name, getattr(self, name)).shape
         return shape
 
     def set_policy(self, policy: str) -> None:
-        """Recompute gate and up under every policy but "none"."""
+        """Recompute gate and up in the backward unless the policy is "none"."""
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Two thirds, the share of gate and up in an expert."""
+        """The recomputed share of the layer: two thirds, which are gate and up."""
         return 0.0 if policy == "none" else 2 / 3
 
     def can_shard(self, size: int) -> bool:
@@ -136,39 +137,39 @@ class LigerMoE(Layer):
         return self.shape_of("down_weight")[2] % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the intermediate size of each expert; see `liger_models.parallel.apply_tp`.
+        """On each of R ranks, keep 1 / R of the width of each expert; see `liger_models.parallel.apply_tp`.
 
         Raises:
-            ValueError: the intermediate size is not a multiple of the number of ranks, or ``router_jitter`` is not 0,
-                so that noise would differ between ranks.
+            ValueError: the width is not a multiple of the number of ranks, or ``router_jitter`` is not 0, so that noise
+                would differ between ranks.
         """
         check_divisible("LigerMoE", "intermediate_size", self.shape_of("down_weight")[2], group)
         if self.router_jitter != 0:
             raise ValueError(
                 f"LigerMoE: router_jitter must be 0 with apply_tp, got {self.router_jitter}. Set router_jitter_noise=0."
             )
-        if isinstance(self.gate, nn.Linear):  # a router that is more than that shards itself
+        if isinstance(self.gate, nn.Linear):  # any other router shards itself
             self.gate = ReplicatedLinear.of(self.gate, group)
         self.groups = replace(self.groups, tensor=group)
-        # Each rank has all experts, with its part of their intermediate size; the bias of down is replicated.
+        # Each rank has its part of the width of all experts. The bias of down is replicated.
         biased = {} if self.gate_up_bias is None else {"gate_up_bias": 1}
         return {"gate_up_weight": 1, "down_weight": 2, **biased}
 
     def shard_experts(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the experts; see `liger_models.parallel.apply_ep`.
+        """On each of R ranks, keep 1 / R of the experts; see `liger_models.parallel.apply_ep`.
 
         Raises:
             ValueError: the number of experts is not a multiple of the number of ranks.
         """
         check_divisible("LigerMoE", "num_experts", self.down_weight.shape[0], group)
         self.groups = replace(self.groups, expert=group)
-        # Each rank has some experts, with all of their parameters and adapters.
+        # Each rank has some of the experts, with all their parameters and adapters.
         biased = {} if self.gate_up_bias is None else {"gate_up_bias": 0, "down_bias": 0}
         adapters = {} if self.lora is None else {f"lora.{name}": 0 for name, _ in self.lora.named_parameters()}
         return {"gate_up_weight": 0, "down_weight": 0, **biased, **adapters}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because `forward` sums the gradient of the replicated bias."""
+        """Return True, because `forward` already sums the gradient of the replicated bias."""
         return True
 
     def draw(self, std: float) -> bool:
@@ -179,7 +180,7 @@ class LigerMoE(Layer):
     def reset_parameters(self, std: float = 0.02) -> None:
         """Draw the experts' weights from a normal distribution with ``std``, and set their biases to 0.
 
-        The router initializes itself.
+        The router is initialized separately.
         """
         nn.init.normal_(self.gate_up_weight, std=std)
         nn.init.normal_(self.down_weight, std=std)
@@ -188,25 +189,25 @@ class LigerMoE(Layer):
                 nn.init.zeros_(bias)
 
     def extra_repr(self) -> str:
-        """Sizes and constants, for ``print(model)``."""
+        """Return sizes and constants for ``print(model)``."""
         X, C, F = self.shape_of("down_weight")
         return f"{C}, {F}, num_experts={X}, top_k={self.top_k}, normalize={self.normalize}, act={self.act}"
 
     def add_norm(
         self, norm: Norm, x: Tensor | None, residual: Tensor, experts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``residual = residual + x``, then the layer after ``norm``. Returns ``(y, residual, router_logits)``.
+        """Add ``x`` to ``residual`` and apply the layer to its norm. Returns ``(y, residual, router_logits)``.
 
-        ``experts`` [..., K] replace the router's choice.
+        If ``experts`` [..., K] are given, they replace the router's choice.
         """
         normed, residual = add_norm(norm, x, residual)
         y, router_logits = self(normed, experts)
         return y, residual, router_logits
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [..., C], experts [..., K] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
+        """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None."""
         if self.training and self.router_jitter:
-            # The noise reaches the experts, too.
+            # The noisy input is also the input of the experts.
             x = x * torch.empty_like(x).uniform_(1 - self.router_jitter, 1 + self.router_jitter)
         return self._mix(x, *self._route(call_linear(self.gate, x.reshape(-1, x.shape[-1])), experts))
 
@@ -215,23 +216,24 @@ class LigerMoE(Layer):
         return self._route(router_logits)[1]
 
     def _route(self, logits: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """``(weights [N, K], experts [N, K], logits [N, X])`` for logits; ``experts`` replace the router's choice.
+        """Return ``(weights [N, K], experts [N, K], logits [N, X])``. If ``experts`` are given, they are returned.
 
-        Routing is never recomputed, because the backward must not select other experts.
+        Routing is never recomputed, because the backward must use the same experts as the forward.
         """
         experts = None if experts is None else experts.flatten(0, -2)
         choose = route if self.kernel and use_triton(logits) else route_reference
         return *choose(logits, self.top_k, self.normalize, self.round_weights, experts), logits
 
     def _mix(self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted sum of the experts of x [..., C]: ``(y [..., C], logits [N, X])`` of all tokens."""
+        """Return the weighted sum of the experts' outputs for x, [..., C], and all tokens' router logits [N, X]."""
         rows = x.reshape(-1, x.shape[-1])
-        # The parameters as ops take them: this rank's parts, in autocast's dtype, with the factors of adapters.
+        # Collect the operands of the ops: this rank's part of the parameters in autocast's dtype, and A and B of
+        # adapters.
         fused = self.kernel and use_triton(rows)
         group, expert = self.groups.tensor, self.groups.expert
 
         down_bias = local_or_none(self.down_bias)
-        if group is not None and down_bias is not None:  # one rank adds it to the sum, and all get its gradient
+        if group is not None and down_bias is not None:  # only one rank adds the bias, and all ranks get its gradient
             down_bias = sum_gradient(down_bias, group) * (group.rank == 0)
         frozen_or_dense: list[Any] = [self.matrices(name) for name in MATRICES]
         matrices = autocast_weights(x, *frozen_or_dense, local_or_none(self.gate_up_bias), down_bias)
@@ -245,12 +247,13 @@ class LigerMoE(Layer):
             rows = x.reshape(-1, x.shape[-1])
             weights, experts, logits = self._of_all_tokens(weights, experts, logits, x.shape[:-1], group)
         if expert is not None:
-            # FSDP averages gradients over the ranks, but the experts' gradients are already summed over them. To divide
-            # them, the gradient of the result is divided, and those of rows and routing weights are multiplied again:
-            # these have fewer bytes than the experts' weights.
+            # FSDP averages gradients over ranks, but the gradients of the experts are sums over ranks, so they must be
+            # divided by the number of ranks. To this end the gradient of the result is divided, and the gradients of
+            # rows and routing weights are multiplied by the same number. These tensors have fewer bytes than the
+            # experts' weights.
             rows, weights = (divide_gradient(x, 1 / expert.size) for x in (rows, weights))
 
-        # The experts: over several ranks, fused, or as the reference.
+        # Run the experts distributed over ranks, on fused kernels, or in plain torch.
         gate_up_weight, down_weight, *biases = matrices
         assert gate_up_weight is not None
         assert down_weight is not None
@@ -272,29 +275,32 @@ class LigerMoE(Layer):
     def _of_all_tokens(
         self, weights: Tensor, experts: Tensor, logits: Tensor, shape: torch.Size, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The router's results for all tokens, gathered if ranks have different tokens; ``shape`` is [B, T]."""
+        """Return the router's results for all tokens, gathered if ranks have different tokens.
+
+        ``shape`` is the shape of this rank's tokens.
+        """
         if not group.sequence_parallel:
             return sum_gradient(weights, group), experts, logits
-        # Tokens are gathered along the second of the dimensions [B, T / R].
+        # Tokens are gathered along the second dimension of [B, T / R].
         weights, experts, logits = (x.unflatten(0, (*shape[:-1], -1)) for x in (weights, experts, logits))
         weights, experts, logits = (
             copy_to_region(weights, group),
             gather_tokens(experts, group),
             gather_tokens(logits, group),
         )
-        # The model returns the logits, and FSDP2 warns of outputs that are views.
+        # The logits are an output of the model, and FSDP2 warns about outputs that are views.
         return weights.flatten(0, -2), experts.flatten(0, -2), logits.flatten(0, -2).clone()
 
 
 class LigerSharedExpertMoE(Layer):
-    """`LigerMoE` plus an expert for all tokens: ``experts(x) + sigmoid(g · x) · shared_expert(x)``.
+    """`LigerMoE` plus a shared expert for all tokens: ``experts(x) + sigmoid(g · x) · shared_expert(x)``.
 
     The routed experts are a separate layer, because expert parallelism distributes only them.
 
     Args:
         hidden_size, intermediate_size, num_experts, top_k: as in `LigerMoE`.
-        shared_size: F of the shared expert.
-        act, kernel: as in `LigerMoE`, for all experts.
+        shared_size: width of the shared expert.
+        act, kernel: as in `LigerMoE`; they apply to all experts.
         options: further options of `LigerMoE`.
     """
 
@@ -318,7 +324,7 @@ class LigerSharedExpertMoE(Layer):
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Replicate the gate of the shared expert; both kinds of experts shard themselves."""
+        """Replicate the gate of the shared expert. The routed experts and the shared expert shard themselves."""
         self.shared_expert_gate = ReplicatedLinear.of(self.shared_expert_gate, group)
         return {}
 
@@ -331,7 +337,7 @@ class LigerSharedExpertMoE(Layer):
         return y, residual, router_logits
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [..., C], experts [..., K] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
+        """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None."""
         y, router_logits = self.experts(x, experts)
         shared, _ = self.shared_expert.add_norm(None, None, x)
         return y + self.shared_expert_gate(x).sigmoid() * shared, router_logits

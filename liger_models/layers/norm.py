@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, and norms fused with the projection that follows."""
+"""RMSNorm and LayerNorm, and norms that are fused with the following projection."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,7 +40,7 @@ from liger_models.layers.recompute import is_hooked
 CASTING_MODES = ("llama", "gemma", "none")
 
 PLAIN_WEIGHTS = (nn.Parameter, Tensor, FakeTensor)
-"""Types of weights that a fused op reads itself; a FakeTensor has a shape and no values."""
+"""Types of weights that a fused op can read. A FakeTensor has a shape but no values."""
 
 
 class LigerRMSNorm(Layer):
@@ -50,10 +50,10 @@ class LigerRMSNorm(Layer):
         hidden_size: C.
         eps: added to the mean of squares.
         offset: added to the weight (Gemma: 1.0).
-        casting_mode: "llama" casts back to the input dtype before the multiplication by the weight, "gemma" after it.
-            "none" is the same as "gemma", because the norm is always computed in fp32.
+        casting_mode: "llama" casts back to the input dtype before the multiplication by the weight, and "gemma" casts
+            after it. "none" has the same result as "gemma", because the norm is always computed in fp32.
         init_fn: "ones" or "zeros".
-        in_place, row_mode: accepted for compatibility with Liger-Kernel and ignored; nothing is ever overwritten.
+        in_place, row_mode: ignored, because nothing is ever overwritten; accepted for compatibility with Liger-Kernel.
         elementwise_affine: False for a norm without a weight parameter.
         kernel: False for plain torch.
 
@@ -87,7 +87,8 @@ class LigerRMSNorm(Layer):
         self.eps, self.offset, self.scale_in_fp32, self.init_fn = eps, offset, casting_mode != "llama", init_fn
         self.hidden_size, self.kernel = hidden_size, kernel
         self.group: Group | None = None
-        """The process group over which the gradient of the weight is all-reduced: its ranks norm different rows."""
+        """Process group that all-reduces the gradient of the weight, because its ranks have different rows.
+        """
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -97,7 +98,7 @@ class LigerRMSNorm(Layer):
         nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
 
     def draw(self, std: float) -> bool:
-        """Initialize the parameters as at construction."""
+        """Initialize the parameters in the same way as the constructor."""
         self.reset_parameters()
         return True
 
@@ -107,26 +108,26 @@ class LigerRMSNorm(Layer):
         return True
 
     def local_weight(self, x: Tensor) -> Tensor:
-        """The weight [C], or this rank's part of it; ones like x for a norm without weight."""
+        """Return the weight [C], or this rank's part of it; ones in the dtype of x if there is no weight."""
         if self.weight is None:
             return x.new_ones(self.hidden_size)
         weight = local(self.weight)
         return weight if self.group is None else sum_gradient(weight, self.group)
 
     def extra_repr(self) -> str:
-        """Sizes and constants, for ``print(model)``."""
+        """Return sizes and constants for ``print(model)``."""
         affine = "" if self.weight is not None else ", elementwise_affine=False"
         return f"{self.hidden_size}, eps={self.eps}, offset={self.offset}, scale_in_fp32={self.scale_in_fp32}{affine}"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., C] -> [..., C] in the same dtype."""
+        """Map hidden_states [..., C] to [..., C] in the same dtype."""
         function = rms_norm if self.kernel else rms_norm_reference
         weight = self.local_weight(hidden_states)
         return function(hidden_states, weight, self.eps, self.offset, self.scale_in_fp32)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
-        # A replaced or hooked norm must be called, so the sum is computed apart.
+        """Add ``x``, unless None, to ``residual``. Returns ``(norm(residual), residual)``, both [..., C]."""
+        # A norm with hooks or a replaced forward must be called, so the sum is computed separately.
         if x is None or not is_plain(self):
             _, residual = add_norm(None, x, residual)
             return self(residual), residual
@@ -134,14 +135,14 @@ class LigerRMSNorm(Layer):
         return function(x, residual, self.local_weight(residual), self.eps, self.offset, self.scale_in_fp32)
 
     def as_fused(self) -> FusedNorm | None:
-        """The norm as fused ops take it; None if the norm must be called."""
+        """Return the norm in the form that fused ops take; None if the norm must be called."""
         if self.weight is None or not (self.kernel and is_plain(self)):
             return None
         return FusedNorm(self.local_weight(self.weight), None, "rms_norm", self.eps, self.offset, self.scale_in_fp32)
 
 
 def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Function from a width to an RMSNorm that scales by 1 + weight, in fp32 (Gemma, Qwen3-Next)."""
+    """Return a function from a width to an RMSNorm that multiplies by 1 + weight in fp32 (Gemma, Qwen3-Next)."""
     return partial(
         LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
         kernel=kernels.rms_norm,
@@ -149,7 +150,7 @@ def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> 
 
 
 def fp32_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Function from a width to an RMSNorm whose weight multiplies in fp32 (OLMo, Gemma 4, GPT-OSS)."""
+    """Return a function from a width to an RMSNorm that multiplies by its weight in fp32 (OLMo, Gemma 4, GPT-OSS)."""
     return partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
 
 
@@ -159,10 +160,10 @@ class LigerLayerNorm(Layer):
     Args:
         hidden_size: C.
         eps: added to the variance.
-        bias: initialization of the bias: zeros if False, a normal distribution if True (Liger-Kernel's signature).
+        bias: whether a new bias is drawn from a normal distribution instead of being zeros, as in Liger-Kernel.
         init_fn: initialization of the weight, "ones" or "zeros".
         use_bias: False for a norm without a bias parameter.
-        offset: added to the weight, in its dtype (Nemotron: 1.0).
+        offset: added to the weight, in the dtype of the weight (Nemotron: 1.0).
         kernel: False for plain torch.
 
     Raises:
@@ -189,7 +190,7 @@ class LigerLayerNorm(Layer):
         self.bias = nn.Parameter(torch.empty(hidden_size)) if use_bias else None
         self.eps, self.random_bias, self.init_fn, self.offset, self.kernel = eps, bias, init_fn, offset, kernel
         self.group: Group | None = None
-        """The process group over which the gradients are all-reduced; its ranks norm tokens of their own."""
+        """The process group over which the gradients are all-reduced, because its ranks have different tokens."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -199,7 +200,7 @@ class LigerLayerNorm(Layer):
             nn.init.normal_(self.bias) if self.random_bias else nn.init.zeros_(self.bias)
 
     def draw(self, std: float) -> bool:
-        """Initialize the parameters as at construction."""
+        """Initialize the parameters in the same way as the constructor."""
         self.reset_parameters()
         return True
 
@@ -209,17 +210,17 @@ class LigerLayerNorm(Layer):
         return True
 
     def extra_repr(self) -> str:
-        """Sizes and constants, for ``print(model)``."""
+        """Return sizes and constants for ``print(model)``."""
         return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}, use_bias={self.bias is not None}"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., C] -> [..., C] in the same dtype."""
+        """Map hidden_states [..., C] to [..., C] in the same dtype."""
         function = layer_norm if self.kernel else layer_norm_reference
         return function(hidden_states, *self._own(), self.eps)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
-        # A replaced or hooked norm must be called, so the sum is computed apart.
+        """Add ``x``, unless None, to ``residual``. Returns ``(norm(residual), residual)``, both [..., C]."""
+        # A norm with hooks or a replaced forward must be called, so the sum is computed separately.
         if x is None or not is_plain(self):
             _, residual = add_norm(None, x, residual)
             return self(residual), residual
@@ -227,7 +228,7 @@ class LigerLayerNorm(Layer):
         return function(x, residual, *self._own(), self.eps)
 
     def as_fused(self) -> FusedNorm | None:
-        """The norm as fused ops take it; None if the norm must be called."""
+        """Return the norm in the form that fused ops take; None if the norm must be called."""
         return FusedNorm(*self._own(), "layer_norm", self.eps) if self.kernel and is_plain(self) else None
 
     def _own(self) -> tuple[Tensor, Tensor | None]:
@@ -241,14 +242,14 @@ Norm = LigerRMSNorm | LigerLayerNorm
 PLAIN_MODULES = frozenset(
     {nn.Linear, ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, LigerRMSNorm, LigerLayerNorm}
 )
-"""Modules whose weights a fused op may read itself."""
+"""Classes of modules whose weights a fused op may read instead of calling the module."""
 
 
 def add_norm(norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """``residual + x`` and its norm: ``(normed, residual)``, each [..., C].
+    """Add ``x``, unless None, to ``residual``. Returns ``(norm(residual), residual)``, both [..., C].
 
-    A norm with a method ``add`` computes both at once; any other module is called with the sum. Without a norm the sum
-    is returned twice (OLMo 2, whose branches read the stream).
+    A norm with a method ``add`` computes both in one kernel; any other module is called with the sum. Without a norm,
+    the sum is returned twice, as for OLMo 2, whose branches have no norm before them.
     """
     add = getattr(norm, "add", None)
     if add is not None:
@@ -259,18 +260,18 @@ def add_norm(norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tupl
 
 
 def fused_norm(norm: nn.Module | None) -> FusedNorm | None:
-    """A norm as fused ops take it, from its method ``as_fused``; None if it has no such method or must be called."""
+    """Return ``norm.as_fused()``, or None if the norm has no such method."""
     as_fused = getattr(norm, "as_fused", None)
     return None if as_fused is None else as_fused()
 
 
 def is_plain(*modules: nn.Module) -> bool:
-    """Whether a fused op may read these modules' weights instead of calling the modules.
+    """Whether a fused op may read the weights of these modules instead of calling the modules.
 
-    False for modules that replace or wrap a linear layer (adapters, quantized or float8 linears), for weights that were
-    not sharded by `apply_tp`, and for modules with hooks or a replaced forward.
+    It may not for modules that replace or wrap a linear layer (adapters, quantized or float8 layers), for DTensors that
+    do not come from `apply_tp`, and for modules with hooks or a replaced forward.
     """
-    for module in modules:  # a loop, since every layer asks in every step
+    for module in modules:  # written as a loop, because every layer calls this in every step
         module_class = type(module)
         if module_class not in PLAIN_MODULES or is_hooked(module):
             return False
@@ -283,7 +284,7 @@ def is_plain(*modules: nn.Module) -> bool:
 
 
 def call_linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """``layer(x)``, by `inference_linear` for an ordinary linear layer without gradients."""
+    """Return ``layer(x)``. An ordinary linear layer without gradients is computed by `inference_linear`."""
     if type(layer) is nn.Linear and not torch.is_grad_enabled() and is_plain(layer):
         return inference_linear(x, layer.weight, layer.bias)
     y: Tensor = layer(x)
@@ -291,12 +292,12 @@ def call_linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def is_fusible(*linears: nn.Module) -> bool:
-    """Whether linear layers are plain, or have adapters whose two matrices a fused op takes (`LoRALinear.low_rank`)."""
+    """Whether each layer is plain, or has adapters that a fused op can apply (`LoRALinear.low_rank`)."""
     return all(is_plain(x) or (getattr(x, "is_low_rank", False) and not is_hooked(x)) for x in linears)
 
 
 def float8_recipe(*linears: nn.Module) -> str | None:
-    """The recipe for computing these layers in float8 in a fused op; None without a common recipe."""
+    """Return the float8 recipe by which a fused op computes these layers; None if they have no common recipe."""
     recipes = {getattr(linear, "float8_recipe", None) for linear in linears}
     if len(recipes) > 1 or None in recipes:
         return None
@@ -306,19 +307,19 @@ def float8_recipe(*linears: nn.Module) -> str | None:
 
 
 def gathered_float8(linear: nn.Module) -> Float8 | None:
-    """The weight of a float8 layer that `apply_fsdp` gathered in rounded form; None if it was not."""
+    """Return the weight of a float8 layer if `apply_fsdp` has gathered it in rounded form; otherwise None."""
     gathered: Float8 | None = getattr(linear, "gathered", None)
     return gathered
 
 
 def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
-    """A and B of a layer's adapters for a fused op that computes in ``dtype``; None without adapters."""
+    """Return A and B of a layer's adapters for a fused op that computes in ``dtype``; None if there are no adapters."""
     low_rank: Callable[[torch.dtype], LowRank | None] | None = getattr(linear, "low_rank", None)
     return None if low_rank is None else low_rank(dtype)
 
 
 def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
-    """This rank's part of the weight in autocast's dtype, as fused ops take it; it may be a `FrozenWeight`."""
+    """Return this rank's part of a layer's weight, dense or a `FrozenWeight`, in autocast's dtype."""
     frozen: FrozenWeight | None = getattr(linear, "frozen_weight", None)
     weight = local(linear.weight) if frozen is None else frozen
     device = x.device.type
@@ -326,7 +327,7 @@ def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
 
 
 def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
-    """The weights in autocast's dtype for the device of ``x``; unchanged if autocast is off."""
+    """Return the weights in autocast's dtype for the device of ``x``, or unchanged if autocast is off."""
     if not torch.is_autocast_enabled(x.device.type):
         return list(weights)
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -336,24 +337,27 @@ def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
 def add_norm_linear(
     norm: nn.Module | None, linear: nn.Linear, x: Tensor | None, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``residual = residual + x; linear(norm(residual))``; the backward of a fused norm recomputes its activations.
+    """Add ``x`` to ``residual`` and compute ``linear(norm(residual))``.
+
+    If the norm is fused, its activations are not saved; the backward recomputes them.
 
     Args:
         norm: any module of width C; None for no norm.
         linear: linear layer from [C] to [O].
-        x: [..., C], the output of the previous branch, which is added to the stream; None at the start of the stream.
+        x: [..., C], the output of the previous branch, which is added to the residual stream; None for the first
+            branch.
         residual: [..., C].
 
     Returns:
         ``(y [..., O], residual [..., C])``.
     """
-    # A fused op reads the weights itself. It cannot where the norm or the layer must be called.
+    # A fused op reads the weights, so it can't be used if the norm or the layer must be called.
     recipe = float8_recipe(linear)
     fused = fused_norm(norm) if recipe or is_fusible(linear) else None
     if fused is None:
         normed, residual = add_norm(norm, x, residual)
         return linear(normed), residual
-    # Fused ops do not cast: the weights are cast to autocast's dtype for them.
+    # Fused ops do not cast, so the weights are cast to autocast's dtype first.
     weight, (bias,) = weight_of(linear, residual), autocast_weights(residual, local_or_none(linear.bias))
     if recipe:
         assert isinstance(weight, Tensor)

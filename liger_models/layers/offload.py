@@ -1,4 +1,4 @@
-"""Asynchronous offloading of the activations that blocks save for the backward to host memory."""
+"""Asynchronous offloading to host memory of the activations that blocks save for the backward."""
 
 import functools
 from collections import deque
@@ -13,24 +13,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from liger_models.kernels.dispatch import ACCELERATORS
 
 SMALLEST = 2**20
-"""Tensors with fewer bytes are not offloaded, neither activations nor moments."""
+"""Activations and optimizer moments with fewer bytes than this are not offloaded."""
 
 PIECE = 2**26
-"""Bytes per allocation of host memory. PyTorch rounds each pinned allocation up to a power of two."""
+"""Bytes per allocation of host memory. It is a power of two, because PyTorch rounds pinned allocations up to one."""
 
 LEAVING, COMING = 2 * 2**30, 2 * 2**30
-"""Bytes in flight to the host before the computation waits for them, and bytes that are prefetched from the host.
-A block of an 8B model saves 1.5 GB for 16,384 tokens."""
+"""Maximum number of bytes in flight to the host, and number of bytes to prefetch from the host.
+
+A block of an 8B model saves 1.5 GB for 16,384 tokens.
+"""
 
 
 SLICE = 2**24
-"""Bytes per copy to the device, after which copies of other streams get their turn: a third of a millisecond."""
+"""Bytes per copy to the device, which takes a third of a millisecond. After each copy, other streams may copy."""
 
 
 def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:
-    """Choose ``count`` of a model's blocks for offloading: evenly spread, without the last two if possible.
+    """Choose ``count`` evenly spread blocks of a model for offloading, without the last two if possible.
 
-    The copies overlap with the other blocks.
+    The copies overlap with the computation of the other blocks.
     """
     span = max(blocks - 2, count)
     return frozenset(index * span // count for index in range(count))
@@ -39,8 +41,9 @@ def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:
 class Inbound:
     """Sequential copies from host memory to an accelerator, on two alternating streams.
 
-    A GPU processes all queued copies of a stream before the copies of other streams. With a single stream, a copy in
-    the computation would wait for everything in flight, and FSDP2 has such a copy in the backward of each block.
+    A GPU processes all queued copies of one stream before the copies of other streams. With a single stream, a copy in
+    the compute stream would wait for all prefetches in flight, and FSDP2 makes such a copy in the backward of each
+    block.
 
     Attributes:
         streams: the two streams; the next copy runs on the first one.
@@ -51,14 +54,14 @@ class Inbound:
         self._last: torch.Event | None = None
 
     def wait(self, event: torch.Event) -> None:
-        """Make the following copies wait for an event."""
+        """Make all later copies wait for an event."""
         self.streams[0].wait_event(event)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event:
-        """Start copying each pair's second tensor to the first, both [N] uint8; return the completion event."""
+        """For each pair, start copying the second tensor to the first, both [N] uint8. Returns the completion event."""
         for target, host in pairs:
             for part, piece in zip(target.split(SLICE), host.split(SLICE), strict=True):
-                # Each slice waits for the one before, on the other stream, so that other copies can run in between.
+                # Each slice waits for the previous one on the other stream, so that other copies can run in between.
                 stream = self.streams[0]
                 if self._last is not None:
                     stream.wait_event(self._last)
@@ -70,14 +73,14 @@ class Inbound:
         return self._last
 
     def holds(self, memory: Tensor) -> None:
-        """Prevent reuse of the memory while copies in flight may still write to it."""
+        """Prevent the allocator from reusing ``memory`` while copies in flight may still write to it."""
         for stream in self.streams:
             memory.record_stream(stream)
 
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.Stream, Inbound]:
-    """The stream for copies to the host, and the streams for copies back."""
+    """Return the stream for copies to the host, and the streams for copies back."""
     return torch.Stream(device), Inbound(device)
 
 
@@ -86,9 +89,9 @@ class Kept:
 
     Attributes:
         device: the device that the storage was copied from.
-        host: the bytes of the storage in pieces; pinned memory if they come from an accelerator.
+        host: the bytes of the storage, in pieces, which are in pinned memory if the storage is on an accelerator.
         left: event that is recorded after the copy to the host; None on the CPU.
-        before: the storage that was offloaded just before this one; the backward needs it just after this one.
+        before: the storage that was offloaded just before this one. The backward needs it just after this one.
         nbytes: size of the storage.
         uses: number of saved tensors in the storage.
         rounds: number of backward passes that have read all saved tensors of the storage.
@@ -113,13 +116,16 @@ class Kept:
             torch.cat(self.host, out=self._back)
             return
         inbound = _streams(self.device)[1]
-        # Until then the computation may still use the memory of _back.
+        # Until this event, the compute stream may still use the memory that _back now has.
         inbound.wait(torch.accelerator.current_stream(self.device).record_event())
         inbound.wait(self.left)
         self._arrived = inbound.copy(zip(self._back.split(PIECE), self.host, strict=True))
 
     def take(self) -> Tensor:
-        """Return the bytes on the device, which are released after ``uses`` calls and fetched by another backward."""
+        """Return the bytes on the device.
+
+        After ``uses`` calls, the device memory is released. A second backward fetches the bytes again.
+        """
         assert self._back is not None
         data = self._back
         if self._arrived is not None:
@@ -147,28 +153,28 @@ class Place(NamedTuple):
 
 
 class Offload:
-    """Moves the tensors that one forward saves under `saving` to the host, and back to the device for its backward.
+    """Moves the tensors that one forward saves within `saving` to the host, and back to the device for the backward.
 
     Each storage is copied once, even if several views of it are saved. Parameters and small tensors stay on the device.
-    Copies run on separate streams. The memory of a tensor can only be freed once the computation has waited for its
-    copy, because the allocator reuses memory in the order of the computation.
+    Copies run on separate streams. The memory of a tensor can be freed only after the compute stream has waited for its
+    copy, because the allocator reuses memory in the order of the compute stream.
     """
 
     def __init__(self) -> None:
         self._leaving: deque[tuple[Tensor, Kept]] = deque()
         self._copied: dict[StorageWeakRef, tuple[int, Kept]] = {}
-        """Storages that are offloaded but still alive, because the model still uses them -> version and copy."""
+        """Maps each offloaded storage that the model still uses to its version and its copy."""
         self._last: Kept | None = None
 
     def saving(self, leave: bool) -> saved_tensors_hooks:
-        """Context for running a block; with ``leave`` its saved tensors are offloaded.
+        """Context in which a block is run. If ``leave`` is True, the tensors that the block saves are offloaded.
 
-        The backward of every block that ran in such a context prefetches tensors of earlier blocks.
+        The backward of every block that was run in such a context prefetches tensors of earlier blocks.
         """
         return saved_tensors_hooks(self._pack if leave else self._keep, self._unpack)
 
     def settle(self, most: int = 0) -> None:
-        """Make the computation wait until at most ``most`` bytes are in flight to the host; free the others."""
+        """Make the compute stream wait until at most ``most`` bytes are in flight, and free the copied tensors."""
         under_way = sum(data.nbytes for data, _ in self._leaving)
         while under_way > most:
             data, kept = self._leaving.popleft()
@@ -177,13 +183,13 @@ class Offload:
                 torch.accelerator.current_stream(data.device).wait_event(kept.left)
 
     def _pack(self, tensor: Tensor) -> Tensor | Place:
-        # Parameters are on the device anyway, and copies of small tensors would take longer than they save.
+        # Parameters stay on the device anyway, and offloading small tensors costs more time than it is worth.
         base = tensor if tensor._base is None else tensor._base
         storage = tensor.untyped_storage()
         if isinstance(base, nn.Parameter) or storage.nbytes() < SMALLEST:
             return tensor
         self._copied = {alive: copy for alive, copy in self._copied.items() if not alive.expired()}
-        # Views of one storage share its copy, unless it was written to since.
+        # Views of one storage share its copy, unless the storage was changed after the copy.
         reference = StorageWeakRef(storage)
         version, kept = self._copied.get(reference, (0, None))
         if kept is None or version != tensor._version:
@@ -202,11 +208,12 @@ class Offload:
         if isinstance(packed, Tensor):
             return packed
         self.settle()
-        # Fetch the storages before this one, which the backward reads next, up to a number of bytes.
+        # Prefetch up to COMING bytes of the storages that were offloaded before this one, which the backward reads
+        # next.
         kept = packed.kept if isinstance(packed, Place) else packed[1]
         rounds, coming = kept.rounds if kept else 0, 0
         while kept is not None and coming < COMING:
-            if kept.rounds <= rounds:  # else this backward has used it: an op unpacks its first saved tensor first
+            if kept.rounds <= rounds:  # otherwise this backward has already used it
                 kept.fetch()
                 coming += kept.nbytes
             kept = kept.before

@@ -1,4 +1,4 @@
-"""A paged cache for a changing set of rows, which hold pages for their tokens and return them."""
+"""A paged cache for a changing set of rows, which take pages for their tokens and give them back."""
 
 import torch
 from torch import Tensor
@@ -12,17 +12,18 @@ from liger_models.layers.paged_cache import PagedCache
 class PagePool(PagedCache):
     """A `PagedCache` whose pages are allocated and freed one by one. Several rows may hold the same page.
 
-    The host assigns pages to rows in its own table, which `resume` copies to the device. A step can be captured as with
-    `PagedCache`, because ``lengths``, ``remaining`` and the table stay at the same addresses. Finished rows are
-    harmless in a step: they write to page 0, which is never assigned, and see one token. Their states of linear
+    The host assigns pages to rows in its own table, which `resume` copies to the device. As with `PagedCache`, a step
+    can be captured, because ``lengths``, ``remaining`` and the table stay at the same addresses. A finished row does no
+    harm in a step: it writes to page 0, which is never assigned, and attends to one token. Its states of linear
     attention become invalid.
 
     Call `fill` before a forward of prompts, `resume` before a series of steps, and `step` before each step.
 
     Args:
-        rows, capacity, device: as for `PagedCache`.
+        rows, capacity, device: as in `PagedCache`.
         pages: number of pages, including page 0.
-        like: a cache with all layers of the model, from which keys, values and states take their shapes and dtypes.
+        like: a cache that has been used by all layers of the model, which determines shapes and dtypes of keys, values
+            and states.
     """
 
     takes_documents = True
@@ -35,7 +36,8 @@ class PagePool(PagedCache):
             for layer, states in like._states.items()
         }
         self._filled = self._history = self.lengths
-        """The rows in the forward of `fill`, [n] int64; and the pages of the one whose tokens follow cached ones."""
+        """The rows in the forward after `fill`, [n] int64, and the pages of the first of these rows.
+        """
         self._layers = {
             layer: (k.new_zeros(pages, self.page, *k.shape[2:]), v.new_zeros(pages, self.page, *v.shape[2:]))
             for layer, (k, v) in like._layers.items()
@@ -44,7 +46,7 @@ class PagePool(PagedCache):
         self._holders = [0] * pages
 
     def resize(self, kept: list[int]) -> None:
-        """Keep only the rows ``kept``, as rows 0, 1, .... The caller must assign pages and capture the step again."""
+        """Keep only the rows ``kept``, renumbered from 0. The caller must assign pages and capture the step again."""
         rows = self.upload(kept)
         self._states = {layer: tuple(state[rows] for state in states) for layer, states in self._states.items()}
         self._make_tables(len(kept))
@@ -56,7 +58,7 @@ class PagePool(PagedCache):
         self._host_table = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type in ACCELERATORS)
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self.remaining = torch.zeros(rows, dtype=torch.int64, device=device)
-        """Number of tokens that each row is still to be given; a row that has none is idle."""
+        """Number of tokens that each row still needs. A row that needs none is idle."""
 
     @property
     def num_free(self) -> int:
@@ -64,32 +66,32 @@ class PagePool(PagedCache):
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Allocate ``count`` free pages for one row."""
+        """Take ``count`` free pages for one row, and return them."""
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
         return pages
 
     def share(self, pages: list[int]) -> list[int]:
-        """Let one more row hold these pages."""
+        """Let one more row hold these pages, and return them."""
         for page in pages:
             self._holders[page] += 1
         return list(pages)
 
     def give_back(self, pages: list[int]) -> None:
-        """Release a row's hold on these pages. A page that no other row holds becomes free."""
+        """Release these pages from one row. A page that no other row holds becomes free."""
         for page in pages:
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._free.append(page)
 
     def assign(self, row: int, pages: list[int]) -> None:
-        """Write the pages of a row, in the order of its tokens, to the host's table."""
+        """Write the pages of a row, in the order of the row's tokens, to the table on the host."""
         self._host_table[row] = 0
         self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def copy(self, pages: list[tuple[int, int]], rows: list[tuple[int, int]]) -> None:
-        """Copy pages, and states of rows; each pair is (source, target)."""
+        """Copy pages, and copy states of rows. Each pair is (source, target)."""
         for tensors, pairs in ((self._layers, pages), (self._states, rows)):
             if tensors and pairs:
                 source, target = self.upload(pairs).unbind(1)
@@ -97,15 +99,16 @@ class PagePool(PagedCache):
                     x[target] = x[source]
 
     def clear_states(self, row: int) -> None:
-        """Reset a row's states to those before its first token."""
+        """Reset the states of a row to those before its first token."""
         for state in (x for states in self._states.values() for x in states):
             state[row].zero_()
 
     def fill(self, parts: list[tuple[int, int, int]]) -> None:
-        """Prepare a forward of tokens of several rows, concatenated in a single row of the batch.
+        """Prepare a forward of the tokens of several rows, which are concatenated in a single row of the batch.
 
         Args:
-            parts: (row, first token, token after the last) of each row. Only a single part may follow cached tokens.
+            parts: (row, first token, last token + 1) of each row. If the tokens follow cached tokens, there must be
+                only one part.
         """
         slots = []
         for row, begin, end in parts:
@@ -124,7 +127,7 @@ class PagePool(PagedCache):
             lengths: [rows], number of cached tokens of each row.
             remaining: [rows], number of tokens that each row still needs; 0 for finished rows.
         """
-        # In place: a captured step reads these tensors.
+        # Write in place, because a captured step reads these tensors.
         self._table.copy_(self._host_table, non_blocking=True)
         self.lengths.copy_(lengths)
         self.remaining.copy_(remaining)
@@ -135,7 +138,7 @@ class PagePool(PagedCache):
         return (self.lengths * (self.remaining > 0)).long()[:, None]
 
     def step(self) -> None:
-        """`PagedCache.step` for the rows with remaining tokens."""
+        """Like `PagedCache.step`, for the rows with remaining tokens."""
         positions = self.positions
         self._slots = self._slots_of(self._table, positions)[:, 0] * (self.remaining > 0)  # idle rows write to page 0
         self.lengths.copy_(positions[:, 0] + 1)
@@ -145,7 +148,8 @@ class PagePool(PagedCache):
         """Store k and v [B, T, G, D] of one layer.
 
         Returns:
-            In a step, all pages of the layer [pages, P, G, D]; otherwise keys and values [1, cached + T, G, D].
+            In a step, all pages of the layer [pages, P, G, D]; otherwise all keys and values of the row, [1, cached +
+            T, G, D].
         """
         keys, values = self._layers[layer]
         write_pages(keys, values, k.flatten(0, 1), v.flatten(0, 1), self._slots)
@@ -157,22 +161,22 @@ class PagePool(PagedCache):
         return keys[self._history].flatten(0, 1)[None, :end], values[self._history].flatten(0, 1)[None, :end]
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """`DecodeCache.states` of the rows in the forward."""
+        """Like `DecodeCache.states`, for the rows in the forward."""
         if self.pages is not None:
             return self._states[layer]
         return tuple(state[self._filled] for state in self._states[layer]) if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """`DecodeCache.replace_states` for the rows in the forward."""
+        """Like `DecodeCache.replace_states`, for the rows in the forward."""
         n = len(self._filled)
         for held, state in zip(self._states[layer], states, strict=True):
             if self.pages is not None:
                 held.copy_(state)
-            else:  # bounds of packed documents have an empty one at either end, see `Segments.of_rows`
+            else:  # the bounds include an empty document at either end, see `Segments.of_rows`
                 held[self._filled] = state[(len(state) - n) // 2 :][:n]
 
     def upload(self, values: "Tensor | list[tuple[int, int]] | list[list[int]] | list[int]") -> Tensor:
-        """Copy integers of the host to the device as int64, without waiting for the copy."""
+        """Copy integers from the host to the device as int64, without waiting for the copy."""
         host = torch.as_tensor(values, dtype=torch.int64)
         if self.lengths.device.type in ACCELERATORS:
             host = host.pin_memory()

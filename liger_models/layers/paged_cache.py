@@ -1,4 +1,4 @@
-"""The paged decode cache, whose steps depend on no number of the host, so that a captured step can be replayed."""
+"""The paged decode cache. Its steps depend on no value on the host, so that a captured step can be replayed."""
 
 from collections.abc import Hashable
 
@@ -9,24 +9,24 @@ from liger_models.kernels.attention.write_pages import write_pages
 from liger_models.layers.kv_cache import DecodeCache, Pages
 
 PAGE = 64
-"""Tokens of a page: a power of two, at least 16."""
+"""Number of tokens per page, a power of two of at least 16."""
 
 
 class PagedCache(DecodeCache):
-    """A decode cache that stores prompts without their padding, and then one token per row and step.
+    """A decode cache that stores prompts without padding, and then one token per row in each step.
 
-    Keys and values of a layer are [pages, P, G, D], and a table lists the pages of each row. Tensors on the device
-    determine where new tokens are stored and which tokens they see. Everything that the forward of a step reads or
-    writes stays at the same address: pages, table, lengths, states of linear attention and ``extra``. A captured
-    forward can therefore be replayed for the following tokens, and for other prompts.
+    Keys and values of a layer are [pages, P, G, D], where P is the number of tokens per page, and a table lists the
+    pages of each row. Tensors on the device determine where new tokens are stored and which tokens they attend to. All
+    tensors that the forward of a step reads or writes stay at the same addresses: pages, table, lengths, states of
+    linear attention and ``extra``. A captured forward can therefore be replayed for later tokens and for other prompts.
 
     Call `start` before a forward of prompts, `settle` after it, and `step` before each forward of one token per row.
     ``length`` is the number of tokens, including padding, that the host has counted; replayed steps are not counted. In
-    a step only whether it is 0 matters.
+    a step, it only matters whether ``length`` is 0.
 
     Args:
-        rows: number of rows of a step. If there are fewer rows of prompts, the remaining rows repeat the last one.
-        capacity: maximum number of tokens per row, rounded up to whole pages; `grow` increases it.
+        rows: number of rows in a step. If the prompts need fewer rows, the remaining rows repeat the last one.
+        capacity: maximum number of tokens per row, which is rounded up to whole pages and can be increased by `grow`.
         device: device of the tensors.
     """
 
@@ -37,22 +37,22 @@ class PagedCache(DecodeCache):
         self.rows = rows
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         """Number of tokens of each row, without padding."""
-        # Each row starts with pages of its own, [rows, pages]; the table changes when rows share a prompt.
+        # Each row has its own pages, [rows, pages]. The table differs from this if rows share a prompt.
         self._own = torch.arange(rows * count, dtype=torch.int32, device=device).view(rows, count)
         self._table = self._own.clone()
         self._row: Tensor | None = None
-        """The row whose tokens each row repeats, [rows] int64; None if all rows are different."""
+        """For each row, the row that it repeats, [rows] int64; None if no row is a repetition."""
         self._prompt: Tensor | None = None
-        """The prompt of each row, [rows] int64; None if each row has its own."""
+        """For each row, the index of its prompt, [rows] int64; None if each row has its own prompt."""
         self._shared: tuple[Tensor, Tensor] | None = None
-        """The partly filled page of each row's prompt, and the row's page into which it is copied, [rows] each."""
+        """For each row, the prompt's partly filled page, and the row's own page to copy it to, both [rows]."""
         self._slots = self.lengths
-        """Where the tokens of the forward go, [B · T] int64; negative for padding."""
+        """The slot of each token of the forward, [B · T] int64; negative for padding."""
         self._fixed: dict[Hashable, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors on the device."""
+        """Number of bytes of the tensors on the device."""
         of_layers = [*self._layers.values(), *self._states.values()]
         return sum(x.nbytes for x in (*self._fixed.values(), *(x for tensors in of_layers for x in tensors)))
 
@@ -62,11 +62,11 @@ class PagedCache(DecodeCache):
         Args:
             B: number of prompts.
             T: number of tokens of each prompt, including padding.
-            mask: [B, T], 0 for padding, which must be on the left; None for no padding.
-            repeats: number of consecutive rows per prompt, which share the pages that the prompt fills.
+            mask: [B, T], which is 0 for padding. Padding must be on the left. None for no padding.
+            repeats: number of consecutive rows per prompt. These rows share the pages that the prompt fills completely.
 
         Raises:
-            ValueError: there are more rows or tokens than the cache holds.
+            ValueError: there are more rows or tokens than the cache can hold.
         """
         N = B * repeats
         if not (1 <= N <= self.rows and self.capacity >= T):
@@ -78,19 +78,19 @@ class PagedCache(DecodeCache):
         self.length, self.pages = 0, None
         self.extra.clear()
 
-        # Rows of a step beyond the N that there are do the same as the last one.
+        # Rows of a step beyond the N that are needed repeat the last one.
         row = torch.arange(self.rows, device=device).clamp_max_(N - 1)
         first = row // repeats * repeats
         self._row = None if self.rows == N else row
         self._prompt = None if self.rows == B else row // repeats
 
-        # Where the tokens of the prompts go, without their padding: into pages of the first row of each prompt.
+        # The tokens of a prompt, without its padding, are stored in the pages of the prompt's first row.
         position = torch.arange(T, device=device).expand(B, T) if mask is None else (mask != 0).cumsum(1) - 1
         slots = self._slots_of(self._own[:N:repeats], position)  # [B, T]
         self._slots = (slots if mask is None else slots.masked_fill(mask == 0, -1)).flatten()
         self.lengths.copy_(self._of_prompts(position[:, -1] + 1))
 
-        # Rows of one prompt share the pages that it fills. The page that it begins is copied by `settle`.
+        # Rows of one prompt share the pages that the prompt fills. `settle` copies the page that is only partly filled.
         filled = (self.lengths // self.page)[:, None].long()
         column = torch.arange(self._own.shape[1], device=device)
         self._table.copy_(torch.where(column < filled, self._own[first], self._own[row]))
@@ -100,7 +100,7 @@ class PagedCache(DecodeCache):
             self._shared = self._own[first].gather(1, begun)[:, 0], self._own[row].gather(1, begun)[:, 0]
 
     def grow(self, capacity: int) -> None:
-        """Grow to ``capacity`` tokens per row. Pages and table get new addresses, so a step must be captured again."""
+        """Grow to ``capacity`` tokens per row. Pages and table move in memory, so a step must be captured again."""
         (rows, count), new = self._own.shape, -(-capacity // self.page)
         pages = torch.arange(rows * count, rows * new, dtype=torch.int32, device=self._own.device).view(rows, -1)
         self._own, self._table = (torch.cat([table, pages], 1) for table in (self._own, self._table))
@@ -110,7 +110,7 @@ class PagedCache(DecodeCache):
         self.capacity = new * self.page
 
     def of_rows(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Expand x from the rows that `start` prepared to the rows of a step, along dimension ``dim``."""
+        """Along dimension ``dim``, expand x from the rows that `start` prepared to the rows of a step."""
         return x if self._row is None else x.index_select(dim, self._row)
 
     def _of_prompts(self, x: Tensor) -> Tensor:
@@ -118,17 +118,17 @@ class PagedCache(DecodeCache):
         return x if self._prompt is None else x[self._prompt]
 
     def settle(self) -> bool:
-        """Copy each prompt's partly filled page and its part of ``extra`` to its rows, at fixed addresses.
+        """Copy the partly filled page and the entries of ``extra`` of each prompt to the prompt's rows.
 
         Returns:
-            Whether the addresses are the same as for earlier prompts, so that a captured step remains valid.
+            Whether ``extra`` has the same addresses as for earlier prompts, so that a captured step remains valid.
         """
         if self._shared is not None:
             begun, copies = self._shared
             for pages in (x for keys_values in self._layers.values() for x in keys_values):
                 pages[copies] = pages[begun]
 
-        # Written in place if the shapes are those of earlier prompts, whose addresses a captured step reads.
+        # If the shapes are those of earlier prompts, write in place, because a captured step reads these addresses.
         extra = {name: self._of_prompts(x) for name, x in self.extra.items()}
         formats, fixed_formats = (
             {name: (x.shape, x.dtype) for name, x in tensors.items()} for tensors in (extra, self._fixed)
@@ -144,12 +144,12 @@ class PagedCache(DecodeCache):
 
     @property
     def is_settled(self) -> bool:
-        """Whether ``extra`` is unchanged since `settle`, so that a captured step sees all of it."""
+        """Whether ``extra`` has the same tensors as after `settle`, so that a captured step reads all of them."""
         same = all(self.extra.get(name) is x for name, x in self._fixed.items())
         return same and len(self.extra) == len(self._fixed)
 
     def step(self) -> None:
-        """Prepare a forward of one token per row, which is stored after the row's other tokens."""
+        """Prepare a forward of one token per row, to be stored after the other tokens of the row."""
         self._slots = self._slots_of(self._table, self.lengths[:, None].long()).flatten()
         self.lengths += 1
         self.pages = Pages(self._table, self.lengths)
@@ -161,7 +161,7 @@ class PagedCache(DecodeCache):
             In a step, all pages of the layer [pages, P, G, D]; for prompts, k and v.
 
         Raises:
-            ValueError: these are not the tokens that `start` or `step` prepared.
+            ValueError: the number of tokens is not the one that `start` or `step` prepared.
         """
         if k.shape[0] * k.shape[1] != len(self._slots) or (self.pages is None and self.length):
             raise ValueError(
@@ -176,7 +176,7 @@ class PagedCache(DecodeCache):
         return (k, v) if self.pages is None else (keys, values)
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """`DecodeCache.replace_states`, at fixed addresses."""
+        """Like `DecodeCache.replace_states`, but at fixed addresses."""
         states = states if self.pages is not None else tuple(map(self._of_prompts, states))
         if layer not in self._states:
             self._states[layer] = tuple(torch.empty_like(state) for state in states)
@@ -188,6 +188,6 @@ class PagedCache(DecodeCache):
         raise ValueError("PagedCache: rows can't be selected. Use a DecodeCache.")
 
     def _slots_of(self, table: Tensor, position: Tensor) -> Tensor:
-        """The slots [B, T] int64 of tokens at positions [B, T] of their rows."""
+        """Return the slots [B, T] int64 of tokens at positions [B, T] in their rows."""
         position = position.clamp_min(0)
         return table.gather(1, position // self.page).long() * self.page + position % self.page

@@ -1,8 +1,8 @@
-"""Positions of patches in images, and of image tokens in a text, computed without a loop over images.
+"""Positions of patches in images and of image tokens in a text, computed without a loop over images.
 
-The images and videos of a batch are concatenated, each with a grid of frames, rows and columns of patches
-(``grid_thw``, as in Hugging Face's processors). Patches that are merged into one token are adjacent, since patches are
-ordered by block, and within a block by row.
+The images and videos of a batch are concatenated. ``grid_thw`` has the number of frames, rows and columns of patches of
+each of them, as in the processors of Hugging Face. Patches that are merged into one token form a block. Patches are
+ordered by block, and within a block by row, so the patches of a block are adjacent.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class Patches(NamedTuple):
 
     Attributes:
         item: index of the patch's image or video.
-        frame: index of the patch's frame, counted over the batch.
+        frame: index of the patch's frame, counted over all frames of the batch.
         row, column: position of the patch in the frame.
         height, width: number of rows and columns of the frame.
     """
@@ -32,11 +32,11 @@ class Patches(NamedTuple):
 
     @property
     def position_ids(self) -> Tensor:
-        """Rows and columns, [2, 1, N] int64."""
+        """Row and column of each patch, [2, 1, N] int64."""
         return torch.stack([self.row, self.column])[:, None]
 
     def take(self, order: Tensor, unit: int) -> "Patches":
-        """Reorder the patches in groups of ``unit``; ``order`` [N / unit] int64 indexes the groups."""
+        """Reorder the patches in groups of ``unit`` patches, where ``order`` [N / unit] int64 has indices of groups."""
         return Patches(*(column.unflatten(0, (-1, unit))[order].flatten() for column in self))
 
 
@@ -46,7 +46,7 @@ def locate_patches(grid_thw: Tensor, count: int, merge: int) -> Patches:
     Args:
         grid_thw: [n, 3] int64, frames, rows and columns of each image or video.
         count: N, the total number of patches.
-        merge: side of the blocks of patches that become one token.
+        merge: number of rows, and of columns, of a block of patches that becomes one token.
 
     Returns:
         `Patches`, in the order of the patches, on the device of ``grid_thw``.
@@ -67,12 +67,13 @@ def order_by_window(patches: Patches, merge: int, side: int) -> tuple[Tensor, Te
 
     Args:
         patches: the patches of a batch.
-        merge: side of the blocks of patches that become one token.
-        side: side of a window in tokens. Windows at the lower and right border may be smaller.
+        merge: number of rows, and of columns, of a block of patches that becomes one token.
+        side: number of rows, and of columns, of tokens in a window. Windows at the lower and right border may be
+            smaller.
 
     Returns:
-        ``(order, window)``, each [N / merge²] int64: the indices of the tokens sorted by window, and the window number
-        of each sorted token, ascending.
+        ``(order, window)``, both [N / merge²] int64: the indices of the tokens sorted by window, and the window number
+        of each sorted token, which is ascending.
     """
     first = slice(None, None, merge * merge)
     row, column = patches.row[first] // merge // side, patches.column[first] // merge // side
@@ -92,31 +93,33 @@ def mrope_positions(
     frames_apart: bool = False,
     interval: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Positions of tokens in time, height and width (M-RoPE).
+    """Compute the positions of tokens in time, height and width (M-RoPE).
 
-    A text token advances all three positions by one. A token of an image or a video has the position of the image's
-    start plus its frame, row and column. The token after the image advances from the start by the larger one of the
-    numbers of token rows and columns.
+    A text token advances all three positions by one. An image or a video starts at the next position, and each of its
+    tokens has this position plus the token's frame, row and column. The token after it is at the start plus the number
+    of token rows or columns, whichever is larger.
 
     Args:
-        kinds: [B, T] int64: 0 text, 1 image, 2 video.
-        grids: ``grid_thw`` [n, 3] of all images, and of all videos, in the order of the text; None without any.
-        merge: side of the blocks of patches that become one token.
-        mask: [B, T], 0 for padding, which is not counted and has position 0.
-        cu_seqlens: [n + 1], boundaries of packed documents, see `BatchLayout.build`. Positions start from 0 in each
+        kinds: [B, T] int64: 0 for text, 1 for images, 2 for videos.
+        grids: ``grid_thw`` [n, 3] of all images and ``grid_thw`` of all videos, each in the order of the text; None if
+            there are none.
+        merge: number of rows, and of columns, of a block of patches that becomes one token.
+        mask: [B, T], which is 0 for padding. Padding is not counted and has position 0.
+        cu_seqlens: [n + 1], boundaries of packed documents; see `BatchLayout.build`. Positions start from 0 in each
             document.
-        frames_apart: whether each frame of a video is positioned like an image, because a timestamp precedes it in the
-            text.
-        interval: [videos] fp32, distance in time between frames of a video; None for 1.
+        frames_apart: whether each frame of a video is positioned like a separate image, because timestamps separate the
+            frames in the text.
+        interval: [videos] fp32, distance in time between consecutive frames of each video; None for 1.
 
     Returns:
-        ``(positions, following)``: [3, B, T] int64, and [B, 1] int64, the position of a text token after each row.
+        ``(positions, following)``: the positions, [3, B, T] int64, and the position that a text token after each row
+        would have, [B, 1] int64.
     """
     B, T = kinds.shape
     step = torch.ones_like(kinds)
     offset = kinds.new_zeros(3, B, T)
 
-    # How far each token moves the positions on, and where it is within its image.
+    # Compute by how much each token advances the positions, and where the token is within its image.
     for medium, grid in enumerate(grids, start=1):
         if grid is None or len(grid) == 0:
             continue
@@ -124,12 +127,12 @@ def mrope_positions(
         here = kinds == medium
         tokens = (grid[:, 0], grid[:, 1] // merge, grid[:, 2] // merge)
         size = tokens[0] * tokens[1] * tokens[2]
-        # The image of each token, and its frame, row and column there.
+        # Find the image of each token, and the token's frame, row and column in it.
         item, index = _share_out(here, size)
         height, width = tokens[1][item], tokens[2][item]
         frame, cell = _divide(index, height * width)
         row, column = _divide(cell, width)
-        # Only the last token of an image, or of a video, moves the positions on.
+        # Only the last token of an image or a video advances the positions.
         last = cell == height * width - 1
         if medium == 2 and frames_apart:
             frame = torch.zeros_like(frame)
@@ -142,7 +145,7 @@ def mrope_positions(
     if mask is not None:
         step, offset = step * (mask != 0), offset * (mask != 0)
 
-    # Positions start from the sum of the steps before, in each document anew.
+    # The start of a token is the sum of all earlier steps in its document.
     if cu_seqlens is None:
         start = step.cumsum(1) - step
     else:
@@ -155,13 +158,13 @@ def mrope_positions(
 
 
 def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Count image tokens that should directly follow the previous token of their part, but do not.
+    """Count the image tokens that should directly follow the previous token of the same part but do not.
 
     Args:
-        here: [B, T] bool, whether tokens belong to images (or videos).
-        sizes: [n] int64, number of tokens of each image, in the order of the text.
-        parts: [n] int64, number of tokens of each image that must be contiguous.
-        cu_seqlens: [documents + 1], boundaries of packed documents, which parts must not cross.
+        here: [B, T] bool, whether each token belongs to an image (or to a video).
+        sizes: [n] int64, the number of tokens of each image, in the order of the text.
+        parts: [n] int64, for each image, the number of tokens of a part. The tokens of a part must be contiguous.
+        cu_seqlens: [documents + 1], boundaries of packed documents. A part must not cross a boundary.
     """
     if len(sizes) == 0:
         return here.sum() * 0
@@ -175,16 +178,16 @@ def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | 
 
 
 def ends_of_runs(inside: Tensor) -> Tensor:
-    """For each True of ``inside`` [B, T], the index of the last True of its run; otherwise its own index (int64)."""
+    """Return, for each True entry of ``inside`` [B, T], the last index of its run; for others, their own index."""
     T = inside.shape[1]
     index = torch.arange(T, device=inside.device).expand_as(inside)
     last = inside & ~torch.nn.functional.pad(inside, (0, 1))[:, 1:]
-    ends = torch.where(last, index, T).flip(1).cummin(1).values.flip(1)  # the next end, seen from each token
+    ends = torch.where(last, index, T).flip(1).cummin(1).values.flip(1)  # the next end at or after each token
     return torch.where(inside, ends, index)
 
 
 def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
-    """Interpolate learned positions of a square grid to each image's grid, bilinearly and with aligned corners.
+    """Interpolate the learned positions of a square grid bilinearly, with aligned corners, to the grid of each image.
 
     Args:
         weight: [side², C].
@@ -197,7 +200,7 @@ def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
     (top, bottom, down), (left, right, across) = (
         _between(index, length, side) for index, length in zip(patches[2:4], patches[4:6], strict=True)
     )
-    # Each position is between four of the grid, which share it by the distances to them.
+    # Each patch lies between four points of the grid, which are weighted by its distances to them.
     corners = [
         (top, left, (1 - down) * (1 - across)),
         (top, right, (1 - down) * across),
@@ -211,7 +214,7 @@ def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 
 def _between(index: Tensor, length: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The two neighbors of each position on a line of ``side`` points, and the distance from the first neighbor."""
+    """Return the two neighbors of each position on a line of ``side`` points, and the distance from the first one."""
     position = index.float() * (side - 1) / (length - 1).clamp_min(1)
     first = position.floor()
     return first.long(), (first.long() + 1).clamp_max(side - 1), position - first
@@ -223,13 +226,13 @@ def _divide(index: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share_out(here: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Assign the tokens marked in ``here`` [B, T] to consecutive items of ``sizes``; results as in `_split_by`."""
-    rank = (here.flatten().cumsum(0) - 1).view(here.shape).clamp_min(0)  # among all tokens of its kind
+    """Assign the tokens marked in ``here`` [B, T] to consecutive items of the given sizes, as in `_split_by`."""
+    rank = (here.flatten().cumsum(0) - 1).view(here.shape).clamp_min(0)  # index among all marked tokens
     return _split_by(sizes, rank)
 
 
 def _split_by(sizes: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """For each index into concatenated items of ``sizes``, the number of its item and the index within the item."""
+    """For each index into concatenated items of the given sizes, return its item, and the index within the item."""
     ends = sizes.cumsum(0)
     item = torch.searchsorted(ends, index, right=True).clamp_max(len(sizes) - 1)
     return item, index - (ends - sizes)[item]

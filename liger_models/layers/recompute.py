@@ -15,9 +15,9 @@ _REPEATS: ContextVar[bool | None] = ContextVar("repeats", default=None)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than its class's forward: hooks, or a replaced forward.
+    """Whether a call of the module runs code other than the forward of its class: hooks, or a replaced forward.
 
-    Hooks with ``only_checks`` set to True don't count, since they can only raise errors.
+    Hooks whose attribute ``only_checks`` is True are not counted, because they can only raise errors.
     """
     registries = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     hooks = (hook for registry in registries for hook in registry.values())
@@ -25,20 +25,20 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def repeats() -> bool | None:
-    """Whether the running block is being recomputed in the backward; None outside of blocks in `run_again`.
+    """Whether the running block is being recomputed in the backward; None outside of blocks that `run_again` runs.
 
-    Recomputation stops at the last tensor that the backward needs.
+    A recomputed block stops at the last tensor that the backward needs.
     """
     return None if torch.compiler.is_compiling() else _REPEATS.get()
 
 
 def recomputes(part: Any) -> bool:
-    """Whether a part of a block recomputes on its own, which it does not if the whole block is recomputed."""
+    """Whether a part of a block recomputes by itself. It does not if the whole block is recomputed."""
     return bool(part.recompute) and torch.is_grad_enabled() and repeats() is None
 
 
 def draws(part: nn.Module, dropout: float) -> bool:
-    """Whether a part of a block may draw random numbers, in dropout or in hooks or wrappers of its layers."""
+    """Whether a part of a block may draw random numbers: in dropout, in hooks or in wrappers of its layers."""
     return (part.training and dropout > 0) or any(
         is_hooked(module) or (isinstance(module, nn.Dropout) and module.training and module.p > 0)
         for module in part.modules()
@@ -51,21 +51,22 @@ def is_compiled(block: nn.Module) -> bool:
 
 
 def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...] = (), **options: Any) -> Any:
-    """Call ``function(*args)`` and save only the tensors in ``args``; the backward calls it again.
+    """Call ``function(*args)`` and save only the tensors in ``args``. The backward calls the function again.
 
     Args:
-        function: function whose second call computes the same results.
+        function: function that computes the same results when it is called again.
         args: the function's arguments.
-        modules: modules whose parameters the function reads, if they are neither in ``args`` nor the owner of a method.
+        modules: further modules whose parameters the function reads. Modules in ``args``, and the module that a bound
+            method belongs to, are already included.
         options: further options of `torch.utils.checkpoint.checkpoint`.
 
     Raises:
-        RuntimeError: (in the backward) a parameter was changed in place after the first call, so the gradient would not
-            belong to the loss.
+        RuntimeError: (raised in the backward) a parameter was changed in place after the first call, so the gradient
+            would not belong to the loss.
     """
     if torch.compiler.is_compiling():
         return checkpoint(function, *args, use_reentrant=False, **options)
-    # PyTorch compares the versions of tensors in `args`, which it saves, but not of the parameters read besides.
+    # PyTorch detects changes of the tensors in `args`, which it saves, but not of other parameters that are read.
     owners = [x for x in (getattr(function, "__self__", None), *modules, *args) if isinstance(x, nn.Module)]
     read = [
         (name, parameter, parameter._version)
@@ -92,7 +93,7 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
                 )
         replaced = _pre_hooks(hooked, hooks) if is_second else nullcontext()
         is_second = True
-        with batch_invariant(invariant), replaced:
+        with batch_invariant(invariant), replaced:  # the backward may run outside of the context of the forward
             return function(*args)
 
     return checkpoint(call, *args, use_reentrant=False, **options)
@@ -112,7 +113,7 @@ def _pre_hooks(modules: list[nn.Module], hooks: list[tuple[Any, Any]]) -> Iterat
 
 
 def run_again(block: nn.Module, x: Tensor | None, residual: Tensor, layout: Any) -> Any:
-    """Run ``block(x, residual, layout)``, saving only ``residual + x`` [B, T, C] and recomputing the rest."""
+    """Run ``block(x, residual, layout)`` so that only ``residual + x`` [B, T, C] is saved and the rest recomputed."""
     repeated = False
 
     def run(total: Tensor, layout: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies for all scaling types, and fp32 tables of cos and sin per token.
+"""Rotary position embeddings: frequencies for all scaling types, and fp32 tables of cos and sin per token.
 
 Source: RoFormer (https://arxiv.org/abs/2104.09864), YaRN (https://arxiv.org/abs/2309.00071), and transformers'
 ``modeling_rope_utils.py`` for the frequency rules that the released checkpoints were trained with.
@@ -23,14 +23,14 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicScaling:
-    """Dynamic NTK: beyond ``max_position_embeddings`` the base grows with the length of the document."""
+    """Dynamic NTK scaling: beyond ``max_position_embeddings``, the base grows with the length of the document."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Divides low frequencies by ``factor``, keeps high frequencies, and ramps in between (Llama 3.1 and later)."""
+    """Divides low frequencies by ``factor``, keeps high ones, and interpolates in between (Llama 3.1 and later)."""
 
     factor: float
     low_freq_factor: float
@@ -40,7 +40,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """Divides low frequencies, keeps high ones, and ramps in between, by their turns over the original length."""
+    """YaRN: divides frequencies with few turns over the original length, keeps those with many, and interpolates."""
 
     factor: float
     original_max_position_embeddings: int
@@ -54,7 +54,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
-    """One divisor per frequency, from a short set, or from a long set in documents longer than the original length."""
+    """LongRoPE: one divisor per frequency, from one set for short documents and another beyond the original length."""
 
     short_factor: list[float]
     long_factor: list[float]
@@ -65,7 +65,7 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class NtkAlphaScaling:
-    """Multiplies the base by ``alpha`` to the power of width / (width − 2) (Hunyuan); other fields are ignored."""
+    """Multiplies the base by alpha^(width / (width − 2)), as for Hunyuan. Other fields are ignored."""
 
     alpha: float
     factor: float | None = None
@@ -85,25 +85,25 @@ ROPE_TYPES: dict[str, type[RopeScaling]] = {
     "longrope": LongRopeScaling,
     "ntk_alpha": NtkAlphaScaling,
 }
-"""``rope_type`` in config.json -> its dataclass. The type ``default`` means no scaling, which is None."""
+"""Maps ``rope_type`` in config.json to its dataclass. The type ``default`` means no scaling, represented by None."""
 
 
 def yarn_attention_factor(scaling: YarnScaling) -> float:
-    """The factor of cos and sin that compensates YaRN's effect on attention entropy."""
+    """Return the number that cos and sin are multiplied by to compensate YaRN's effect on attention entropy."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
     def mscale(m: float) -> float:
         return 0.1 * m * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
-    # With both constants only the ratio of their factors remains.
+    # If both constants are given, the result is the ratio of their factors.
     if scaling.mscale and scaling.mscale_all_dim:
         return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
     return mscale(1.0)
 
 
 def longrope_attention_factor(scaling: LongRopeScaling, max_position_embeddings: int) -> float:
-    """The factor of cos and sin, the same for both sets of divisors."""
+    """Return the number that cos and sin are multiplied by, which is the same for both sets of divisors."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     original = scaling.original_max_position_embeddings
@@ -129,7 +129,8 @@ def _longrope_frequencies(width: int, theta: float, divisors: list[float]) -> Te
 
 
 def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
-    # Wavelengths beyond original / low are divided, those below original / high are kept, and others are blended.
+    # Frequencies with wavelengths above original / low are divided, those with wavelengths below original / high are
+    # kept, and the others are blended.
     wavelength = 2 * math.pi / base
     original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -141,24 +142,26 @@ def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScaling) -> Tensor:
     def pair_of(rotations: float) -> float:
-        """Index of the pair that makes ``rotations`` turns over the original length."""
+        """Return the index of the pair of dimensions that makes ``rotations`` turns over the original length."""
         turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return width * math.log(turns) / (2 * math.log(theta))
 
     first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    # The ramp over pairs: 0 up to the first, 1 from the last. Its length must not be 0.
+    # The ramp over pairs is 0 up to `first` and 1 from `last` on. Its length must not be 0.
     first, last = max(first, 0), min(last, width - 1)
     if first == last:
         last += 0.001
     ramp = ((torch.arange(width // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
-    kept = 1 - ramp  # rounded at this point, as in the training code of the checkpoints
+    kept = 1 - ramp  # computed separately, so that it rounds as in the training code of the checkpoints
     return base / scaling.factor * (1 - kept) + base * kept
 
 
 def switch_columns(rotary: Iterable[Layer], positions: Tensor) -> list[int]:
-    """The columns at which all frequencies of a row change (`LongRopeScaling`). Its cached keys have the old ones.
+    """Return the columns at which all frequencies of some row change (`LongRopeScaling`).
+
+    Cached keys of that row were rotated with the old frequencies.
 
     Args:
         rotary: the rotary embeddings of a model.
@@ -172,25 +175,25 @@ def switch_columns(rotary: Iterable[Layer], positions: Tensor) -> list[int]:
 class RotaryEmbedding(Layer):
     """Computes cos and sin of every token's position in fp32.
 
-    The frequencies are computed in fp32 from the config. They are neither parameters nor buffers, so no cast, meta
-    initialization or checkpoint changes them, but they move with the module to its device.
+    The frequencies are computed in fp32 from the config. They are neither parameters nor buffers, so casts,
+    initialization on the meta device and checkpoints do not change them. They move to the device of the module.
 
-    Those of `DynamicScaling` and `LongRopeScaling` depend on the length of a document, so that each document of a batch
-    is rotated as it would be alone. With ``by_document = False`` they depend on the longest row of the batch, as in
-    transformers.
+    With `DynamicScaling` and `LongRopeScaling`, the frequencies depend on the length of the document, so that each
+    document of a batch is rotated in the same way as alone. If ``by_document`` is False, they depend on the longest row
+    of the batch, as in transformers.
 
     Args:
-        width: number of dimensions that are rotated, even; the head dimension, or less for partial rotary.
+        width: number of rotated dimensions, which is even. It is the head dimension, or smaller for partial rotation.
         theta: base of the frequencies.
         scaling: how the frequencies are scaled for longer contexts; None for no scaling.
-        max_position_embeddings: length beyond which `DynamicScaling` applies, and target length of `LongRopeScaling`.
+        max_position_embeddings: length beyond which `DynamicScaling` applies, or target length of `LongRopeScaling`.
 
     Raises:
-        ValueError: the width is odd, or the number of divisors does not match it.
+        ValueError: the width is odd, or the number of divisors is not half the width.
     """
 
     by_document = True
-    """Whether frequencies that depend on a length take that of each document, not that of the whole batch."""
+    """Whether frequencies depend on the length of each document instead of the longest row of the batch."""
 
     def __init__(
         self,
@@ -205,7 +208,8 @@ class RotaryEmbedding(Layer):
                 f"RotaryEmbedding: width must be even, got {width}. Check head_dim and partial_rotary_factor."
             )
 
-        # The frequencies. Dynamic scaling computes its own in the forward, by the length.
+        # Compute the frequencies. With dynamic scaling, the forward computes frequencies for documents beyond the
+        # limit.
         self.width, self.theta, self.scaling = width, theta, scaling
         self.max_position_embeddings = max_position_embeddings
         self.attention_factor = 1.0
@@ -226,7 +230,7 @@ class RotaryEmbedding(Layer):
                 self.switch_length = scaling.original_max_position_embeddings
             case NtkAlphaScaling():
                 base = _base_frequencies(width, theta * scaling.alpha ** (width / (width - 2)))
-        # No buffer: checkpoints have none, and the meta device would lose it.
+        # The frequencies are not a buffer, because checkpoints have none and the meta device would lose it.
         self.inv_freq = base
         self._move(torch.get_default_device())
 
@@ -236,7 +240,7 @@ class RotaryEmbedding(Layer):
         return self
 
     def _move(self, device: torch.device) -> None:
-        if device.type != "meta":  # frequencies are no weights: nothing would load them
+        if device.type != "meta":  # frequencies are not weights, so loading would not restore them
             self.inv_freq = self.inv_freq.to(device)
             self.long_inv_freq = None if self.long_inv_freq is None else self.long_inv_freq.to(device)
 
@@ -246,12 +250,12 @@ class RotaryEmbedding(Layer):
         return isinstance(self.scaling, DynamicScaling | LongRopeScaling)
 
     def frequencies(self, position_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """The frequencies for these positions, fp32 on their device.
+        """Return the frequencies for these positions, in fp32 on their device.
 
         Args:
             position_ids: [..., T] int64.
-            lengths: [B, T] int64, the length of each token's document up to its last token here. Default: each row is a
-                document.
+            lengths: [B, T] int64, the length of each token's document up to the document's last position in this batch.
+                None means that each row is one document.
 
         Returns:
             [width / 2], or [B, 1 or T, width / 2] if they depend on the lengths.
@@ -274,11 +278,11 @@ class RotaryEmbedding(Layer):
         return torch.where(lengths > limit, _base_frequencies(self.width, self.theta * growth), inv_freq)
 
     def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [B, T, width / 2] fp32.
+        """Return cos and sin, each [B, T, width / 2] fp32.
 
         Args:
             position_ids: [B, T] int64.
-            lengths: as for `frequencies`.
+            lengths: as in `frequencies`.
         """
         with torch.autocast(position_ids.device.type, enabled=False):
             angles = position_ids[..., None].float() * self.frequencies(position_ids, lengths)
@@ -286,12 +290,12 @@ class RotaryEmbedding(Layer):
 
 
 class ProportionalRotaryEmbedding(RotaryEmbedding):
-    """`RotaryEmbedding` in which only the pairs with the highest frequencies rotate; all others have frequency 0.
+    """`RotaryEmbedding` that rotates only the pairs of dimensions with the highest frequencies.
 
     Args:
         width: head dimension, even.
         theta: base of the frequencies, which are computed for the whole width.
-        share: the share of the pairs that rotate.
+        share: fraction of the pairs that rotate. All other pairs have frequency 0.
     """
 
     def __init__(self, width: int, theta: float, share: float) -> None:
@@ -300,16 +304,16 @@ class ProportionalRotaryEmbedding(RotaryEmbedding):
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of positions in time, height and width; each frequency belongs to one of them (M-RoPE).
+    """Computes cos and sin of positions in time, height and width (M-RoPE). Each frequency belongs to one of the three.
 
     Args:
         width, theta, scaling, max_position_embeddings: as in `RotaryEmbedding`.
-        sections: number of frequencies of time, height and width.
-        interleaved: True gives every third frequency to height and every third one to width, starting with the second
-            and the third, until each has its number; all others belong to time. False: the sections follow each other.
+        sections: number of frequencies for time, for height and for width.
+        interleaved: whether time, height and width take turns in the list of frequencies. Once height or width has its
+            number of frequencies, its turns belong to time. If False, the three sections follow each other.
 
     Raises:
-        ValueError: there are not three sections, or they do not add up to half the width and are not interleaved.
+        ValueError: there are not three sections, or sections that are not interleaved do not add up to half the width.
 
     Source: https://arxiv.org/abs/2409.12191, https://arxiv.org/abs/2511.21631.
     """
@@ -335,7 +339,7 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
         else:
             axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
         self.axes = torch.tensor(axes, device=self.inv_freq.device)
-        """Which of the three positions each frequency belongs to."""
+        """For each frequency, the index of its position: 0 for time, 1 for height, 2 for width."""
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> "RotaryEmbedding":
         super()._apply(fn, recurse)
@@ -343,11 +347,11 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
         return self
 
     def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [B, T, width / 2] fp32.
+        """Return cos and sin, each [B, T, width / 2] fp32.
 
         Args:
             position_ids: [3, B, T] int64, or [B, T] for text.
-            lengths: as for `frequencies`.
+            lengths: as in `frequencies`.
         """
         if position_ids.dim() == 2:
             return super().forward(position_ids, lengths)
@@ -358,7 +362,7 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
 
 
 class AxialRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of the row and the column of a patch, each with half of the frequencies.
+    """Computes cos and sin of the row and the column of a patch, each for half of the frequencies.
 
     Args:
         width: head dimension, a multiple of 4.
@@ -369,6 +373,6 @@ class AxialRotaryEmbedding(RotaryEmbedding):
         super().__init__(width // 2, theta)
 
     def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``position_ids`` [2, B, N] int64, rows and columns -> cos, sin, each [B, N, width / 2] fp32."""
+        """Return cos and sin, each [B, N, width / 2] fp32; ``position_ids`` [2, B, N] int64 has rows and columns."""
         cos, sin = super().forward(position_ids)  # [2, B, N, width / 4]
         return cos.movedim(0, -2).flatten(-2), sin.movedim(0, -2).flatten(-2)

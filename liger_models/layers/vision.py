@@ -16,7 +16,7 @@ class VisionBlock(nn.Module):
 
     Args:
         hidden_size: C.
-        num_heads: number of heads, the same for queries, keys and values.
+        num_heads: number of heads, which is the same for queries, keys and values.
         norm: function that returns a norm.
         mlp: the MLP after the second norm.
         kernels: which parts run on fused kernels.
@@ -45,7 +45,7 @@ class VisionBlock(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on x and residual [1, N, C], whose sum is the stream; returns the next such pair."""
+        """Run the block on ``residual + x`` [1, N, C]; return the next ``(x, residual)``."""
         x, residual = self.attn.add_norm(self.norm1, x, residual, layout)
         return self.mlp.add_norm(self.norm2, x, residual)
 
@@ -55,9 +55,9 @@ class PatchMerger(nn.Module):
 
     Args:
         norm: function that returns a norm of a given width.
-        hidden_size: C of a patch.
+        hidden_size: C, the width of a patch.
         out_size: width of an image token.
-        merge: side of the square of patches that becomes one token.
+        merge: number of rows, and of columns, of the square of patches that becomes one token.
         norm_of_all: whether to normalize the concatenated patches instead of each patch.
         kernels: which parts run on fused kernels.
     """
@@ -79,8 +79,8 @@ class PatchMerger(nn.Module):
         self.mlp = LigerMLP(wide, wide, out_size, act="gelu", kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor) -> Tensor:
-        """Merge the stream, the sum of x and residual [1, N, C], into [N / merge², out_size]."""
-        # The norm of merged patches is no longer that of a row of the stream, so the sum is not fused with it.
+        """Merge ``residual + x`` [1, N, C] into image tokens [N / merge², out_size]."""
+        # The norm of merged patches spans several rows of the residual stream, so it is not fused with the sum.
         if self.norm_of_all:
             total = residual if x is None else (residual + x).to(residual.dtype)
             normed = self.norm(self._grouped(total))

@@ -1,8 +1,8 @@
-"""Gemma 3 with images (4B, 12B, 27B), MedGemma: model_type ``gemma3``.
+"""Gemma 3 with images (4B, 12B, 27B) and MedGemma: model_type ``gemma3``.
 
 The language model is ``gemma3_text``, except that the tokens of an image attend to each other in both directions. The
-vision tower is SigLIP, with images of one size, learned positions, pre-norm blocks with LayerNorm and biases, and no
-rotation. Its output is averaged over squares of patches, normalized and projected.
+vision tower is SigLIP: all images have one size, positions are learned, blocks are pre-norm with LayerNorm and biases,
+and there is no rotary embedding. The tower's output is averaged over squares of patches, normalized and projected.
 
 Source: https://arxiv.org/abs/2503.19786, https://arxiv.org/abs/2303.15343, transformers ``models/gemma3``.
 """
@@ -44,11 +44,11 @@ class LigerGemma3(ImageTokenModel, Gemma3Decoder):
         token_type_ids: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutput:
-        """Compute logits, or the loss if ``labels`` are given, of text with or without images.
+        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
 
         Args:
             input_ids: [B, T] int64, with one placeholder per image token.
-            pixel_values: [images, channels, height, width], in the order of the text.
+            pixel_values: [images, channels, height, width]; the images are in the order of their placeholders.
             token_type_ids: ignored; accepted because the processor of transformers returns it.
             options: as in `Decoder.forward`; images need ``input_ids``.
 
@@ -101,14 +101,14 @@ class LigerGemma3(ImageTokenModel, Gemma3Decoder):
         return torch.full((len(images[0]),), self.config.mm_tokens_per_image)
 
     def image_features(self, pixel_values: Tensor) -> Tensor:
-        """The image tokens of each image, [images, tokens, C]; the argument is that of `forward`."""
+        """Return the image tokens [images, tokens, C] of ``pixel_values``, which has the shape given in `forward`."""
         tokens: Tensor = self.visual(pixel_values).unflatten(0, (len(pixel_values), -1))
         return tokens
 
 
 IGNORED_KEYS = (
     *text.IGNORED_KEYS,
-    "final_logit_softcapping",  # transformers does not read it in the model with images
+    "final_logit_softcapping",  # not read by transformers in the model with images
 )
 TOP = (
     "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "vision_config",
@@ -122,14 +122,15 @@ IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys of ``text_config`` to the top, and rename ``hidden_activation`` to ``hidden_act``.
 
-    ``image_token_id`` is another name of ``image_token_index``, and so for the other tokens of an image.
+    ``image_token_id`` is also accepted for ``image_token_index``, ``boi_token_id`` for ``boi_token_index``, and
+    ``eoi_token_id`` for ``eoi_token_index``.
     """
     hf = {f"{key.removesuffix('_id')}_index" if key in IMAGE_TOKENS else key: value for key, value in hf.items()}
     return of_text(Gemma3Config, hf, text.from_json(hf.get("text_config") or {}), TOP)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`, which moves the language model's keys back into ``text_config``."""
+    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
     text_keys = {key: value for key, value in keys.items() if key not in TOP}
     return {key: keys[key] for key in TOP if key in keys} | {"text_config": text.to_json(text_keys)}
 
@@ -140,7 +141,7 @@ def weight_map(config: Gemma3Config) -> WeightMap:
 
 
 def other_maps(config: Gemma3Config) -> list[WeightMap]:
-    """The layouts of new models in transformers 5, of its modules in memory, and of transformers 4.52 to 4.57."""
+    """The layouts of new models in transformers 5, of the modules of transformers 5 in memory, and of 4.52 to 4.57."""
     return [
         _map(config, "language_model.model", "vision_tower", "", "language_model.lm_head.weight"),
         _map(config, "model.language_model", "model.vision_tower", "model.", "lm_head.weight"),

@@ -1,4 +1,4 @@
-"""The processor of Gemma 3, from text and images to model inputs.
+"""The processor of Gemma 3, which turns text and images into model inputs.
 
 Source: transformers ``image_processing_pil_gemma3.py``, ``processing_gemma3.py``.
 """
@@ -35,17 +35,17 @@ BILINEAR = 2
 
 
 def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> list[tuple[int, int, int, int]]:
-    """Borders of the pieces of an elongated image, from left to right or from top to bottom.
+    """Split an elongated image into pieces, from left to right or from top to bottom, and return their borders.
 
     Args:
         size: width and height of the image.
         least: minimum width and height of a piece, in pixels.
         most: maximum number of pieces.
-        ratio: smallest ratio of the longer to the shorter side of images that are cropped.
+        ratio: images whose ratio of the longer to the shorter side is below this are not split.
 
     Returns:
-        Left, upper, right and lower border of each piece; empty if the image is not elongated or the pieces would be
-        too small.
+        Left, upper, right and lower border of each piece. The list is empty if the image is not elongated or the pieces
+        would be too small.
     """
     width, height = size
     longer, shorter = max(width, height), min(width, height)
@@ -65,7 +65,7 @@ def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> 
 
 
 class Gemma3Images:
-    """Resizes images of any shape to one size; with ``do_pan_and_scan`` also crops of elongated images.
+    """Resizes images to one size. With ``do_pan_and_scan``, crops of elongated images are added and resized, too.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -90,7 +90,7 @@ class Gemma3Images:
         return f"Gemma3Images(size={self.size}, scans={self.scans})"
 
     def scanning(self) -> dict[str, Any]:
-        """The attributes that users may change, as settings."""
+        """The pan-and-scan attributes, which users may change, under their names in the settings."""
         return {
             "do_pan_and_scan": self.scans,
             "pan_and_scan_min_crop_size": self.least,
@@ -99,23 +99,24 @@ class Gemma3Images:
         }
 
     def crops(self, size: tuple[int, int]) -> list[tuple[int, int, int, int]]:
-        """The borders of the crops of an image of the given width and height; see `pan_and_scan`."""
+        """Return the borders of the crops of an image with the given width and height; see `pan_and_scan`."""
         return pan_and_scan(size, self.least, self.most, self.ratio) if self.scans else []
 
     def __call__(self, source: "Source") -> Tensor:
-        """The image followed by its crops: [1 + crops, 3, image_size, image_size] fp32."""
+        """Return the image followed by its crops, [1 + crops, 3, image_size, image_size] fp32."""
         image = read_image(source)
         pieces = [image.crop(box) for box in self.crops(image.size)]
         return self.normalize(torch.stack([to_tensor(picture, self.size, BILINEAR) for picture in (image, *pieces)]))
 
 
 class Gemma3Processor(Processor):
-    """Turns texts with placeholders, and images, into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images: turns images into pixels; set ``images.scans`` for pan and scan.
-        begin, image, end: the tokens before, for and after an image. In a text, ``begin`` is the placeholder.
+        images: converter of images to pixels; set its attribute ``scans`` to True for pan and scan.
+        begin, image, end: the token before an image, the token that is repeated for the image, and the token after it.
+            In a text, ``begin`` is the placeholder.
         tokens: number of tokens per image.
     """
 
@@ -135,7 +136,7 @@ class Gemma3Processor(Processor):
                 settings are not implemented.
         """
         config = model.config
-        # The placeholders' ids are in the model's configuration, the pixels' settings in the processor's.
+        # The model's configuration has the ids of the placeholders; the processor's files have the image settings.
         settings = settings_of(model.assets, "image_processor")
         ids = config.boi_token_index, config.image_token_index, config.eoi_token_index
         begin, image, end = image_tokens("Gemma3Processor", model.tokenizer, ids)
@@ -151,16 +152,17 @@ class Gemma3Processor(Processor):
         bos: bool = True,
         **options: "Unpack[TextOptions]",
     ) -> ModelInputs:
-        """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
+        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
 
         Args:
             texts: one text or several, with one placeholder per image, as written by the chat template.
-            images: PIL images or anything that `locate_image` takes, in one list or in a list for each text.
+            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
             bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [n, 3, image_size, image_size].
+            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [n, 3, image_size,
+            image_size].
 
         Raises:
             ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
@@ -196,7 +198,7 @@ class Gemma3Processor(Processor):
     def _written(self, pieces: int) -> str:
         if not pieces:
             return self.expanded
-        # The words around the crops are those of the checkpoint's training.
+        # The checkpoint was trained with these words around the crops.
         crops = " ".join([self.expanded] * pieces)
         return f"Here is the original image {self.expanded} and here are some crops to help you see better {crops}"
 
@@ -205,6 +207,6 @@ class Gemma3Processor(Processor):
         return super().media(parts) | {"bos": False}
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The settings of pan and scan, if they were changed."""
+        """The pan-and-scan settings if they were changed since they were read, and otherwise nothing."""
         settings = self.images.scanning()
         return {} if settings == self.images.as_read else {"image_processor": settings}

@@ -1,11 +1,11 @@
-"""Gemma 3, the text models (270M, 1B): model_type ``gemma3_text``.
+"""Gemma 3 text models (270M, 1B): model_type ``gemma3_text``.
 
 Differs from Llama: attention and the MLP have a norm before and a norm after them, each head of q and k is normalized
-before the rotation, and all norms scale by 1 + weight, in fp32; five of six layers attend only to the last
-``sliding_window`` tokens and use their own rotary base (``rope_local_base_freq``), without rope scaling; scores are
+before the rotation, and all norms multiply by 1 + weight in fp32; five of every six layers attend only to the last
+``sliding_window`` tokens, and these layers use ``rope_local_base_freq`` as rotary base and no rope scaling; scores are
 divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension); embeddings are multiplied by
-sqrt(hidden_size), rounded to the dtype of the weights; the MLP's activation is tanh-approximated GELU; the head is tied
-to the embedding.
+sqrt(hidden_size), and this factor is first rounded to the dtype of the weights; the MLP's activation is
+tanh-approximated GELU; the head is tied to the embedding.
 
 Source: https://arxiv.org/abs/2503.19786, transformers ``models/gemma3``.
 """
@@ -33,9 +33,9 @@ from liger_models.layers.rope import RotaryEmbedding
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3TextConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a Gemma 3 text model; config.json spells ``hidden_act`` as ``hidden_activation``.
+    """Sizes and constants of a Gemma 3 text model. In config.json, ``hidden_act`` is called ``hidden_activation``.
 
-    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. ``layer_types``, if given, overrides
+    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. If ``layer_types`` is given, it overrides
     ``sliding_window_pattern``.
     """
 
@@ -70,7 +70,7 @@ class Gemma3TextConfig(RMSNormDecoderConfig):
         check_values(self, use_bidirectional_attention=(None, False))
 
     def layer_type(self, layer: int) -> str:
-        """The type of a layer and name of its rotary embedding, "sliding_attention" or "full_attention"."""
+        """Type of a layer and name of its rotary embedding: "sliding_attention" or "full_attention"."""
         if self.layer_types is not None:
             return self.layer_types[layer]
         return "sliding_attention" if (layer + 1) % self.sliding_window_pattern else "full_attention"
@@ -82,7 +82,7 @@ class Gemma3Block(nn.Module):
     def __init__(self, config: Gemma3TextConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
         norm = zero_centered_norm(config, kernels)
-        # The type of a layer decides on the window and on the frequencies of the rotary embedding.
+        # The type of a layer determines its window and the frequencies of its rotary embedding.
         layer_type = config.layer_type(layer)
         self.input_layernorm = norm(config.hidden_size)
         self.self_attn = LigerQKNormAttention.from_config(
@@ -110,7 +110,7 @@ class Gemma3Block(nn.Module):
 
 
 class Gemma3Decoder(CausalLM):
-    """The decoder of Gemma 3, with images or without."""
+    """The decoder of Gemma 3, for models with and without images."""
 
     block_class = Gemma3Block
 
@@ -125,7 +125,7 @@ class Gemma3Decoder(CausalLM):
         return zero_centered_norm(config, self.kernels)(config.hidden_size)
 
     def build_rotary(self, config: Gemma3TextConfig) -> dict[str, nn.Module]:
-        """A rotary embedding for each type of layer; layers with a window have their own base."""
+        """One rotary embedding per layer type. The base of layers with a window is ``rope_local_base_freq``."""
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
         return {"full_attention": super().build_rotary(config)["default"], "sliding_attention": sliding}
 
@@ -144,8 +144,8 @@ class LigerGemma3Text(Gemma3Decoder):
 
 IGNORED_KEYS = (
     "cache_implementation",  # a generation setting
-    "_sliding_window_pattern",  # redundant: layer_types was computed from it
-    "attn_logit_softcapping",  # Gemma 2's; transformers does not read it here
+    "_sliding_window_pattern",  # redundant, because layer_types was computed from it
+    "attn_logit_softcapping",  # a key of Gemma 2 that transformers does not read for Gemma 3
 )
 
 
@@ -157,11 +157,11 @@ NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-"""Names of a block's norms, which are the same in checkpoints."""
+"""Names of the norms of a block, which are the same here and in checkpoints."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the activation from ``hidden_activation``, and transformers 5's ``rope_parameters`` per layer type."""
+    """Read the activation from ``hidden_activation``, and the ``rope_parameters`` per layer type of transformers 5."""
     flat = flat_rope(hf, Gemma3TextConfig.rope_theta)
     return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 

@@ -19,18 +19,18 @@ from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
 from liger_models.layers.recompute import draws, recomputes, run_twice
 
 IMAGES_SEEN = "images_seen"
-"""Key in the decode cache: [B, 2, tiles] bool, the tiles seen by the last token, and all tiles of its document."""
+"""Key in the decode cache of [B, 2, tiles] bool: the tiles that the last token sees, and all tiles of its document."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImageStates:
-    """The image tokens for cross-attention, and which text token attends to which tile.
+    """The image tokens for cross-attention, and the mask of which text token attends to which tile.
 
-    If ranks share the tokens between layers, ``reached`` and ``sees`` hold this rank's share.
+    If the text tokens are divided among ranks, ``reached`` and ``sees`` cover only the tokens of this rank.
 
     Attributes:
-        tokens: [B, S, C], the image tokens of each row, concatenated; None once their keys and values are cached.
-        layout: layout with the mask.
+        tokens: [B, S, C], the concatenated image tokens of each row; None if their keys and values are already cached.
+        layout: layout whose mask says which text token attends to which image token.
         reached: [B, T, 1] bool, whether the token's document has any images.
         sees: [B, T, 1] bool, whether an image is at or before the token.
     """
@@ -50,13 +50,14 @@ class ImageStates:
         cache: DecodeCache | None,
         groups: ParallelGroups,
     ) -> "ImageStates":
-        """Build the states from the masks of which token attends to which tile.
+        """Build the states from masks over tokens and tiles.
 
-        If ``seen`` has no image for a token, but its document has images, the token attends to all of them, as in
+        If a token sees no tile but its document has images, the token attends to all tiles of the document, as in
         transformers.
 
         Args:
-            tokens: [B, S, C], S = tiles · ``per_tile``; None if keys and values are cached.
+            tokens: [B, S, C], the image tokens, where S = tiles · ``per_tile``; None if their keys and values are
+                cached.
             seen: [B, T, tiles] bool, whether each token attends to each tile.
             in_document: [B, 1 or T, tiles] bool, whether each tile belongs to an image in the token's document.
             per_tile: number of tokens of a tile.
@@ -64,16 +65,16 @@ class ImageStates:
             groups: the process groups of the model.
         """
         sees, reached = seen.any(-1, keepdim=True), in_document.any(-1, keepdim=True).expand(-1, seen.shape[1], -1)
-        # Tokens of documents without images attend to anything: softmax needs a key, and the result is dropped.
+        # Tokens of documents without images attend to all tiles, because softmax needs a key. Their result is dropped.
         visible = torch.where(sees, seen, in_document | ~reached)
         part = torch.arange(seen.shape[2], device=seen.device).repeat_interleave(per_tile)
-        # A step of decoding takes a dense mask; otherwise segments or blocks, where they are supported.
+        # A decoding step uses a dense mask. Otherwise the mask is given by segments or blocks where they are supported.
         single = cache is not None and seen.shape[1] == 1
         segments = tokens is not None and takes_segments(seen.device, tokens.dtype)
         mask = parts_mask(visible, part, dense=single, segments=segments)
         places = torch.arange(seen.shape[1], device=seen.device)[None]
         if groups.tensor is not None and tokens is not None:
-            # Once for all layers, so that their gradients are all-reduced together.
+            # One region for all layers, so that the gradients of the image tokens are all-reduced once.
             tokens = copy_to_region(tokens, replace(groups.tensor, sequence_parallel=False))
         layout = BatchLayout(places, {}, cache=cache, masks={None: mask}, causal=False)
         return cls(tokens, layout, groups.token_share(reached), groups.token_share(sees))
@@ -81,33 +82,36 @@ class ImageStates:
 
 @dataclass(frozen=True, eq=False)
 class CrossLayout(BatchLayout):
-    """The layout of text with images; ``images`` is None for text alone, which skips cross-attention."""
+    """The layout of a batch. ``images`` is None for text without images, for which cross-attention is skipped."""
 
     images: ImageStates | None = None
 
 
 def tiles_seen(here: Tensor, images: Tensor, tiles: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Find the tiles that each token attends to: tiles of the last image before it, and of images directly before that.
+    """Find the tiles that each token attends to.
+
+    A token attends to the used tiles of the last image before it and, if further images directly precede that image, to
+    theirs as well. The placeholder itself counts as a token after its image.
 
     Args:
-        here: [B, T] bool, whether tokens are placeholders, of which each image has one.
+        here: [B, T] bool, whether each token is a placeholder; each image has one placeholder.
         images: [B, M] bool, whether each of the M entries of a row holds an image.
-        tiles: [B, M, tiles] bool, whether tiles of an image are in use.
-        cu_seqlens: [n + 1], boundaries of packed documents; None without any.
+        tiles: [B, M, tiles] bool, whether each tile of an image is in use.
+        cu_seqlens: [n + 1], boundaries of packed documents; None if each row is one document.
 
     Returns:
-        [B, T, M · tiles] bool, the tiles that a token attends to; and [B, 1 or T, M · tiles] bool, all used and unused
-        tiles of the images in its document.
+        Two masks: [B, T, M · tiles] bool, whether each token attends to each tile; and [B, 1 or T, M · tiles] bool,
+        whether each tile, used or unused, belongs to an image in the token's document.
     """
     B, T = here.shape
     document = torch.zeros_like(here, dtype=torch.int64)
     if cu_seqlens is not None:
         document = number_documents(cu_seqlens, B, T, here.device)[0]
-    # A run of adjacent images counts as one: its number rises where a run or a document begins.
+    # Adjacent images form a run. The run number rises by one where a run or a document begins.
     before = torch.nn.functional.pad(here[:, :-1], (1, 0))
     begins = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
     run = ((here & ~before) | begins).cumsum(1)
-    # The number of images up to each token, and the placeholder of each image.
+    # count is the number of images up to each token, and order is the number of each image.
     count = here.cumsum(1)
     order = images.cumsum(1)
     placeholder = torch.searchsorted(count, order).clamp(max=T - 1)  # [B, M], index of each image's placeholder
@@ -157,7 +161,7 @@ class LigerCrossAttention(Layer):
             )
         self.head_dim, self.layer, self.dropout = head_dim, layer, dropout
         self.recompute = False
-        """Save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
+        """Whether to save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
@@ -169,15 +173,15 @@ class LigerCrossAttention(Layer):
         self.dropout = probability
 
     def set_policy(self, policy: str) -> None:
-        """Recompute under "full"."""
+        """Recompute in the backward if the policy is "full"."""
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
-        """1 under "full", 0 otherwise."""
+        """The share of the layer that is recomputed: 1 if the policy is "full", and otherwise 0."""
         return float(policy == "full")
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the KV heads and the query heads that share them; see `liger_models.parallel.apply_tp`.
+        """On each of R ranks, keep 1 / R of the KV heads and their query heads; see `liger_models.parallel.apply_tp`.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.
@@ -190,7 +194,7 @@ class LigerCrossAttention(Layer):
         return {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
 
     def shard_tokens(self, group: Group) -> None:
-        """Take T / R tokens per rank; inside attention each rank has all T tokens and 1 / R of the heads.
+        """Give each of R ranks T / R tokens. Inside attention, a rank has all T tokens and 1 / R of the heads.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.
@@ -201,7 +205,7 @@ class LigerCrossAttention(Layer):
     def add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
     ) -> tuple[Tensor, Tensor]:
-        """``residual = residual + x``, then attention of ``norm(residual)``. Returns ``(y, residual)`` [B, T, C]."""
+        """Add ``x`` to ``residual`` and attend from ``norm(residual)``. Returns ``(y, residual)``, both [B, T, C]."""
         if recomputes(self):
             y, residual = run_twice(
                 self._add_norm, norm, x, residual, images,
@@ -213,12 +217,12 @@ class LigerCrossAttention(Layer):
     def _add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
     ) -> tuple[Tensor, Tensor]:
-        # Queries of the text [B, T, H · D], keys and values of the image tokens [B, S, G, D].
+        # Queries come from the text [B, T, H · D], keys and values from the image tokens [B, S, G, D].
         q, residual = add_norm_linear(norm, self.q_proj, x, residual)
         k, v = self._keys_values(images)
         group = self.groups.context
         if group is not None:
-            # The query heads of this rank for all tokens, and its keys and values, which all ranks have.
+            # This rank gets its query heads for all tokens, and selects its KV heads, since every rank has all of them.
             q, k, v = to_heads(q, group), *(heads[:, :, group.local_slice(heads.shape[2])] for heads in (k, v))
         out = attention(
             self.q_norm(self._heads(q)), k, v, images.layout, scale=self.head_dim**-0.5,
@@ -233,7 +237,7 @@ class LigerCrossAttention(Layer):
         if images.tokens is None:
             assert cache is not None
             return cache.extra["image_keys", self.layer], cache.extra["image_values", self.layer]
-        # Computed once per image: a cache keeps them for the following tokens.
+        # Keys and values are computed once per image, and a cache keeps them for the following tokens.
         k = self.k_norm(self._heads(self.k_proj(images.tokens)))
         v = self._heads(self.v_proj(images.tokens))
         if cache is not None:

@@ -1,13 +1,14 @@
 """Llama 3.2 Vision (11B, 90B): model_type ``mllama``.
 
-The language model is Llama, except that some layers attend to the images instead of the text. They are cross-attention
-with norms of queries and keys, without rotation, and with gates that are initially 0. Without images these layers are
-skipped. In the text an image is a single token. Later tokens attend to the last image before them, and to images
-directly before that image.
+The language model is Llama, except that some layers attend to the images instead of the text. These cross-attention
+layers normalize queries and keys, do not rotate them, and scale their output by gates that are initially 0. For text
+without images, these layers are skipped. In the text, an image is a single placeholder token. Later tokens attend to
+the last image before them, and to further images that directly precede that image.
 
-The vision tower splits an image into up to four tiles. Each tile has a class token and learned positions, which a gate
-mixes with positions that depend on the tile's place. Pre-norm blocks over all tiles are followed by blocks with gates.
-The outputs of the tower and of some of its earlier blocks are concatenated along the features of each token.
+The vision tower splits an image into up to four tiles. Each tile has a class token. A gate mixes the learned positions
+within a tile with positions that also depend on where the tile is in the image. Pre-norm blocks over all tiles are
+followed by blocks with gates. The image tokens are the outputs of the tower and of some of its earlier blocks,
+concatenated along the feature dimension.
 
 Source: https://arxiv.org/abs/2407.21783, transformers ``models/mllama``.
 """
@@ -47,7 +48,7 @@ from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 
 PLACEHOLDERS = 8
-"""Number of embedding rows after the vocabulary; the first of them is the image placeholder."""
+"""Number of embedding rows after the vocabulary. The first of these rows is the image placeholder."""
 
 
 class MllamaBlock(nn.Module):
@@ -70,8 +71,7 @@ class MllamaBlock(nn.Module):
 class MllamaCrossBlock(Layer):
     """``h += tanh(a) · cross_attention(norm(h), images); h += tanh(b) · mlp(norm(h))`` with learned gates a and b.
 
-    The MLP adds nothing to tokens that attend to no image, and the whole block adds nothing in documents without
-    images.
+    The MLP branch is zero for tokens that attend to no image. Both branches are zero in documents without images.
     """
 
     needs_images = True
@@ -105,13 +105,13 @@ class MllamaCrossBlock(Layer):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: CrossLayout) -> tuple[Tensor | None, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        # Without images the block does nothing, and x stays to be added by the next one.
+        # Without images the block does nothing, and the next block adds x to the residual stream.
         images = layout.images
         if images is None:
             return x, residual
         y, residual = self.cross_attn.add_norm(self.input_layernorm, x, residual, images)
         attn_gate, mlp_gate = (replicated(gate, self.groups.tensor).tanh() for gate in (self.attn_gate, self.mlp_gate))
-        # The masks are factors, 0 or 1 per token, so that a compiled graph has no branch.
+        # Multiply by the masks, which are 0 or 1 per token, so that a compiled graph has no branch.
         y, residual = self.mlp.add_norm(self.post_attention_layernorm, y * (attn_gate * images.reached), residual)
         return y * (mlp_gate * images.sees), residual
 
@@ -132,12 +132,12 @@ class LigerMllama(VisionLanguageModel):
     )
 
     def build_embedding(self, config: MllamaConfig) -> LigerEmbedding:
-        """An embedding with further rows for the placeholders of images."""
+        """An embedding with additional rows for image placeholders."""
         rows = config.vocab_size + PLACEHOLDERS
         return LigerEmbedding(rows, config.hidden_size, padding_idx=config.pad_token_id)
 
     def build_block(self, config: MllamaConfig, layer: int) -> nn.Module:
-        """A block with attention to the text, or with cross-attention to the images."""
+        """A block with self-attention over the text, or with cross-attention to the images."""
         block_class = MllamaCrossBlock if layer in config.cross_attention_layers else MllamaBlock
         return block_class(config, layer, self.kernels)
 
@@ -156,25 +156,26 @@ class LigerMllama(VisionLanguageModel):
         cache: DecodeCache | None = None,
         **options: Any,
     ) -> CausalLMOutput:
-        """Compute logits, or the loss if ``labels`` are given, of text with or without images.
+        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
 
         Args:
             input_ids: [B, T] int64, with one placeholder per image.
-            pixel_values: [B, M, tiles, channels, height, width], up to M images for each row, in the order of its text.
-                The values of missing images are ignored.
+            pixel_values: [B, M, tiles, channels, height, width], up to M images per row, in the order of their
+                placeholders. If a row has fewer than M images, the values of the missing ones are ignored.
             aspect_ratio_ids: [B, M] int64, 1 + index of each image's aspect ratio, 0 for no image.
             aspect_ratio_mask: ignored; accepted because the processor of transformers returns it.
-            cross_attention_mask: [B, T, M, tiles], nonzero where a token attends to a tile; tokens after the mask
-                attend to the same tiles as its last token. The default follows from the placeholders, see `tiles_seen`.
-            position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`. Images
-                need ``input_ids`` and must come with the first tokens of a cache.
+            cross_attention_mask: [B, T, M, tiles], nonzero where a token attends to a tile. If the mask has fewer than
+                T tokens, later tokens attend to the same tiles as the mask's last token. By default, the placeholders
+                determine the tiles; see `tiles_seen`.
+            position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`. If there
+                are images, ``input_ids`` is required, and a given cache must be empty.
 
         Returns:
             `CausalLMOutput`.
 
         Raises:
             ValueError: the number of placeholders does not match the number of images, or shapes do not match;
-                otherwise as `Decoder.forward`.
+                otherwise as in `Decoder.forward`.
         """
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
         has_images = pixel_values is not None
@@ -183,7 +184,7 @@ class LigerMllama(VisionLanguageModel):
                 "forward: pixel_values and aspect_ratio_ids must be given together, and cross_attention_mask with them."
             )
 
-        # The images: those of this call, those in the cache, or none.
+        # Attend to the images of this call, to the images in the cache, or to none.
         past = 0 if cache is None else cache.length
         if input_ids is None:
             if has_images:
@@ -197,7 +198,7 @@ class LigerMllama(VisionLanguageModel):
             here = input_ids == self.config.image_token_index
             checked = not past and not is_traced()
             if checked and not self._check_images(here, pixel_values, aspect_ratio_ids):
-                # All entries are empty, for example in a slice of a batch that has images elsewhere.
+                # All images are missing, for example in a slice of a batch whose images are all in other rows.
                 pixel_values = None
             if pixel_values is not None and aspect_ratio_ids is not None:
                 images = self._look(here, pixel_values, aspect_ratio_ids, cross_attention_mask, cu_seqlens, cache)
@@ -207,7 +208,7 @@ class LigerMllama(VisionLanguageModel):
                 if cache is not None:
                     cache.extra.pop(IMAGES_SEEN, None)
                 images = self._nothing(here) if self.tower_is_sharded else None
-        # After the check of the images: an id that the embedding lacks may be a placeholder without pixels.
+        # Embed after the images were checked, because an id outside the embedding may be a placeholder without pixels.
         embeds, shape = self.embed(input_ids, inputs_embeds)
         layout = self.layout(
             shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
@@ -224,17 +225,18 @@ class LigerMllama(VisionLanguageModel):
         cu_seqlens: Tensor | None,
         cache: DecodeCache | None,
     ) -> ImageStates:
-        """Run the tower on the images, and find which token attends to which tile."""
+        """Run the tower on the images, and determine which token attends to which tile."""
         vision = self.config.vision_config
         ratios = ratios.to(pixels.device)
         real, number = ratios > 0, torch.arange(vision.max_num_tiles, device=pixels.device)
         counts = [0, *(rows * columns for rows, columns in vision.supported_aspect_ratios)]
         used = number < torch.tensor(counts, device=pixels.device)[ratios][..., None]  # [B, M, tiles]
-        # The tower runs on the images that exist; the tokens of missing ones are zeros: [B, M · tiles · N, C].
+        # Run the tower only on existing images. The tokens of missing images are zeros: [B, M · tiles · N, C].
         features = self.visual(pixels[real], ratios[real], used[real])  # [n, tokens, C]
         tokens = features.new_zeros(*real.shape, *features.shape[1:])
         tokens = tokens.masked_scatter(real[..., None, None], features).flatten(1, 2)
-        # Which tiles each token attends to: by the placeholders, or by the caller's mask, repeated for tokens after it.
+        # The caller's mask, if given, replaces the tiles found by placeholders. Its last row is repeated for later
+        # tokens.
         seen, in_document = tiles_seen(here, real, used, cu_seqlens)
         if mask is not None:
             T, size = here.shape[1], [len(here), min(here.shape[1], mask.shape[1]), *used.shape[1:]]
@@ -247,7 +249,7 @@ class LigerMllama(VisionLanguageModel):
         return ImageStates.build(tokens, seen, in_document, vision.tokens_per_tile, cache, self.groups)
 
     def _cached(self, new: Tensor | None, cache: DecodeCache | None) -> ImageStates | None:
-        """The states for new tokens [B, T, ...], with cached keys and values; None without images."""
+        """Build the states of new tokens [B, T, ...] whose images are in the cache; return None without images."""
         if cache is None or IMAGES_SEEN not in cache.extra or new is None:
             return None
         seen, in_document = (
@@ -258,7 +260,7 @@ class LigerMllama(VisionLanguageModel):
         )
 
     def _nothing(self, here: Tensor) -> ImageStates:
-        """The states of a zero image that no token attends to; all ranks must gather the tower's weights together."""
+        """Run the tower on an unseen zero image, because all ranks must gather the tower's weights together."""
         vision, device = self.config.vision_config, here.device
         size = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
         used = torch.ones(1, vision.max_num_tiles, dtype=torch.bool, device=device)
@@ -271,7 +273,7 @@ class LigerMllama(VisionLanguageModel):
         )  # fmt: skip
 
     def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
-        """Return the number of images; raise ValueError unless placeholders match. Synchronizes once."""
+        """Return the number of images, or raise ValueError if it does not match the placeholders. Synchronizes once."""
         if pixels is None or ratios is None:
             count = int(here.sum())
             if count != 0:

@@ -1,4 +1,4 @@
-"""The processor of Llama 3.2 Vision, from text and images to model inputs.
+"""The processor of Llama 3.2 Vision, which turns text and images into model inputs.
 
 Source: transformers ``image_processing_pil_mllama.py``, ``processing_mllama.py``.
 """
@@ -37,8 +37,9 @@ BILINEAR = 2
 def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side: int) -> int:
     """Choose the arrangement of tiles for an image.
 
-    The arrangement enlarges the image least. If all arrangements shrink the image, it shrinks the image least. Among
-    equally good arrangements it has the fewest tiles.
+    Of the arrangements that do not shrink the image, choose the one that enlarges it least. If all arrangements shrink
+    the image, choose the one that shrinks it least. Among equally good arrangements, choose the one with the fewest
+    tiles.
 
     Args:
         height, width: size of the image in pixels.
@@ -48,7 +49,7 @@ def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side:
     Returns:
         Index into ``ratios``.
     """
-    # How much each arrangement could enlarge the image, below 1 where it shrinks the image.
+    # The factor by which each arrangement would enlarge the image; it is below 1 if the image would shrink.
     scales = [min(rows * side / height, columns * side / width) for rows, columns in ratios]
     enlarged = [scale for scale in scales if scale >= 1]
     best = min(enlarged) if enlarged else max(scales)
@@ -56,11 +57,11 @@ def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side:
 
 
 def fit(height: int, width: int, rows: int, columns: int, side: int) -> tuple[int, int]:
-    """Height and width of an image that is resized to fit into rows and columns of tiles, keeping its aspect ratio.
+    """Return the height and width to which an image is resized to fit into the tiles, keeping its aspect ratio.
 
-    An image that is smaller than the tiles is only enlarged to the size of one tile.
+    An image that is smaller than one tile is enlarged to the size of one tile at most.
     """
-    # The box to fill; the side that limits the image is exact, and the other one is rounded down.
+    # The image fills this box: the limiting side is exact, and the other side is rounded down.
     high, wide = (min(max(size, side), tiles * side) for size, tiles in ((height, rows), (width, columns)))
     if wide / width < high / height:
         return min(math.floor(height * (wide / width)) or 1, high), wide
@@ -68,7 +69,7 @@ def fit(height: int, width: int, rows: int, columns: int, side: int) -> tuple[in
 
 
 class MllamaImages:
-    """Resizes images, keeping their aspect ratio, and splits them into tiles, whose remaining area is black.
+    """Resizes images, keeping their aspect ratio, pads them with black, and splits them into tiles.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -94,28 +95,28 @@ class MllamaImages:
         return f"MllamaImages(side={self.side}, max_tiles={self.max_tiles})"
 
     def __call__(self, source: "Source") -> tuple[Tensor, int]:
-        """Return an image's tiles [max_tiles, 3, image_size, image_size] fp32, and 1 + the index of its arrangement."""
+        """Return an image's tiles [max_tiles, 3, side, side] fp32, and 1 + the index of its arrangement."""
         image = read_image(source)
         width, height = image.size
         ratio = choose_tiles(height, width, self.ratios, self.side)
         rows, columns = self.ratios[ratio]
         size = fit(height, width, rows, columns, self.side)
-        # The image is at the upper left of a black canvas, which is cut into tiles row by row.
+        # The image is placed at the upper left of a black canvas, which is cut into tiles row by row.
         canvas = torch.zeros(3, rows * self.side, columns * self.side, dtype=torch.uint8)
         canvas[:, : size[0], : size[1]] = to_tensor(image, size, BILINEAR)
         tiles = rearrange(self.normalize(canvas), "c (r h) (k w) -> (r k) c h w", r=rows, k=columns)
-        # Unused tiles are 0, after the normalization.
+        # Unused tiles are 0 after normalization.
         out = tiles.new_zeros(self.max_tiles, *tiles.shape[1:])
         out[: len(tiles)] = tiles
         return out, ratio + 1
 
 
 class MllamaProcessor(Processor):
-    """Turns texts with placeholders, and images, into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images: turns images into tiles.
+        images: converter of images to tiles.
         image: the placeholder token.
         bos: the token at the beginning of a text.
     """
@@ -152,19 +153,19 @@ class MllamaProcessor(Processor):
         images: "Sequence[Source]" = (),
         **options: "Unpack[TextOptions]",
     ) -> ModelInputs:
-        """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
+        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
 
-        If a text has no ``bos`` token, the token is inserted after any placeholders at the beginning of the text.
+        If a text has no ``bos`` token, one is inserted at the beginning of the text, after any placeholders there.
 
         Args:
             texts: one text or several, with one placeholder per image, as written by the chat template.
-            images: PIL images or anything that `locate_image` takes, in one list or in a list for each text.
+            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [B, M, tiles, 3, image_size,
-            image_size], ``aspect_ratio_ids`` [B, M] and ``aspect_ratio_mask`` [B, M, tiles], where M is the largest
-            number of images in one text.
+            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [B, M, tiles, 3,
+            image_size, image_size], ``aspect_ratio_ids`` [B, M] and ``aspect_ratio_mask`` [B, M, tiles], where M is the
+            largest number of images in one text.
 
         Raises:
             ValueError: the number of placeholders does not match the number of images, or a placeholder lies beyond
@@ -176,14 +177,14 @@ class MllamaProcessor(Processor):
         out = self.encode(texts, [self._begun(text) for text in texts], **cast(Any, options))
         if not images:
             return out
-        # Rows with fewer images than the largest number keep zeros, and ratio 0.
+        # Rows with fewer than M images are padded with zeros, and the ratio of missing images is 0.
         tiles, side = self.images.max_tiles, self.images.side
         pixels = torch.zeros(len(texts), max(counts), tiles, 3, side, side)
         kinds = torch.zeros(len(texts), max(counts), dtype=torch.int64)
         cells = [(row, cell) for row, count in enumerate(counts) for cell in range(count)]
         for image_tiles, cell in zip(each_once(self.images, images), cells, strict=True):
             pixels[cell], kinds[cell] = image_tiles
-        # A missing image counts as an image of one tile, as in transformers.
+        # The mask of a missing image has one tile, as in transformers.
         lengths = torch.tensor([1, *(math.prod(ratio) for ratio in self.images.ratios)])
         used = (torch.arange(tiles) < lengths[kinds][..., None]).long()
         return out | {"pixel_values": pixels, "aspect_ratio_ids": kinds, "aspect_ratio_mask": used}
@@ -199,7 +200,7 @@ class MllamaProcessor(Processor):
         fps: Sequence[float] = (),
         bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; both results have a row [1, M, ...], even if M is 0."""
+        """See `Processor.pixels`; both results have one row, [1, M, ...], even if there are no images."""
         pairs = [self.images(image) for image in images]
         empty = torch.zeros(0, self.images.max_tiles, 3, self.images.side, self.images.side)
         return {
@@ -208,7 +209,7 @@ class MllamaProcessor(Processor):
         }
 
     def _begun(self, text: str) -> list[Edit]:
-        """The edit that inserts ``bos`` after any placeholders at the beginning of a text, unless the text has it."""
+        """The edit that inserts ``bos`` after any leading placeholders of a text; empty if the text has ``bos``."""
         rest = text
         while rest.startswith(self.image):
             rest = rest[len(self.image) :]

@@ -1,4 +1,4 @@
-"""The families with Gated DeltaNet: Qwen3-Next, and Qwen3.5 with and without images and experts."""
+"""The families with Gated DeltaNet: Qwen3-Next, and Qwen3.5 in all variants, with or without images and experts."""
 
 MODEL_TYPES = {
     "qwen3_5": "images",

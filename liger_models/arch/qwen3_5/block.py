@@ -1,9 +1,9 @@
 """The block of Qwen3-Next and Qwen3.5: linear attention in most layers, gated full attention in the others.
 
-Differs from Qwen3: three of four layers are Gated DeltaNet (`LigerGatedDeltaNet`), whose state does not grow with the
-text. Every fourth layer has full attention, which multiplies its output by the sigmoid of a gate from the same
-projection, and rotates only a part of each head. All norms except the norm inside Gated DeltaNet scale by 1 + weight,
-in fp32.
+Differs from Qwen3: three of every four layers are Gated DeltaNet (`LigerGatedDeltaNet`), whose state does not grow with
+the length of the sequence. Every fourth layer has full attention, which multiplies its output by the sigmoid of a gate
+that is computed by the same projection as the queries, and rotates only a part of each head. All norms except the norm
+inside Gated DeltaNet multiply by 1 + weight in fp32.
 
 Source: https://arxiv.org/abs/2412.06464, transformers ``models/qwen3_next``.
 """
@@ -27,7 +27,10 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(RMSNormDecoderConfig):
-    """Sizes and constants of Qwen3-Next and Qwen3.5; ``layer_types`` overrides ``full_attention_interval``."""
+    """Sizes and constants of Qwen3-Next and Qwen3.5.
+
+    If ``layer_types`` is given, it overrides ``full_attention_interval``.
+    """
 
     num_attention_heads: int = 16
     head_dim: int | None = 256
@@ -56,13 +59,13 @@ class HybridConfig(RMSNormDecoderConfig):
         return (layer + 1) % self.full_attention_interval != 0
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer's MLP is a mixture of experts."""
+        """Whether the MLP of a layer is a mixture of experts."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridMoeConfig(HybridConfig):
-    """Sizes and constants of the models with mixtures of experts."""
+    """Sizes and constants of the models with a mixture of experts."""
 
     num_key_value_heads: int | None = 2
     hidden_size: int = 2048
@@ -79,7 +82,7 @@ class HybridMoeConfig(HybridConfig):
         return True
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer's MLP is a mixture of experts."""
+        """Whether the MLP of a layer is a mixture of experts."""
         return True
 
 
@@ -97,7 +100,7 @@ class HybridBlock(nn.Module):
         norm = zero_centered_norm(config, kernels)
         self.input_layernorm = norm(config.hidden_size)
         self.linear = config.is_linear(layer)
-        # Linear attention in most layers, gated softmax attention in the others.
+        # Most layers have linear attention, and the others have gated softmax attention.
         if self.linear:
             self.linear_attn = LigerGatedDeltaNet(
                 config.hidden_size,
@@ -115,7 +118,7 @@ class HybridBlock(nn.Module):
                 config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
             )
         self.post_attention_layernorm = norm(config.hidden_size)
-        # Experts and one shared expert, or a dense MLP.
+        # The MLP is a mixture of experts with one shared expert, or a dense MLP.
         self.mlp: LigerSwiGLUMLP | LigerSharedExpertMoE
         if isinstance(config, HybridMoeConfig) and config.is_sparse(layer):
             self.mlp = LigerSharedExpertMoE(
@@ -132,8 +135,8 @@ class HybridBlock(nn.Module):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and router logits if any."""
-        # Both kinds of attention, and both kinds of MLP, have the same signature.
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
+        # Both kinds of attention have the same signature, and so do both kinds of MLP.
         attention = self.linear_attn if self.linear else self.self_attn
         x, residual = attention.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)

@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8 with images and videos, dense or with experts.
+"""Qwen3.5, 3.6 and 3.8 with images and videos: the dense models and the models with experts.
 
 Source: transformers ``models/qwen3_5``, ``models/qwen3_5_moe``, https://arxiv.org/abs/2412.06464.
 """
@@ -22,7 +22,7 @@ class Qwen3_5VisionConfig(Qwen3VLVisionConfig):
     """Sizes of the vision tower.
 
     Raises:
-        ValueError: as in `Qwen3VLVisionConfig`, or the tower has DeepStack.
+        ValueError: the tower has DeepStack; otherwise as in `Qwen3VLVisionConfig`.
     """
 
     deepstack_visual_indexes: list[int] = field(default_factory=list)
@@ -63,11 +63,11 @@ class Qwen3_5MoeConfig(Qwen3_5MoeTextConfig):
 
 
 class LigerQwen3_5(MRopeModel, HybridModel):
-    """Qwen3.5 and 3.6 with images and videos, dense: model_type ``qwen3_5``.
+    """Qwen3.5 and 3.6 with images and videos, the dense models: model_type ``qwen3_5``.
 
-    The language model is ``qwen3_5_text``: three of four layers have linear attention (Gated DeltaNet), and every
-    fourth has gated full attention. Vision tower, positions and processor come from Qwen3-VL, without DeepStack. Layers
-    that predict a second token (``mtp``) are kept and saved with the model; `LigerMTP` trains them.
+    The language model is ``qwen3_5_text``: three of every four layers have linear attention (Gated DeltaNet), and every
+    fourth layer has gated full attention. Vision tower, positions and processor are those of Qwen3-VL, but without
+    DeepStack. Layers that predict a second token (``mtp``) are kept and saved with the model; `LigerMTP` trains them.
     """
 
     config_class: ClassVar[type[Any]] = Qwen3_5Config
@@ -77,9 +77,9 @@ class LigerQwen3_5(MRopeModel, HybridModel):
 
 
 class LigerQwen3_5MoE(LigerQwen3_5):
-    """Qwen3.5, 3.6 and 3.8 with images and videos, with a mixture of experts: model_type ``qwen3_5_moe``.
+    """Qwen3.5, 3.6 and 3.8 with images and videos, the models with experts: model_type ``qwen3_5_moe``.
 
-    The language model is ``qwen3_5_moe_text``, and the rest is as in ``qwen3_5``.
+    The language model is ``qwen3_5_moe_text``. Everything else is as in ``qwen3_5``.
     """
 
     config_class = Qwen3_5MoeConfig
@@ -87,10 +87,10 @@ class LigerQwen3_5MoE(LigerQwen3_5):
 
 
 def read(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """As `read_multimodal`, without the keys of Qwen3.6 that change nothing.
+    """Read a config.json like `read_multimodal`, and drop the keys of Qwen3.6 that do not change the model.
 
     Raises:
-        ValueError: as `read_multimodal` and `check_gate`, or the checkpoint is said to have no tower.
+        ValueError: config.json says that there is no tower; otherwise as in `read_multimodal` and `check_gate`.
     """
     flat = check_gate(read_multimodal(config_class, hf))
     if flat.pop("language_model_only", None):
@@ -102,7 +102,7 @@ def read(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_moe(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """`write_qwen3_vl` without the size of dense MLPs, which the model does not have."""
+    """Like `write_qwen3_vl`, without ``intermediate_size``, because the model has no dense MLPs."""
     return write_qwen3_vl({key: value for key, value in keys.items() if key != "intermediate_size"})
 
 

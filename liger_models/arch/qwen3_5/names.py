@@ -23,26 +23,26 @@ KEPT = ("mtp.",)
 
 
 def _by_head(parts: Sequence[Expression | str], sizes: Sequence[int], heads: int) -> Expression:
-    """Group the rows of several parts by head; ``sizes`` is the number of rows per head in each part."""
+    """Group the rows of several parts by head, where ``sizes`` has the number of rows per head of each part."""
     groups = [Rearrange("(g n) ... -> g n ...", part, g=heads) for part in parts]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=heads)
 
 
 def _qkv_by_head(qkv: str, config: HybridConfig) -> Expression:
-    """Group the rows of all queries, keys and values by key head."""
+    """Group the rows of queries, keys and values by key head."""
     heads, keys, values = _linear_sizes(config)
     sizes = {"q": heads * keys, "k": heads * keys, "v": heads * values}
     return Split(qkv, 0, sizes, _by_head("qkv", [keys, keys, values], heads))
 
 
 def _linear_sizes(config: HybridConfig) -> tuple[int, int, int]:
-    """Number of key heads, and per key head the number of rows of a key and of its values."""
+    """The number of key heads, the rows of one key, and the rows of all values that belong to one key head."""
     heads = config.linear_num_key_heads
     return heads, config.linear_key_head_dim, config.linear_num_value_heads // heads * config.linear_value_head_dim
 
 
 def gated_qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """`LigerGatedAttention`'s projection from the checkpoint's, where each query is followed by its gate."""
+    """`LigerGatedAttention`'s projection, built from checkpoint tensors in which a gate follows each query."""
     groups = [
         Rearrange("(g n two d) ... -> g (two n d) ...", q, g=kv_heads, two=2, d=head_dim),
         *(Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (k, v)),
@@ -65,17 +65,17 @@ def hybrid_map(
     Args:
         config: config of the model.
         prefix: prefix of the language model's tensors.
-        apart: whether linear attention has four projections (Qwen3.5) instead of two that are grouped by key head
-            (Qwen3-Next).
-        fused: whether all experts of a layer are in one tensor per projection.
+        apart: whether linear attention has four projections, as in Qwen3.5, instead of two projections grouped by key
+            head, as in Qwen3-Next.
+        fused: whether each projection is one tensor for all experts of a layer.
         also, over: as in `decoder_map`.
     """
     block = f"{prefix}.layers."
     linear, full, sparse = f"{block}{{linear}}.linear_attn", f"{block}{{full}}.self_attn", f"{block}{{sparse}}.mlp"
     heads, keys, values = _linear_sizes(config)
-    scalars = config.linear_num_value_heads // heads  # update rates, and decays, of a key head
+    scalars = config.linear_num_value_heads // heads  # number of update rates, and of decays, per key head
 
-    # Linear attention: the parts of one projection, each with its rows of a key head.
+    # Linear attention has one projection here. These are its parts, with the number of rows per key head of each.
     projections: list[Expression | str]
     if apart:
         qkv, others = _qkv_by_head(f"{linear}.in_proj_qkv.weight", config), ("z", "b", "a")
@@ -94,7 +94,7 @@ def hybrid_map(
         **{f"layers.{{full}}.self_attn.{name}.weight": f"{full}.{name}.weight" for name in ("q_norm", "k_norm")},
     }
 
-    # Full attention: queries with their gates, keys and values.
+    # Full attention has one projection for queries with their gates, keys and values.
     for kind in ("weight", "bias") if config.attention_bias else ("weight",):
         entries[f"layers.{{full}}.self_attn.qkv_proj.{kind}"] = gated_qkv_rows(
             *(f"{full}.{part}_proj.{kind}" for part in "qkv"),
@@ -104,7 +104,7 @@ def hybrid_map(
         )
         entries[f"layers.{{full}}.self_attn.o_proj.{kind}"] = f"{full}.o_proj.{kind}"
 
-    # Mixtures of experts, beside a shared expert with a gate of its own.
+    # A mixture of experts has, in addition, a shared expert with its own gate.
     experts = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
     mlps: dict[str, Mapping[str, Any]] = {}
     if experts:
@@ -122,7 +122,7 @@ def hybrid_map(
             f"{ours}_gate.weight": f"{shared}_gate.weight",
         }
 
-    # `decoder_map` has the rest; its names of attention are replaced by those above.
+    # `decoder_map` has the remaining entries. The entries above replace its entries for attention.
     layers = range(config.num_hidden_layers)
     return decoder_map(
         config,
@@ -140,10 +140,10 @@ def hybrid_map(
 
 
 def check_gate(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config.json without ``output_gate_type``, the activation of linear attention's gate.
+    """Return config.json without ``output_gate_type``, the activation of the gate of linear attention.
 
     Raises:
-        ValueError: it is not SiLU, which is also called swish.
+        ValueError: the activation is neither "silu" nor "swish", which are two names for the same function.
     """
     gate = hf.get("output_gate_type")
     if gate not in (None, "silu", "swish"):
@@ -154,21 +154,21 @@ def check_gate(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 TEXT_IGNORED_KEYS = (
-    "language_model_only",  # says of a text model what it is
-    "attn_output_gate",  # attention always has its gate; transformers does not read it either
-    "mtp_num_hidden_layers",  # these layers are kept; `LigerMTP` builds them
+    "language_model_only",  # true for text models, and redundant
+    "attn_output_gate",  # attention always has its gate, in transformers too
+    "mtp_num_hidden_layers",  # the layers are kept, and `LigerMTP` builds them
     "mtp_use_dedicated_embeddings",
     "mamba_ssm_dtype",  # states and decays are always computed in fp32
-    "mlp_only_layers",  # Qwen3-Next's; transformers does not read it here
+    "mlp_only_layers",  # a key of Qwen3-Next that transformers does not read for Qwen3.5
 )
-"""Keys of the config.json files of Qwen3.5 that do not change the model."""
+"""Keys in the config.json files of Qwen3.5 that do not change the model."""
 
 
 def read_text(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Rename the keys of a Qwen3.5 text model's config.json to the fields of the config class.
 
     Raises:
-        ValueError: the frequencies are not interleaved.
+        ValueError: ``mrope_interleaved`` is not true.
     """
     flat = {"num_experts" if key == "num_local_experts" else key: value for key, value in check_gate(hf).items()}
     where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
@@ -188,20 +188,22 @@ def write_text(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fused(config: HybridConfig) -> tuple[bool, ...]:
-    """Whether all experts of a layer are in one tensor per projection, for each layout; the first is written."""
+    """For each layout, whether each projection is one tensor for all experts. The hub has the first layout."""
     return (True, False) if any(config.is_sparse(i) for i in range(config.num_hidden_layers)) else (False,)
 
 
 def text_maps(config: HybridConfig) -> list[WeightMap]:
-    """The layouts of a Qwen3.5 text model: first the layout that transformers writes, with one tensor for each expert,
-    then the layouts of checkpoints with a tower.
+    """The layouts of a Qwen3.5 text model.
+
+    The first is the layout that transformers writes, which has separate tensors for each expert. The last are the
+    layouts of checkpoints with a tower.
     """
     prefixes = ("model", "model.language_model")
     return [hybrid_map(config, prefix, fused=fused) for prefix in prefixes for fused in reversed(_fused(config))]
 
 
 def multimodal_maps(config: Any) -> list[WeightMap]:
-    """The layouts of a Qwen3.5 model with its tower. The first is the hub's layout; the last have older prefixes."""
+    """The layouts of a Qwen3.5 model with its tower. The first is that of the hub; the last have older prefixes."""
     maps = []
     for text, visual in (("model.language_model", "model.visual"), ("model", "visual")):
         tower, over = qwen3_vl_tower(config.vision_config, visual)

@@ -1,8 +1,8 @@
 """Qwen3-Next (80B-A3B, Coder-Next): model_type ``qwen3_next``.
 
-Three of four layers have linear attention (Gated DeltaNet), every fourth has gated full attention; see
-`liger_models.arch.qwen3_5.block`. The MLP is a mixture of many small experts plus one gated expert for all tokens.
-Layers that predict a second token (``mtp``) are kept and saved with the model; `LigerMTP` trains them.
+Three of every four layers have linear attention (Gated DeltaNet), and every fourth layer has gated full attention; see
+`liger_models.arch.qwen3_5.block`. The MLP is a mixture of many small experts plus one gated expert that all tokens pass
+through. Layers that predict a second token (``mtp``) are kept and saved with the model; `LigerMTP` trains them.
 
 Source: transformers ``models/qwen3_next``, https://arxiv.org/abs/2412.06464.
 """
@@ -29,7 +29,7 @@ class Qwen3NextConfig(HybridMoeConfig):
     mlp_only_layers: list[int] | None = None
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer's MLP is a mixture of experts."""
+        """Whether the MLP of a layer is a mixture of experts."""
         dense = self.num_experts == 0 or layer in (self.mlp_only_layers or ())
         return not dense and (layer + 1) % self.decoder_sparse_step == 0
 
@@ -47,7 +47,7 @@ class LigerQwen3Next(HybridModel):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``num_local_experts``, transformers 5's name of ``num_experts``."""
+    """Read ``num_experts``, or ``num_local_experts``, which is its name in transformers 5."""
     return {"num_experts" if key == "num_local_experts" else key: value for key, value in check_gate(hf).items()}
 
 
@@ -57,7 +57,7 @@ def weight_map(config: Qwen3NextConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen3NextConfig) -> list[WeightMap]:
-    """The layout of transformers 5, with all experts of a layer in one tensor per projection."""
+    """The layout of transformers 5, in which each projection is one tensor for all experts of a layer."""
     return [hybrid_map(config, apart=False, fused=True)]
 
 

@@ -1,7 +1,7 @@
-"""The text models of Qwen3.5, 3.6 and 3.8, dense or with experts.
+"""The text models of Qwen3.5, 3.6 and 3.8: the dense models and the models with experts.
 
-Positions have three axes, time, height and width, which are equal in text. Checkpoints with the vision tower have the
-model types ``qwen3_5`` and ``qwen3_5_moe``.
+Positions have three coordinates (time, height and width), which are equal for text. Checkpoints with the vision tower
+have the model types ``qwen3_5`` and ``qwen3_5_moe``.
 
 Source: transformers ``models/qwen3_5``, ``models/qwen3_5_moe``, https://arxiv.org/abs/2412.06464.
 """
@@ -39,12 +39,12 @@ class Qwen3_5MoeTextConfig(HybridMoeConfig):
 
 
 class LigerQwen3_5Text(HybridModel):
-    """Qwen3.5 and 3.6, the text model, dense: model_type ``qwen3_5_text``.
+    """The dense text models of Qwen3.5 and 3.6: model_type ``qwen3_5_text``.
 
-    Three of four layers have linear attention (Gated DeltaNet), and every fourth has gated full attention; see
-    `liger_models.arch.qwen3_5.block`. Positions have three axes, time, height and width, which are equal in text. The
-    MLP is Qwen3's. Layers that predict a second token (``mtp``) are kept and saved with the model; `LigerMTP` trains
-    them. Checkpoints with the vision tower have the model_type ``qwen3_5``.
+    Three of every four layers have linear attention (Gated DeltaNet), and every fourth layer has gated full attention;
+    see `liger_models.arch.qwen3_5.block`. Positions have three coordinates (time, height and width), which are equal
+    for text. The MLP is that of Qwen3. Layers that predict a second token (``mtp``) are kept and saved with the model;
+    `LigerMTP` trains them. Checkpoints with the vision tower have the model_type ``qwen3_5``.
     """
 
     config_class: ClassVar[type[Any]] = Qwen3_5TextConfig
@@ -59,10 +59,10 @@ class LigerQwen3_5Text(HybridModel):
 
 
 class LigerQwen3_5MoEText(LigerQwen3_5Text):
-    """Qwen3.5, 3.6 and 3.8, the text model with a mixture of experts: model_type ``qwen3_5_moe_text``.
+    """The text models of Qwen3.5, 3.6 and 3.8 with a mixture of experts: model_type ``qwen3_5_moe_text``.
 
-    Differs from ``qwen3_5_text``: the MLP is a mixture of experts plus one gated expert for all tokens; routing weights
-    are always renormalized.
+    Differs from ``qwen3_5_text``: the MLP is a mixture of experts plus one gated expert that all tokens pass through;
+    routing weights are always renormalized.
     """
 
     config_class = Qwen3_5MoeTextConfig
