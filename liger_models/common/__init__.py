@@ -1,1 +1,1 @@
-"""Shared helpers: errors, registration of ops, arguments of transformers, imports on first use, JSON files."""
+"""Shared helpers: argument checks, op registration, arguments of transformers, lazy imports, and JSON files."""

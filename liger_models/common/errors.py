@@ -1,4 +1,4 @@
-"""Argument checks that all ops and modules share, without Triton."""
+"""Argument checks that all ops and modules share. This module does not import Triton."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ def check_values(condition: Tensor, message: str) -> None:
     are not checked.
 
     Args:
-        condition: [] bool. On the CPU, False raises ValueError with ``message``. On CUDA and ROCm, False ends the
-            computation with a device-side assertion that prints ``message``. Other accelerators are not checked.
-        message: text that names the argument, its error and the remedy.
+        condition: [] bool. On the CPU, False raises ValueError with ``message``. On CUDA and ROCm, False triggers a
+            device-side assertion that prints ``message``. On other accelerators the condition is not checked.
+        message: text that names the argument, describes the error, and says how to fix it.
     """
     if is_traced() or condition.is_meta or hasattr(condition, "fake_mode"):
         return
@@ -40,7 +40,7 @@ def check_tensors(**given: object) -> None:
 
 
 def check_integers(**given: object) -> None:
-    """`check_tensors`, and raise TypeError unless each tensor has an integer dtype."""
+    """Call `check_tensors`, then raise TypeError unless each tensor has an integer dtype."""
     check_tensors(**given)
     for name, tensor in given.items():
         if isinstance(tensor, Tensor) and tensor.dtype not in (torch.int64, torch.int32):
@@ -48,14 +48,20 @@ def check_integers(**given: object) -> None:
 
 
 def check_floating(op: str, **tensors: Tensor | None) -> None:
-    """Raise TypeError unless every tensor has a floating-point dtype; None is skipped."""
+    """Raise TypeError unless every tensor that is not None has a floating-point dtype."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.dtype.is_floating_point:
             raise TypeError(f"{op}: {name} must be a floating-point tensor, got {tensor.dtype}.")
 
 
 def check_documents(op: str, cu_seqlens: Tensor | None, B: int, T: int) -> int:
-    """Return the number of documents, or B without ``cu_seqlens``; raise if these are not valid bounds in [1, T]."""
+    """Return the number of documents in ``cu_seqlens``, or B if it is None.
+
+    Raises:
+        TypeError: ``cu_seqlens`` is neither int32 nor int64.
+        ValueError: ``cu_seqlens`` is not [documents + 1], B is not 1, or the bounds do not ascend from 0 to T. The
+            bounds are checked only on the CPU.
+    """
     if cu_seqlens is None:
         return B
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -65,7 +71,8 @@ def check_documents(op: str, cu_seqlens: Tensor | None, B: int, T: int) -> int:
             f"{op}: cu_seqlens must be [documents + 1] and the batch one row of packed documents, got "
             f"{list(cu_seqlens.shape)} and {B} rows. Flatten the rows and add their bounds."
         )
-    if cu_seqlens.device.type != "cpu":  # on an accelerator this would launch five kernels for each op of each layer
+    # On an accelerator, checking the bounds would launch five kernels for each op of each layer.
+    if cu_seqlens.device.type != "cpu":
         return len(cu_seqlens) - 1
     check_values(
         (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all(),

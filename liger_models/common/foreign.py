@@ -1,4 +1,4 @@
-"""Arguments of transformers under transformers' names: their translations, and advice for unsupported ones."""
+"""Arguments of transformers that this package lacks or names differently, with a translation or advice for each."""
 
 import difflib
 import functools
@@ -12,13 +12,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Foreign(NamedTuple):
-    """The translation of one argument of transformers. None always means that the argument was not given.
+    """The translation of one argument of transformers. A value of None always counts as not given.
 
     Attributes:
-        todo: advice for the user.
-        defaults: values that request the default behavior of this package.
-        rename: name of the equivalent argument in this package.
-        convert: function from transformers' value to the value of ``rename``; returns None for unsupported values.
+        todo: advice for the user, part of the error message.
+        defaults: values that mean what this package does by default; an argument with such a value is dropped.
+        rename: name of the equivalent argument in this package; empty if there is none.
+        convert: function from transformers' value to the value of ``rename``. It returns None for unsupported values.
     """
 
     todo: str
@@ -28,7 +28,7 @@ class Foreign(NamedTuple):
 
 
 def _device(value: Any) -> Any:
-    """The single device of a ``device_map``; None if there are several."""
+    """Return the single device of a ``device_map``, or None if the map has several devices or is invalid."""
     import torch
 
     from liger_models.common.device import available_device
@@ -118,16 +118,16 @@ FOREIGN = {
     "model_max_length": Foreign("Pass max_length with truncation=True when you call the tokenizer."),
     "filename_prefix": Foreign("Save to a folder of its own."),
 }  # fmt: skip
-"""Argument of transformers -> what it is here."""
+"""Maps the name of each argument of transformers to its `Foreign` entry."""
 
 
 def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Rename keyword arguments to the names of this package, and drop arguments that request its default behavior.
+    """Rename keyword arguments of transformers to the names of this package, and drop those that change nothing.
 
     Args:
-        function: name of the function, for errors.
-        given: maps names to values.
-        known: the names of the function's own arguments.
+        function: name of the called function, for error messages.
+        given: keyword arguments as the caller passed them, name to value.
+        known: names of the arguments that the function itself accepts.
 
     Raises:
         TypeError: an argument or its value is not supported.
@@ -136,7 +136,7 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
     for name, value in given.items():
         if name in known:
             continue
-        # An argument of transformers: dropped if it asks for the default, renamed if it has an equivalent.
+        # An argument of transformers is dropped if its value means the default, and renamed if it has an equivalent.
         foreign = FOREIGN.get(name)
         if foreign is not None:
             if value is None or (isinstance(value, str | int | float) and value in foreign.defaults):
@@ -147,7 +147,8 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
                     raise TypeError(f"{function}: {name} and {foreign.rename} are the same, got both. Pass one.")
                 accepted[foreign.rename] = converted
                 continue
-        # Anything else is an error, with advice for arguments of transformers and a guess for misspelled ones.
+        # Any other argument is an error. The message has advice for an argument of transformers, and otherwise the
+        # most similar known name.
         near = difflib.get_close_matches(name, known, n=1)
         todo = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
         got = f" = {value!r}" if isinstance(value, str | int | float) else ""
@@ -158,10 +159,10 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
 
 
 def foreign_arguments(name: str) -> Callable[[Function], Function]:
-    """Decorator that makes a method also accept the arguments of `FOREIGN`, without a change of its signature.
+    """Return a decorator that makes a method accept the arguments in `FOREIGN` while its signature stays the same.
 
     Args:
-        name: name of the method in errors.
+        name: name of the method in error messages.
     """
 
     def decorate(function: Function) -> Function:
@@ -181,5 +182,5 @@ def foreign_arguments(name: str) -> Callable[[Function], Function]:
 
 
 def is_hub_name(folder: str | os.PathLike[str]) -> bool:
-    """Whether ``folder`` does not exist and has the form ``owner/name`` of a name on the hub."""
+    """Return whether ``folder`` has the form ``owner/name`` of a hub name and no such local path exists."""
     return isinstance(folder, str) and not os.path.exists(folder) and bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", folder))

@@ -1,14 +1,14 @@
-"""JSON objects in the files of a checkpoint."""
+"""Parsing of the JSON files of a checkpoint."""
 
 import json
 from typing import Any
 
 
 def parse_json(text: bytes, name: object) -> dict[str, Any]:
-    """Parse the JSON object in a file's content.
+    """Parse the content of a file that holds one JSON object.
 
     Args:
-        text: the content.
+        text: content of the file.
         name: name of the file, for the error message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Packages whose names are imported on first use."""
+"""Lazy imports: a package imports the module of an exported name when the name is first used."""
 
 import ast
 import difflib
@@ -17,13 +17,14 @@ _ELSEWHERE = {
 """Name in Liger Kernel, transformers or PEFT -> the name of what does the same."""
 
 _EXPORTS: dict[str, list[str]] = {}
-"""Package -> the names that it exports."""
+"""Maps the name of each package to the sorted names that the package exports."""
 
 
 class _Nearest(MetaPathFinder):
-    """Suggests the nearest name for an unknown name in ``from package import name``.
+    """Import hook that suggests the most similar name if the name in ``from package import name`` is unknown.
 
-    If a package lacks the attribute, Python looks for a module of that name, and drops the message of ``__getattr__``.
+    If a package lacks an attribute, Python searches for a module with this name and discards the error message of the
+    package's ``__getattr__``. The hook therefore raises its own error during this search.
     """
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
@@ -43,8 +44,8 @@ def _nearest(package: str, name: str) -> str:
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a package whose names are imported on first use.
 
-    The stub ``__init__.pyi`` beside the package's ``__init__.py`` lists the names. Type checkers and this function read
-    the same lines, such as ``from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm``.
+    The exported names are listed in the stub ``__init__.pyi`` beside the package's ``__init__.py``, in lines such as
+    ``from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm``. Type checkers read these lines, too.
 
     Args:
         package: ``__name__`` of the package.
@@ -57,7 +58,7 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
     homes = {alias.name: str(node.module) for node in imports for alias in node.names}
     exported = _EXPORTS[package] = sorted(homes)
     if not any(isinstance(finder, _Nearest) for finder in sys.meta_path):
-        sys.meta_path.append(_Nearest())  # after those that find modules
+        sys.meta_path.append(_Nearest())  # last, so that it is asked only if no other finder finds the module
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -1,4 +1,4 @@
-"""Process groups: collectives, ranks of the default group, and the groups over which a model is distributed."""
+"""Process groups: collectives, helpers for the default group, and the groups over which a model is distributed."""
 
 from liger_models.common.lazy import lazy_exports
 

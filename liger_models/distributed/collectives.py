@@ -1,19 +1,21 @@
 """Collectives for tensor, sequence, context and expert parallelism, as ops and as differentiable functions.
 
-A layer with sharded weights begins with `copy_to_region` and ends with `reduce_from_region` (Megatron's f and g). In
-between, each rank computes a partial sum::
+A layer with sharded weights begins with `copy_to_region` and ends with `reduce_from_region` (Megatron's f and g).
+Between these two calls, each rank computes a partial sum. The tokens between layers are replicated on all ranks, or
+sharded with sequence parallelism. The collectives depend on this choice::
 
-    tokens between layers   copy to region         its backward           reduce from region     its backward
-    replicated              identity               all-reduce             all-reduce             identity
-    sharded (sequence)      all-gather             reduce-scatter         reduce-scatter         all-gather
+                           copy_to_region                  reduce_from_region
+    tokens                 forward       backward          forward          backward
+    replicated             identity      all-reduce        all-reduce       identity
+    sharded                all-gather    reduce-scatter    reduce-scatter   all-gather
 
 Token shards are in rank order: rank 0 has the first T / R tokens of [..., T, C].
 
-With replicated weights and sharded tokens (context parallelism), attention needs all tokens: `to_heads` exchanges token
-shards for head shards before attention, and `to_tokens` reverses the exchange after it.
+Under context parallelism, the weights are replicated and the tokens are sharded, but attention needs all tokens. Before
+attention, `to_heads` exchanges token shards for head shards. After attention, `to_tokens` reverses the exchange.
 
 Source: https://arxiv.org/abs/1909.08053 (tensor parallelism), https://arxiv.org/abs/2205.05198 (sequence parallelism),
-https://arxiv.org/abs/2309.14509 (head shards for token shards: Ulysses).
+https://arxiv.org/abs/2309.14509 (Ulysses: token shards exchanged for head shards).
 """
 
 from dataclasses import dataclass
@@ -25,22 +27,23 @@ from torch import Tensor
 
 from liger_models.common.ops import LIBRARY
 
-# torch 2.13 renamed these and deprecates the old names. PyTorch without distributed has neither.
+# PyTorch 2.13 renamed these functions and deprecated the old names. A PyTorch built without distributed support has
+# neither name.
 _gather_into: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 reduce_into: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 
 _groups: dict[str, Any] = {}
-"""Process groups by the names that the ops take as arguments."""
+"""Maps the name of a process group, which the ops take as an argument, to the process group."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group whose ranks each hold a shard of a layer.
+    """A process group in which every rank holds a shard of a layer.
 
     Attributes:
-        name: name of the process group, see `group_of`.
+        name: name of the process group. `group_of` registers it for the ops.
         size: number of ranks, R.
-        rank: this rank, 0 to R - 1.
+        rank: this process's rank in the group, 0 to R - 1.
         sequence_parallel: whether each rank holds only its shard of the tokens between layers (sequence parallelism).
     """
 
@@ -51,22 +54,22 @@ class Group:
 
     @property
     def process_group(self) -> Any:
-        """The ``torch.distributed.ProcessGroup`` of the group."""
+        """The group as a ``torch.distributed.ProcessGroup``."""
         return _groups[self.name]
 
     @property
     def members(self) -> list[int]:
-        """The members' ranks in the default process group."""
+        """The ranks that the group's members have in the default process group."""
         return dist.get_process_group_ranks(self.process_group)
 
     def local_slice(self, tokens: int) -> slice:
-        """This rank's shard of ``tokens`` tokens."""
+        """Return the slice that selects this rank's shard from ``tokens`` tokens."""
         length = tokens // self.size
         return slice(length * self.rank, length * (self.rank + 1))
 
 
 def group_of(group: Any, *, sequence_parallel: bool = False) -> Group:
-    """Register a ``torch.distributed.ProcessGroup`` for the ops, and return it as a `Group`."""
+    """Register a ``torch.distributed.ProcessGroup`` for use by the ops, and return it as a `Group`."""
     _groups[group.group_name] = group
     return Group(group.group_name, group.size(), dist.get_rank(group), sequence_parallel)
 
@@ -79,7 +82,7 @@ LIBRARY.define("all_to_all(Tensor x, SymInt[] sent, SymInt[] received, str group
 
 @torch.library.impl(LIBRARY, "all_reduce", "CompositeExplicitAutograd")
 def _all_reduce(x: Tensor, group: str) -> Tensor:
-    # Ops must not write to their inputs, so the sum is a new tensor.
+    # The sum is written to a new tensor, because ops must not write to their inputs.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_groups[group])
     return total
@@ -87,7 +90,7 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
 
 @torch.library.impl(LIBRARY, "all_gather", "CompositeExplicitAutograd")
 def _all_gather(x: Tensor, group: str) -> Tensor:
-    # [R, ...]; the collective takes flat tensors.
+    # [R, ...]. It is flattened for the collective, which takes flat tensors.
     gathered = x.new_empty(_groups[group].size(), *x.shape)
     _gather_into(gathered.flatten(), x.contiguous().flatten(), group=_groups[group])
     return gathered
@@ -128,19 +131,19 @@ def _all_to_all_fake(x: Tensor, sent: list[int], received: list[int], group: str
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks. Not differentiable."""
+    """Return the sum of x over the ranks. This function is not differentiable."""
     total: Tensor = torch.ops.liger_models.all_reduce(x, group.name)
     return total
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """Gather the tensors of all ranks, [R, ...]. Not differentiable."""
+    """Stack the tensors [...] of all ranks to [R, ...]. This function is not differentiable."""
     gathered: Tensor = torch.ops.liger_models.all_gather(x, group.name)
     return gathered
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum x [R, ...] over the ranks; rank r gets part r, [...]. Not differentiable."""
+    """Sum x [R, ...] over the ranks, and return part r, [...], on rank r. This function is not differentiable."""
     total: Tensor = torch.ops.liger_models.reduce_scatter(x, group.name)
     return total
 
@@ -153,20 +156,20 @@ def by_rank(x: Tensor, size: int) -> Tensor:
 
 
 def in_order(x: Tensor) -> Tensor:
-    """Join token shards [R, ..., t, C] to [..., R · t, C]; the inverse of `by_rank`."""
+    """Concatenate token shards [R, ..., t, C] to [..., R · t, C]. This is the inverse of `by_rank`."""
     tokens: Tensor = x.movedim(0, -3).flatten(-3, -2)
     return tokens
 
 
 def gather_rows(rows: Tensor, group: Group | None) -> Tensor:
-    """All-gather the rows [n, C] to [R · n, C] with sequence parallelism; otherwise return them unchanged."""
+    """With sequence parallelism, all-gather the rows [n, C] to [R · n, C]; otherwise return the rows unchanged."""
     return all_gather(rows, group).flatten(0, 1) if group is not None and group.sequence_parallel else rows
 
 
 def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
-    """Sum partial rows over the ranks; with sequence parallelism keep only this rank's rows.
+    """Sum partial rows over the ranks. With sequence parallelism, return only this rank's rows of the sum.
 
-    For use inside ops, since ``rows`` may be overwritten.
+    The function is meant for use inside ops, because it may overwrite ``rows``.
     """
     if group is not None and group.sequence_parallel:
         # [R · n, C] -> [n, C]
@@ -177,13 +180,17 @@ def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
 
 
 def rows_by_rank(tokens: Tensor, group: Group | None) -> Tensor:
-    """Flatten [..., T, C] to rows [N, C]; with sequence parallelism all rows of rank 0 come first."""
+    """Flatten [..., T, C] to rows [N, C]. With sequence parallelism, the rows are ordered by rank, rank 0 first."""
     tokens = tokens if group is None or not group.sequence_parallel else by_rank(tokens, group.size)
     return tokens.reshape(-1, tokens.shape[-1])
 
 
 def rows_in_order(rows: Tensor, shape: torch.Size, group: Group | None) -> Tensor:
-    """The inverse of `rows_by_rank`; ``shape`` [..., t] is the shape of this rank's tokens."""
+    """Reshape rows [N, C] to [..., T, C]. This is the inverse of `rows_by_rank`.
+
+    Args:
+        shape: [..., t], the shape of this rank's tokens.
+    """
     if group is None or not group.sequence_parallel:
         return rows.view(*shape, rows.shape[-1])
     # [R, ..., t, C] -> [..., R · t, C]
@@ -191,17 +198,20 @@ def rows_in_order(rows: Tensor, shape: torch.Size, group: Group | None) -> Tenso
 
 
 def gathered_shape(shape: torch.Size, group: Group | None) -> tuple[int, ...]:
-    """Map the shape [..., t] of this rank's tokens to the shape of all tokens, [..., T] with sequence parallelism."""
+    """Return the shape of all tokens, given the shape [..., t] of this rank's tokens.
+
+    The result is [..., R · t] with sequence parallelism, and ``shape`` itself otherwise.
+    """
     return (*shape[:-1], shape[-1] * group.size) if group is not None and group.sequence_parallel else tuple(shape)
 
 
 def ranks_from_op(group: str = "", size: int = 1, sequence: bool = False) -> Group | None:
-    """Rebuild a `Group` from the arguments of an op; the inverse of `for_op`."""
+    """Rebuild a `Group` from the arguments of an op. This is the inverse of `for_op`."""
     return Group(group, size, 0, sequence) if size > 1 else None
 
 
 def for_op(group: Group | None) -> tuple[str, int, bool]:
-    """Represent a `Group` by arguments of an op: name, size, and whether it is sequence parallel."""
+    """Represent a `Group` by three arguments of an op: its name, its size, and ``sequence_parallel``."""
     return ("", 1, False) if group is None else (group.name, group.size, group.sequence_parallel)
 
 
@@ -265,7 +275,7 @@ class _GatherVocab(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, V: int) -> Tensor:
         ctx.group, ctx.vocab_shard = group, x.shape[-1]
-        longest = -(-V // group.size)  # shards of the last ranks may be shorter
+        longest = -(-V // group.size)  # the shards of the last ranks may be shorter
         gathered = all_gather(torch.nn.functional.pad(x, (0, longest - x.shape[-1])), group)
         return gathered.movedim(0, -2).flatten(-2)[..., :V]
 
@@ -300,12 +310,18 @@ class _DivideGradient(torch.autograd.Function):
 
 
 def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
-    """Begin a layer that computes a partial sum on each rank, see the module's table; identity without a group."""
+    """Begin a layer in which each rank computes a partial sum. The module's docstring has a table of the collectives.
+
+    If ``group`` is None, x is returned unchanged.
+    """
     return x if group is None else _CopyToRegion.apply(x, group, group.sequence_parallel)
 
 
 def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
-    """End a layer by summing the ranks' partial results, see the module's table; identity without a group."""
+    """End a layer by summing the ranks' partial sums. The module's docstring has a table of the collectives.
+
+    If ``group`` is None, x is returned unchanged.
+    """
     return x if group is None else _ReduceFromRegion.apply(x, group)
 
 
@@ -315,39 +331,45 @@ def sum_gradient(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_over(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks, and in the backward sum the gradients, because each rank uses the sum differently."""
+    """Sum x over the ranks. The backward sums the gradients, because each rank uses the sum differently."""
     return _Sum.apply(x, group)  # type: ignore[no-any-return]
 
 
 def local_tokens(x: Tensor, group: Group) -> Tensor:
-    """This rank's shard of replicated tokens: [..., T, C] -> [..., T / R, C]."""
+    """Return this rank's shard of replicated tokens: [..., T, C] -> [..., T / R, C]."""
     return _LocalTokens.apply(x, group)  # type: ignore[no-any-return]
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """All-gather token shards, [..., T / R, C] -> [..., T, C], for replicated computation; gradients are not summed."""
+    """All-gather token shards: [..., T / R, C] -> [..., T, C].
+
+    All ranks must do the same with the result. The backward therefore does not sum the gradients over the ranks.
+    """
     return _GatherTokens.apply(x, group)  # type: ignore[no-any-return]
 
 
 def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:
-    """All-gather vocabulary shards (as by ``torch.chunk``) to [..., V], for replicated computation."""
+    """All-gather vocabulary shards, divided as ``torch.chunk`` divides them, to [..., V].
+
+    All ranks must do the same with the result. The backward therefore does not sum the gradients over the ranks.
+    """
     return _GatherVocab.apply(x, group, V)  # type: ignore[no-any-return]
 
 
 def all_to_all(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """Exchange rows: [Σ sent, ...] ordered by receiver -> [Σ received, ...] ordered by sender."""
+    """Exchange rows between ranks: [Σ sent, ...] ordered by receiver -> [Σ received, ...] ordered by sender."""
     return _AllToAll.apply(x, sent, received, group)  # type: ignore[no-any-return]
 
 
 def to_heads(x: Tensor, group: Group) -> Tensor:
-    """Exchange the token shard [B, T / R, C] for the head shard [B, T, C / R], which has all tokens."""
+    """Exchange this rank's token shard [B, T / R, C] for its head shard [B, T, C / R], which has all tokens."""
     counts = [1] * group.size
     shards = x.unflatten(-1, (group.size, -1)).movedim(-2, 0)  # [R, B, T / R, C / R]
     return in_order(all_to_all(shards, counts, counts, group))
 
 
 def to_tokens(x: Tensor, group: Group) -> Tensor:
-    """The inverse of `to_heads`: [B, T, C / R] -> [B, T / R, C]."""
+    """Exchange this rank's head shard [B, T, C / R] for its token shard [B, T / R, C]. This inverts `to_heads`."""
     counts = [1] * group.size
     return all_to_all(by_rank(x, group.size), counts, counts, group).movedim(0, -2).flatten(-2)
 

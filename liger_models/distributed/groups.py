@@ -1,4 +1,4 @@
-"""The process groups over which a model is distributed, and how they divide the tokens of a batch."""
+"""The process groups over which a model is distributed, and the division of a batch's tokens among their ranks."""
 
 from dataclasses import dataclass
 
@@ -17,15 +17,15 @@ from liger_models.distributed.collectives import (
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The process groups of a model; a group is None if the model does not use its kind of parallelism.
+    """The process groups of a model. The field of a kind of parallelism that the model does not use is None.
 
     Attributes:
         tensor: the group over which each layer is sharded (`liger_models.parallel.apply_tp`).
-        context: the group that shares the tokens of every sequence (`liger_models.parallel.apply_cp`).
+        context: the group over which the tokens of every sequence are sharded (`liger_models.parallel.apply_cp`).
         expert: the group over which experts are sharded (`liger_models.parallel.apply_ep`).
         balance: the group over whose tokens the load-balancing loss is computed.
-        data: the groups over which parameters are sharded or replicated (`liger_models.parallel.apply_fsdp`), one per
-            dimension of their mesh.
+        data: the groups over which parameters are sharded or replicated (`liger_models.parallel.apply_fsdp`), one group
+            per dimension of the device mesh.
     """
 
     tensor: Group | None = None
@@ -36,7 +36,7 @@ class ParallelGroups:
 
     @property
     def sharded(self) -> Group | None:
-        """The group whose ranks all receive the same batch."""
+        """The tensor- or context-parallel group, whose ranks all receive the same batch."""
         return self.tensor or self.context
 
     def check_tokens(self, T: int, *, whole: bool) -> None:
@@ -44,7 +44,7 @@ class ParallelGroups:
 
         Args:
             T: number of tokens per row.
-            whole: whether the forward needs all tokens on every rank.
+            whole: whether the forward needs all tokens on every rank, which context parallelism excludes.
         """
         sharing = self.context or (self.tensor if self.tensor is not None and self.tensor.sequence_parallel else None)
         if sharing is not None and T % sharing.size != 0:
@@ -59,26 +59,34 @@ class ParallelGroups:
             )
 
     def context_share(self, x: Tensor) -> Tensor:
-        """This rank's share of [B, T, ...] under context parallelism, [B, T / R, ...]."""
+        """Under context parallelism, return this rank's share [B, T / R, ...] of x [B, T, ...]; otherwise return x."""
         return x if self.context is None else x[:, self.context.local_slice(x.shape[1])]
 
     def token_share(self, x: Tensor) -> Tensor:
-        """This rank's share of [B, T, C] between the layers, [B, T / R, C]."""
+        """Return the part [B, T / R, C] of x [B, T, C] that this rank holds between the layers.
+
+        The tokens are divided under context and sequence parallelism; otherwise x is returned.
+        """
         x = self.context_share(x)
         return local_tokens(x, self.tensor) if self.tensor is not None and self.tensor.sequence_parallel else x
 
     def share_targets(self, target: Tensor, num_items: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
-        """This rank's share of the targets [B, T], and the divisor of the loss, which counts all ranks' targets."""
+        """Return this rank's share of the targets [B, T], and the divisor of the loss.
+
+        Under context parallelism, the default divisor is the number of targets of all ranks.
+        """
         if self.context is not None and num_items is None:
             num_items = (target != -100).sum()
         return self.context_share(target), num_items
 
     def share_of_step(self, target: Tensor, num_items: Tensor | float) -> Tensor:
-        """The share of a step's targets that are in this batch, averaged over the ranks of ``balance``.
+        """Return the fraction of an optimizer step's targets that are in this batch.
+
+        The number of targets in the batch is averaged over the ranks of ``balance``.
 
         Args:
             target: [B, T], the targets of all tokens.
-            num_items: the number of targets in the step, divided by the number of ranks.
+            num_items: number of targets in the step, divided by the number of ranks.
         """
         count = (target != -100).sum()
         if self.balance is not None:
@@ -86,24 +94,24 @@ class ParallelGroups:
         return count / (num_items.to(count.device) if isinstance(num_items, Tensor) else num_items)
 
     def enter_head(self, hidden: Tensor) -> Tensor:
-        """The hidden states of all tokens, as input of a head whose vocabulary may be sharded."""
+        """Return the hidden states of all tokens as input of the head, whose vocabulary may be sharded."""
         return copy_to_region(hidden, self.tensor)
 
     def gather_logits(self, logits: Tensor | None) -> Tensor | None:
         """Gather the logits [B, T / R, V] of each rank's tokens into the logits [B, T, V] of all tokens.
 
-        The gradient is scaled so that the mean over the ranks is the gradient of the gathered logits.
+        Each rank's gradient is multiplied by R, so that its mean over the ranks is the gradient of the gathered logits.
         """
         if logits is None or self.context is None:
             return logits
         return gather_tokens(divide_gradient(logits, 1 / self.context.size), self.context)
 
     def gather_log_probs(self, log_probs: Tensor) -> Tensor:
-        """Gather the log-probabilities [B, T / R] of each rank's tokens into a tensor [B, T] of all tokens."""
+        """Gather the log-probabilities [B, T / R] of each rank's tokens into a tensor [B, T] for all tokens."""
         gathered = self.gather_logits(log_probs[..., None])
         assert gathered is not None
         return gathered[..., 0]
 
     def sum_loss(self, loss: Tensor) -> Tensor:
-        """Sum the losses of all ranks' tokens."""
+        """Under context parallelism, sum the losses of all ranks' tokens; otherwise return the loss."""
         return loss if self.context is None else sum_over(loss, self.context)

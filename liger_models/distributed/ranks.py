@@ -1,4 +1,4 @@
-"""The default process group: its rank and size, errors that reach all ranks, and work that rank 0 does for all."""
+"""Helpers for the default process group: rank and size, errors raised on all ranks, and work done only on rank 0."""
 
 import contextlib
 import pickle
@@ -15,37 +15,37 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 _calls: Counter[str] = Counter()
-"""How often `long_work`, `run_on_rank_zero` and `wait_for_ranks` were called under each name."""
+"""Number of calls of `long_work`, `run_on_rank_zero` and `wait_for_ranks` with each name."""
 BITS = 62
-"""Ranks in a number of the store, which has 64 bits and a sign."""
+"""Number of ranks whose flags fit into one integer of the store, a signed 64-bit integer."""
 PATIENCE = timedelta(seconds=30)
-"""Time after which `wait_for_ranks` says which ranks it waits for."""
+"""Time after which `wait_for_ranks` warns and lists the ranks for which it waits."""
 
 
 def is_distributed() -> bool:
-    """Whether a default process group is initialized."""
+    """Return whether a default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    """Rank of this process; 0 without a process group."""
+    """Return the rank of this process, or 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
-    """Number of processes; 1 without a process group."""
+    """Return the number of processes, or 1 without a process group."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Context that raises an exception of any rank on all ranks when it exits.
+    """Return a context manager that, on exit, raises an exception of any rank on all ranks.
 
-    The exit is a collective, in which every rank waits for the others. If several ranks failed, all ranks raise the
-    error of the lowest one.
+    The exit is a collective, in which every rank waits for all other ranks. If several ranks failed, all ranks raise
+    the exception of the lowest failed rank.
 
     Args:
-        group: the process group that exchanges the errors. It must hold all ranks. Default: the default group.
+        group: the process group that exchanges the errors. It must include all ranks. None for the default group.
     """
     error: Exception | None = None
     try:
@@ -62,13 +62,13 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
 
 @contextlib.contextmanager
 def long_work(name: str) -> Iterator[None]:
-    """Context in which ranks may work longer than the process group's timeout while other ranks have nothing to do.
+    """Return a context manager in which ranks may work for longer than the process group's timeout.
 
-    On exit every rank waits for all others, as long as those that still work are alive. Errors raised inside are raised
-    after that.
+    On exit, every rank waits until all ranks have exited, as long as the ranks that are still working are alive. An
+    exception that was raised inside the context is raised again after this wait.
 
     Args:
-        name: identifies the work; the same on all ranks.
+        name: identifier of the work; must be the same on all ranks.
 
     Raises:
         TimeoutError: for the process group's timeout no rank that has not finished has shown a sign of life.
@@ -93,13 +93,12 @@ def long_work(name: str) -> Iterator[None]:
 
 
 def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
-    """Call ``work`` only on rank 0, and return its result or raise its error on every calling rank.
+    """Call ``work`` on rank 0 only, and return its result or raise its error on every calling rank.
 
-    Other ranks wait for rank 0, as long as it works. Rank 0 does not wait for them, so it may be the only caller,
-    unlike in `raise_on_all_ranks`.
+    Other ranks wait for as long as rank 0 works. Rank 0 does not wait for other ranks, so it may be the only caller.
 
     Args:
-        name: identifier of the work, the same on all ranks.
+        name: identifier of the work; must be the same on all ranks.
         work: function whose result and errors can be pickled.
 
     Raises:
@@ -108,7 +107,8 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
     """
     if world_size() == 1:
         return work()
-    # The store and not a collective: rank 0 need not wait, and works while others are in other collectives.
+    # The result is sent through the store instead of a collective. Rank 0 therefore need not wait for other ranks, and
+    # they may be inside collectives while it works.
     store, key = _store(), _key(name)
     result: Any = None
     error: Exception | None = None
@@ -130,13 +130,13 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
 
 
 def wait_for_ranks(name: str) -> None:
-    """Wait until all ranks make the same call, before collectives that would hang if a rank were missing.
+    """Wait until all ranks have made this call. Use it before collectives that would hang if a rank were missing.
 
-    After `PATIENCE` a warning names the ranks that have not called. The store of the process group holds a few numbers
-    for each call, which the last rank deletes.
+    After `PATIENCE`, a warning lists the ranks that have not made the call. Each call keeps a few keys in the process
+    group's store, and the last rank to leave deletes the keys.
 
     Args:
-        name: identifier of the call, the same on all ranks.
+        name: identifier of the call; must be the same on all ranks.
 
     Raises:
         TimeoutError: a rank did not call within the process group's timeout.
@@ -148,7 +148,7 @@ def wait_for_ranks(name: str) -> None:
 
 
 def _wait_for_ranks(name: str) -> None:
-    # Ranks that have called are bits of a few numbers.
+    # Each rank that has made the call sets its bit in one of a few integers.
     store, key = _store(), _key(name)
     words = [f"{key} ranks {word}" for word in range(-(-world_size() // BITS))]
     store.add(words[rank() // BITS], 1 << rank() % BITS)
@@ -179,7 +179,7 @@ def _store() -> Any:
 
 
 def _key(name: str) -> str:
-    """The beginning of the keys of a call, which is another one each time."""
+    """Return a prefix for the store's keys of one call. Every call with the same name gets a new prefix."""
     _calls[name] += 1
     return f"liger_models {name} {_calls[name]}"
 
@@ -198,7 +198,7 @@ def _lost_store(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sign_of_life(key: str) -> Iterator[None]:
-    """Context in which a thread counts up a number in the store, which `_wait` watches."""
+    """Return a context manager in which a thread sends heartbeats: it increments a counter that `_wait` watches."""
     store, ended = _store(), threading.Event()
 
     def count() -> None:
@@ -217,7 +217,11 @@ def _sign_of_life(key: str) -> Iterator[None]:
 
 
 def _wait(key: str, message: str) -> None:
-    """Wait for the key "done"; TimeoutError if meanwhile there is no sign of life for the process group's timeout."""
+    """Wait for the key "done" in the store.
+
+    Raises:
+        TimeoutError: no heartbeat has arrived for the length of the process group's timeout.
+    """
     store, signs, since = _store(), -1, time.monotonic()
     while True:
         try:
@@ -233,12 +237,12 @@ def _wait(key: str, message: str) -> None:
 
 
 def _period(store: Any) -> float:
-    """Seconds between signs of life."""
+    """Return the number of seconds between two heartbeats."""
     return min(float(store.timeout.total_seconds()) / 4, 10.0)
 
 
 def _picklable(error: Exception | None) -> Exception | None:
-    """The error itself, or a RuntimeError with its type and message if the error cannot be pickled."""
+    """Return the error itself or, if it cannot be pickled, a RuntimeError with its type and message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,6 +1,7 @@
-"""The sum of several tensors in a wider dtype: out[i] = Σ_r parts[r, i] / divisor, summed in fp32.
+"""The sum of several tensors, accumulated in fp32: out[i] = (Σ_r parts[r, i]) / divisor.
 
-The parts are read once and the result is written once. torch's reduction over so few rows takes several times as long.
+The kernel reads each part once and writes the result once. PyTorch's reduction takes several times as long for so few
+rows.
 """
 
 import torch
@@ -10,12 +11,12 @@ from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 
 BLOCK = 2048
 NUM_WARPS = 8
-"""Results and warps of a program: a thread loads eight bf16 elements in one 16-byte vector."""
+"""Number of results and of warps of a program. A thread loads eight bf16 elements in one 16-byte vector."""
 
 
 @triton.jit
 def _add_parts_kernel(parts_ptr, out_ptr, count, divisor, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add BLOCK elements of all parts [R, count] per program."""
+    """Compute BLOCK elements of the sum of all parts [R, count]."""
     elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < count
     total = tl.zeros((BLOCK,), tl.float32)
@@ -26,12 +27,12 @@ def _add_parts_kernel(parts_ptr, out_ptr, count, divisor, PARTS: tl.constexpr, B
 
 
 def add_parts(parts: Tensor, out: Tensor, divisor: int = 1) -> None:
-    """Write the sum of the parts, divided by ``divisor``, to ``out``. Not differentiable.
+    """Write the sum of the parts, divided by ``divisor``, to ``out``. This function is not differentiable.
 
     Args:
         parts: [R, N], floating-point, contiguous.
         out: [N], contiguous.
-        divisor: the number that divides the sum.
+        divisor: the number by which the sum is divided.
     """
     if use_triton(parts) and out.dtype == torch.float32:
         if out.numel():

@@ -1,9 +1,9 @@
 """Backend selection and launch helpers that all ops share.
 
-Ops run their Triton kernels on accelerators (CUDA, ROCm, XPU; docs/correctness.md says which have been checked) and
-their plain-torch reference on the CPU and everywhere else. With ``TRITON_INTERPRET=1`` in the environment before the
-first import, Triton's interpreter runs the kernels on the CPU. On an accelerator an op never falls back silently:
-without Triton it raises.
+On accelerators (CUDA, ROCm, XPU), ops run their Triton kernels; docs/correctness.md lists the tested GPUs. On the CPU
+and all other devices, ops run their reference in plain PyTorch. If ``TRITON_INTERPRET=1`` is in the environment before
+the first import, Triton's interpreter runs the kernels on the CPU. On an accelerator, an op never falls back to the
+reference silently: if Triton is not installed, the op raises an error.
 """
 
 import functools
@@ -19,10 +19,10 @@ try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton has no wheel for this platform: only the reference backend exists
+except ImportError:  # without Triton, which has no wheel for some platforms, only the reference backend is available
 
     class _Absent:
-        """Replaces Triton so that kernels can be defined; `use_triton` keeps them from being launched."""
+        """Stand-in for Triton with which kernels can be defined. `use_triton` ensures that no kernel is launched."""
 
         def __getattr__(self, name: str) -> Any:
             return self
@@ -32,7 +32,7 @@ except ImportError:  # Triton has no wheel for this platform: only the reference
 
     triton = tl = TensorDescriptor = _Absent()
 
-__all__ = ["TensorDescriptor", "tl", "triton"]  # re-exported, so that kernels can be defined without Triton
+__all__ = ["TensorDescriptor", "tl", "triton"]  # modules with kernels import these names from here
 
 HAS_TRITON = type(triton).__name__ != "_Absent"
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,7 +45,7 @@ _triton_assumed = False
 
 @contextmanager
 def reference_backend() -> Iterator[None]:
-    """Context in which every op runs its plain-torch reference, on any device."""
+    """Return a context manager in which every op runs its reference in plain PyTorch, on any device."""
     global _reference_only
     before, _reference_only = _reference_only, True
     try:
@@ -56,7 +56,10 @@ def reference_backend() -> Iterator[None]:
 
 @contextmanager
 def triton_assumed() -> Iterator[None]:
-    """Context in which ops on tensors without values run as they do with Triton, so that they save the same tensors."""
+    """Return a context manager in which ops on tensors without values (meta, fake) choose their Triton backend.
+
+    The ops then save the same tensors for the backward as on an accelerator.
+    """
     global _triton_assumed
     before, _triton_assumed = _triton_assumed, True
     try:
@@ -66,7 +69,7 @@ def triton_assumed() -> Iterator[None]:
 
 
 def use_triton(x: Tensor) -> bool:
-    """True if an op on ``x`` runs its Triton kernels, False if it runs the reference.
+    """Return True if an op on ``x`` runs its Triton kernels, and False if the op runs its reference.
 
     Raises:
         RuntimeError: ``x`` is on an accelerator and Triton is not installed.
@@ -89,7 +92,7 @@ def use_triton(x: Tensor) -> bool:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Context that makes the device of ``x`` the current device, on which Triton launches kernels."""
+    """Return a context manager in which the device of ``x`` is the current device, on which Triton launches kernels."""
     if x.device.type == "cuda":
         return torch.cuda.device(x.device)
     if x.device.type == "xpu":
@@ -98,29 +101,34 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def num_programs(x: Tensor, per_sm: int) -> int:
-    """Grid size of a persistent kernel: ``per_sm`` programs per multiprocessor of the device of ``x``."""
+    """Return the grid size of a persistent kernel: ``per_sm`` programs per multiprocessor of the device of ``x``."""
     if x.device.type == "cuda":
         return torch.cuda.get_device_properties(x.device).multi_processor_count * per_sm
     if x.device.type == "xpu":
         return int(torch.xpu.get_device_properties(x.device).max_compute_units) * per_sm
-    return 3  # the interpreter: few, and odd so that programs get unequal shares in tests
+    # In the interpreter, few programs are enough. The number is odd, so that programs get unequal shares in tests.
+    return 3
 
 
 def fitting_stages(x: Tensor, stages: int, stage_bytes: int) -> int:
-    """``stages``, or 1 if so many pipeline stages don't fit into the shared memory of the device of ``x``."""
+    """Return ``stages`` if this many pipeline stages fit into the shared memory of the device of ``x``, otherwise 1.
+
+    Args:
+        stage_bytes: shared memory that one stage takes, in bytes.
+    """
     available = 2**17 if INTERPRET else _shared_memory(x.device.index)
     return stages if stages * stage_bytes <= available else 1
 
 
 @functools.cache
 def cuda_capability(device: torch.device) -> tuple[int, int]:
-    """CUDA compute capability of an NVIDIA GPU; (0, 0) of any other device."""
+    """Return the CUDA compute capability of an NVIDIA GPU, or (0, 0) for any other device."""
     is_cuda = device.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
 
 
 def has_ptx(x: Tensor) -> bool:
-    """Whether kernels on the device of ``x`` may contain PTX, which NVIDIA GPUs from Ampere on run."""
+    """Return whether kernels on the device of ``x`` may contain PTX, which takes an NVIDIA GPU from Ampere on."""
     return cuda_capability(x.device) >= (8, 0)
 
 

@@ -1,23 +1,23 @@
-"""Which parts of a model run on fused kernels. The caller chooses them; a checkpoint does not record them."""
+"""The choice of the model parts that run on fused kernels. The caller makes it; checkpoints do not record it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelOptions:
-    """Whether each part runs on its fused kernel (True) or in plain torch (False, for debugging and comparison).
+    """One choice per part of a model: fused kernel (True), or plain PyTorch for debugging and comparison (False).
 
     Args:
-        rms_norm: RMSNorms and the linear layers after them, without saving normed activations.
-        layer_norm: LayerNorms, likewise.
-        rope: rotary embedding on the packed QKV projection.
-        swiglu: the MLP's activation, gated or not, with any activation function.
+        rms_norm: RMSNorms and the linear layers after them. The fused kernels do not save the normed activations.
+        layer_norm: LayerNorms and the linear layers after them, in the same way.
+        rope: the rotary embedding of the packed QKV projection.
+        swiglu: the MLP's activation, whichever function it is and whether or not it is gated.
         linear_attention: the recurrence of linear attention, its convolution and its gated norm.
-        cross_entropy: the loss on logits that are held in full.
+        cross_entropy: the loss, computed from all logits.
         fused_linear_cross_entropy: head and loss in one op, which never holds all logits.
 
     Raises:
-        ValueError: both losses are True.
+        ValueError: both ``cross_entropy`` and ``fused_linear_cross_entropy`` are True.
     """
 
     rms_norm: bool = True

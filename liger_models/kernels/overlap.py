@@ -1,13 +1,13 @@
 """Kernels that start before the previous kernel ends.
 
-A step of decoding is hundreds of kernels of a few microseconds each. Between two kernels a GPU does nothing for about a
-microsecond, while the last programs of one kernel end and the first programs of the next start. Within `overlapping`
-each kernel lets the next one start at once (programmatic dependent launch, on Hopper and later GPUs). The next kernel
-starts on free multiprocessors, loads weights (which no kernel of the step writes), and then waits for the end of the
-previous kernel.
+A decoding step launches hundreds of kernels, which take a few microseconds each. Between two kernels, the GPU is idle
+for about a microsecond, while the last programs of one kernel end and the first programs of the next kernel start.
+Within `overlapping`, each kernel lets the next kernel start early (programmatic dependent launch, on Hopper and later
+GPUs). The next kernel starts on free multiprocessors and loads weights, which no kernel of the step writes. Then it
+waits for the end of the previous kernel.
 
-All kernels of the package that run in a step call `await_previous`, or its two halves. Other kernels run as usual: they
-start after the previous kernel ends, and the next kernel starts after they end.
+All kernels of this package that run in a decoding step call `await_previous`, or `start_next` and `end_previous`. Other
+kernels run as usual: they start after the previous kernel ends, and the next kernel starts after they end.
 
 Source: https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/programmatic-dependent-launch.html.
 """
@@ -22,16 +22,16 @@ from torch import Tensor
 from liger_models.kernels.dispatch import cuda_capability, tl, triton
 
 MIN_CAPABILITY = (9, 0)
-"""CUDA compute capability of the first GPUs with programmatic dependent launch."""
+"""Lowest CUDA compute capability that has programmatic dependent launch."""
 
 _active = False
 
 
 @contextmanager
 def overlapping(active: bool = True) -> Iterator[None]:
-    """Context in which kernels overlap, or with ``active=False`` do not.
+    """Return a context manager in which kernels overlap or, with ``active=False``, do not overlap.
 
-    No kernel in the context may write weights, including any tensor that `row_linear` takes as its weight.
+    No kernel in this context may write to a weight, which includes every tensor that `row_linear` takes as its weight.
     """
     global _active
     before, _active = _active, active
@@ -42,18 +42,18 @@ def overlapping(active: bool = True) -> Iterator[None]:
 
 
 def can_overlap(device: torch.device) -> bool:
-    """Whether a kernel on the device may start before the previous kernel ends."""
+    """Return whether the device has programmatic dependent launch, with which kernels can overlap."""
     return cuda_capability(device) >= MIN_CAPABILITY
 
 
 def overlap(x: Tensor) -> dict[str, Any]:
-    """The constant OVERLAPS of a launch on the device of x, and the launch option that goes with it."""
+    """Return the constant OVERLAPS for a kernel launch on the device of x and, if it is True, the launch option."""
     return {"OVERLAPS": True, "launch_pdl": True} if _active and can_overlap(x.device) else {"OVERLAPS": False}
 
 
 @triton.jit
 def start_next(OVERLAPS: tl.constexpr):
-    """Let the next kernel start once all programs of this kernel have called this."""
+    """Let the next kernel start as soon as all programs of this kernel have called this function."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -67,6 +67,6 @@ def end_previous(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def await_previous(OVERLAPS: tl.constexpr):
-    """`start_next` and `end_previous`, for kernels that load nothing before the previous kernel ends."""
+    """Call `start_next` and `end_previous`. For kernels that load nothing before the previous kernel ends."""
     start_next(OVERLAPS)
     end_previous(OVERLAPS)

@@ -1,4 +1,4 @@
-"""Training losses as modules: cross entropy, preference, GRPO and distillation losses, one file each."""
+"""Training losses as modules: cross entropy, preference, GRPO and distillation losses. Each loss has its own file."""
 
 from liger_models.common.lazy import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Base of all losses that include the language-model head instead of taking logits."""
+"""Base class of the losses that take hidden states and the language-model head's weight instead of logits."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from torch import nn
 
 
 class FusedLinearLoss(nn.Module):
-    """A loss of hidden states and the head's weight, which holds the logits of one chunk of tokens at a time.
+    """A loss that takes hidden states and the head's weight, and computes the logits of one chunk of tokens at a time.
 
     Args:
         ignore_index: target value of tokens that the loss skips.
         softcap, logit_scale: applied to the logits, as in `fused_linear_logprobs`.
-        workspace_mib: budget in MiB of the logits buffer; None for the default of `linear_cross_entropy`.
+        workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
     """
 
     def __init__(self, ignore_index: int, softcap: float | None, logit_scale: float, workspace_mib: int | None) -> None:
@@ -25,7 +25,7 @@ class FusedLinearLoss(nn.Module):
 
     @property
     def _head_options(self) -> dict[str, Any]:
-        """Keyword arguments of the fused ops."""
+        """The keyword arguments that all fused ops share."""
         return {
             "ignore_index": self.ignore_index,
             "softcap": self.softcap,

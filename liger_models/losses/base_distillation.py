@@ -1,8 +1,8 @@
-"""Base of the distillation losses.
+"""Base classes of the distillation losses.
 
-The fused losses take hidden states and head weights of student and teacher and run `linear_divergence`. Its module,
-`liger_models.kernels.loss.divergence`, has the formulas. The other losses take probabilities or log-probabilities [...,
-V] and run `distribution_divergence`, which is exact where a probability is 0.
+The fused losses take the hidden states and head weights of student and teacher, and run `linear_divergence`. The
+formulas are in the docstring of `liger_models.kernels.loss.divergence`. The other losses take probabilities or
+log-probabilities, shape [..., V], and run `distribution_divergence`, which is exact where a probability is 0.
 """
 
 from typing import Any, ClassVar
@@ -17,16 +17,16 @@ from liger_models.losses.base import FusedLinearLoss
 
 
 class FusedDivergence(FusedLinearLoss):
-    """A divergence of the student's distribution from the teacher's, fused with both heads.
+    """A divergence between the student's and the teacher's distribution, fused with the heads of both models.
 
     Args:
         temperature: divisor of both models' logits in the divergence.
         teacher_softcap, teacher_logit_scale: ``softcap`` and ``logit_scale`` for the teacher's logits.
-        **head: arguments of `FusedLinearLoss` for the student.
+        **head: arguments of `FusedLinearLoss` for the student's head.
     """
 
     divergence: ClassVar[str]
-    """Name of the divergence in `linear_divergence`."""
+    """The divergence, by the name that `linear_divergence` has for it."""
 
     def __init__(
         self, temperature: float, teacher_softcap: float | None, teacher_logit_scale: float, **head: Any
@@ -39,7 +39,7 @@ class FusedDivergence(FusedLinearLoss):
 
     @property
     def _divergence_options(self) -> dict[str, Any]:
-        """Keyword arguments of `linear_divergence`."""
+        """The keyword arguments of `linear_divergence`."""
         return {
             **self._head_options,
             "divergence": self.divergence,
@@ -50,22 +50,25 @@ class FusedDivergence(FusedLinearLoss):
 
 
 class FusedDistillationLoss(FusedDivergence):
-    """``weight_hard_loss · cross entropy + weight_soft_loss · divergence``, averaged over the tokens with a label.
+    """``weight_hard_loss · cross entropy + weight_soft_loss · divergence``, averaged over the tokens that have a label.
 
     Args:
-        weight_hard_loss: weight of the cross entropy against the labels, at temperature 1.
-        weight_soft_loss: weight of the divergence.
-        beta: β in [0, 1] of the Jensen-Shannon divergence, or the factor of the cosine loss; other losses have no beta.
+        weight_hard_loss: weight of the cross entropy with the labels (the hard loss), which has temperature 1.
+        weight_soft_loss: weight of the divergence from the teacher (the soft loss).
+        beta: β in [0, 1] for the Jensen-Shannon divergence, or the coefficient of the cosine loss. Leave it out for the
+            other losses.
         ignore_index: label of tokens that the loss skips.
         temperature: divisor of both models' logits in the divergence.
-        compiled, chunk_size: accepted for compatibility with Liger-Kernel and ignored; see ``workspace_mib``.
-        return_soft_hard_loss: whether to return (loss, soft loss, hard loss), the last two without gradients.
+        compiled, chunk_size: ignored; accepted for compatibility with Liger-Kernel. ``workspace_mib`` limits the size
+            of a chunk.
+        return_soft_hard_loss: whether to return (loss, soft loss, hard loss). The soft loss and the hard loss are
+            detached.
         softcap, logit_scale: applied to the student's logits, as in `linear_divergence`.
         teacher_softcap, teacher_logit_scale: applied to the teacher's logits.
-        workspace_mib: budget in MiB of the logits buffers; None for the default of `linear_divergence`.
+        workspace_mib: maximum size of the logits buffers in MiB; None for the default of `linear_divergence`.
 
     Raises:
-        ValueError: the temperature or beta is out of range, or beta is given to a divergence without it.
+        ValueError: the temperature or beta is out of range, or beta is given to a loss that does not use it.
     """
 
     def __init__(
@@ -107,25 +110,25 @@ class FusedDistillationLoss(FusedDivergence):
         student_bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Compute the loss [] fp32; with ``return_soft_hard_loss`` return loss, soft loss and hard loss.
+        """Compute the loss [] fp32. With ``return_soft_hard_loss``, also return the soft loss and the hard loss.
 
         Args:
-            student_input: [..., C].
-            student_weight: [V, C].
-            teacher_input: [..., C'], where C' may differ from C.
-            teacher_weight: [V, C'].
+            student_input: [..., C] hidden states of the student.
+            student_weight: [V, C] weight of the student's head.
+            teacher_input: [..., C'] hidden states of the teacher; C' may differ from C.
+            teacher_weight: [V, C'] weight of the teacher's head.
             true_labels: [...] int64, already shifted.
-            student_bias, teacher_bias: [V].
+            student_bias, teacher_bias: [V] biases of the heads.
         """
         loss, soft, hard = linear_divergence(
             student_input, student_weight, teacher_input, teacher_weight, true_labels,
             bias=student_bias, teacher_bias=teacher_bias, beta=self.beta,
             hard_weight=self.weight_hard_loss, soft_weight=self.weight_soft_loss, **self._divergence_options,
         )  # fmt: skip
-        # The two parts are metrics, without gradients.
+        # The soft loss and the hard loss are metrics, without gradients.
         if not self.return_soft_hard_loss:
             return loss
-        if self.weight_hard_loss == 0.0:  # `linear_divergence` skips a hard loss of weight 0
+        if self.weight_hard_loss == 0.0:  # `linear_divergence` does not compute a hard loss with weight 0
             with torch.no_grad():
                 hard = linear_cross_entropy(
                     student_input, student_weight, true_labels, bias=student_bias, **self._head_options
@@ -134,13 +137,13 @@ class FusedDistillationLoss(FusedDivergence):
 
 
 def check_reduction(name: str, reduction: str) -> None:
-    """Raise unless the reduction is known."""
+    """Raise ValueError unless ``reduction`` is one of `REDUCTIONS`."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
 
 
 def check_distributions(name: str, first: Tensor, second: Tensor, labels: Tensor | None = None) -> None:
-    """Raise unless two distributions have the same shape [..., V] and the labels are [...]."""
+    """Raise ValueError unless both distributions have the same shape [..., V] and the labels, if any, are [...]."""
     if first.shape != second.shape or first.dim() == 0:
         raise ValueError(
             f"{name}: both distributions must have the same shape [..., V], got {list(first.shape)} and "

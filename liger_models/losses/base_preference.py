@@ -1,18 +1,18 @@
-"""Base of the preference losses: log-probabilities of sequences, the reference model, and pairs.
+"""Base classes of the preference losses.
 
-Notation of all preference losses:
+All preference losses share this notation:
 
-- l(y) is the log-probability of a sequence: the sum over its tokens, or their mean with ``average_log_prob``. It is 0
-  for a sequence without targets.
-- r(y) = l(y) − l_ref(y); without a reference model r(y) = l(y).
-- y_w is the chosen sequence of a pair, and y_l is the rejected one.
-- NLL is the mean negative log-probability of the chosen tokens.
+- l(y) is the log-probability of a sequence: the sum of the log-probabilities of its tokens or, with
+  ``average_log_prob``, their mean. l(y) is 0 for a sequence without targets.
+- r(y) = l(y) − l_ref(y). Without a reference model, r(y) = l(y).
+- y_w is the chosen sequence of a pair, and y_l is the rejected sequence.
+- NLL is the mean negative log-probability of the tokens in the chosen sequences.
 
 A loss over pairs is a mean over pairs plus ``alpha`` · NLL.
 
-The reference model needs one pass of `fused_linear_logprobs` without gradients, and the policy one pass of
-`loss_of_log_probs`. The loss of log-probabilities [B, T] is plain torch, differentiated by autograd. ``from_log_probs``
-computes only this loss, from log-probabilities that were computed elsewhere.
+The log-probabilities of the reference model take one call of `fused_linear_logprobs` without gradients, and those of
+the policy one call of `loss_of_log_probs`. The loss is computed from log-probabilities [B, T] in plain PyTorch, and
+autograd differentiates it. ``from_log_probs`` computes only this last part, from log-probabilities that the caller has.
 """
 
 from abc import ABC, abstractmethod
@@ -30,13 +30,14 @@ SMOOTHED = ("sigmoid", "robust", "exo_pair")
 
 
 class PreferenceMetrics(NamedTuple):
-    """Metrics of a loss over pairs, without gradients, in Liger-Kernel's order.
+    """Metrics of a loss over pairs, without gradients, in the same order as Liger-Kernel's.
 
     Attributes:
         chosen_logps, rejected_logps: [pairs] l(y) of each sequence.
-        chosen_logits_mean, rejected_logits_mean: [] mean of all logits before the softcap; None from `from_log_probs`.
-        nll_loss: [] NLL; 0 if the loss does not include it.
-        chosen_rewards, rejected_rewards: [pairs] β·r(y).
+        chosen_logits_mean, rejected_logits_mean: [] mean of all logits before the softcap. `from_log_probs` sets them
+            to None.
+        nll_loss: [] the NLL, or 0 if the loss does not include the NLL.
+        chosen_rewards, rejected_rewards: [pairs] β·r(y) of each sequence.
     """
 
     chosen_logps: Tensor
@@ -49,19 +50,24 @@ class PreferenceMetrics(NamedTuple):
 
     @property
     def accuracies(self) -> Tensor:
-        """[pairs], 1 where the chosen sequence has the larger reward and 0 elsewhere."""
+        """A tensor [pairs] that is 1 where the chosen sequence has the larger reward, and 0 elsewhere."""
         return (self.chosen_rewards > self.rejected_rewards).to(self.chosen_rewards.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """σ(x) with an accurate gradient near 1, where `torch.sigmoid`'s gradient y · (1 − y) cancels."""
+    """Compute y = σ(x) with an accurate gradient near y = 1, where 1 − y in `torch.sigmoid`'s gradient loses digits."""
     return logsigmoid(x).exp()
 
 
 def margin_losses(loss_type: str, margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """Losses [pairs] of the margins β·(r(y_w) − r(y_l)) [pairs] for sigmoid, hinge, ipo, robust and exo_pair."""
+    """Compute the losses [pairs] from the margins β·(r(y_w) − r(y_l)) [pairs].
+
+    Args:
+        loss_type: "sigmoid", "hinge", "ipo", "robust" or "exo_pair".
+    """
     e = label_smoothing
-    chosen, flipped = -logsigmoid(margin), -logsigmoid(-margin)  # with the label as it is, and exchanged
+    # The loss with the label as given, and with the label flipped.
+    chosen, flipped = -logsigmoid(margin), -logsigmoid(-margin)
     if loss_type == "sigmoid":
         return chosen * (1 - e) + flipped * e if e else chosen
     if loss_type == "hinge":
@@ -71,16 +77,16 @@ def margin_losses(loss_type: str, margin: Tensor, beta: float, label_smoothing: 
     if loss_type == "robust":
         return (chosen * (1 - e) - flipped * e) / (1 - 2 * e)
     assert loss_type == "exo_pair"
-    # KL of the model's distribution over the pair from the smoothed labels.
+    # KL divergence of the model's distribution over the two sequences of a pair from the smoothed label.
     labels = margin.new_tensor([1 - e, e]).log()
     return torch.sigmoid(margin) * (-chosen - labels[0]) + torch.sigmoid(-margin) * (-flipped - labels[1])
 
 
 class PreferenceLoss(FusedLinearLoss):
-    """A loss of the log-probabilities of whole sequences.
+    """A loss that is computed from the log-probabilities of whole sequences.
 
     Args:
-        beta: β.
+        beta: β, the coefficient of r(y); must not be negative.
         average_log_prob: whether l(y) is the mean over the tokens instead of the sum.
         use_ref_model: whether to compare the policy with a reference model.
         **head: arguments of `FusedLinearLoss`.
@@ -104,13 +110,18 @@ class PreferenceLoss(FusedLinearLoss):
             )
 
     def _sequence_log_probs(self, log_probs: Tensor, target: Tensor) -> Tensor:
-        """l(y) [B] from the log-probabilities of tokens [B, T]."""
+        """Compute l(y) [B] from the tokens' log-probabilities [B, T]."""
         valid = target != self.ignore_index  # [B, T]
         total = log_probs.where(valid, 0).sum(-1)
         return total / valid.sum(-1).clamp_min(1) if self.average_log_prob else total
 
     def _ratios(self, log_probs: Tensor, target: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        """l(y) without gradient and r(y), [B] each, from the policy's log-probabilities [B, T] and l_ref(y) [B]."""
+        """Compute the detached l(y) [B] and r(y) [B].
+
+        Args:
+            log_probs: [B, T], the policy's log-probabilities.
+            reference: [B], l_ref(y); None without a reference model.
+        """
         logps = self._sequence_log_probs(log_probs, target)
         return logps.detach(), logps if reference is None else logps - reference
 
@@ -122,8 +133,8 @@ class PreferenceLoss(FusedLinearLoss):
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
     ) -> Tensor | None:
-        """l_ref(y) [B] without gradient; None without a reference model."""
-        # A reference is given once, and only if the loss uses it.
+        """Compute l_ref(y) [B] without gradients. Return None if the loss does not use a reference model."""
+        # The reference must be given in exactly one form, and only if the loss uses it.
         references = [tensor is not None for tensor in (ref_input, ref_weight, ref_log_probs)]
         allowed = ([True, True, False], [False, False, True]) if self.use_ref_model else ([False] * 3,)
         if references not in allowed or (ref_bias is not None and ref_weight is None):
@@ -141,7 +152,7 @@ class PreferenceLoss(FusedLinearLoss):
                     ref_input, ref_weight, target, bias=ref_bias, **self._head_options
                 )
             assert ref_log_probs is not None
-            # Of sequences, or of tokens.
+            # Log-probabilities [B] of sequences are l_ref(y). Those of tokens, [B, T], are first reduced to l_ref(y).
             if ref_log_probs.dim() == 1:
                 if len(ref_log_probs) != len(target):
                     raise ValueError(
@@ -152,8 +163,9 @@ class PreferenceLoss(FusedLinearLoss):
             return self._sequence_log_probs(ref_log_probs, target)
 
     def _mean_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Mean of each sequence's logits [B], computed from means of x and of the weight without any logits."""
-        # The mean over tokens and vocabulary of x · Wᵀ is the product of the means.
+        """Compute the mean [B] of each sequence's logits from the means of x and of the weight, without the logits."""
+        # The mean of x · Wᵀ over tokens and vocabulary is the product of two means: of x over tokens, and of W over the
+        # vocabulary.
         with torch.no_grad():
             wide = torch.promote_types(x.dtype, torch.float32)
             mean = (x.sum(1, dtype=wide) / max(x.shape[1], 1)) @ weight.mean(0, dtype=wide)
@@ -161,7 +173,7 @@ class PreferenceLoss(FusedLinearLoss):
 
 
 class PairLoss(PreferenceLoss, ABC):
-    """A loss over pairs. The first half of the rows are the chosen sequences, the second half the rejected sequences.
+    """A loss over pairs. The first half of the rows holds the chosen sequences, and the second half the rejected ones.
 
     Args:
         alpha: weight of the NLL.
@@ -188,7 +200,7 @@ class PairLoss(PreferenceLoss, ABC):
 
     @abstractmethod
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Losses [pairs] from r(y_w) and r(y_l) [pairs]."""
+        """Compute the losses [pairs] from r(y_w) [pairs] and r(y_l) [pairs]."""
 
     def _check_loss_type(self, loss_type: str, allowed: tuple[str, ...], label_smoothing: float) -> None:
         name = self._name
@@ -216,19 +228,19 @@ class PairLoss(PreferenceLoss, ABC):
         self, log_probs: Tensor, target: Tensor, reference: Tensor | None = None, add_nll: bool = True
     ) -> tuple[Tensor, PreferenceMetrics]:
         self._check_rows(log_probs, target, paired=True)
-        # Row i and row i + pairs are a pair.
+        # Row i and row i + pairs form a pair.
         pairs = len(target) // 2
         logps, ratios = self._ratios(log_probs, target, reference)  # [2·pairs]
         loss = self.pair_losses(ratios[:pairs], ratios[pairs:]).sum() / max(pairs, 1)
 
-        # Mean over the tokens of all chosen sequences.
+        # The NLL is a mean over the tokens of all chosen sequences.
         nll_loss = log_probs.new_zeros(())
         if self.compute_nll_loss and add_nll:
             valid = target[:pairs] != self.ignore_index
             nll_loss = -log_probs[:pairs].where(valid, 0).sum() / valid.sum().clamp_min(1)
             loss = loss + self.alpha * nll_loss
 
-        # The implicit rewards of the policy, as metrics.
+        # The implicit rewards of the policy are metrics.
         rewards = self.beta * ratios.detach()
         return loss, PreferenceMetrics(
             logps[:pairs], logps[pairs:], None, None, nll_loss.detach(), rewards[:pairs], rewards[pairs:]
@@ -248,21 +260,21 @@ class PairLoss(PreferenceLoss, ABC):
             lambda log_probs: self._from_log_probs(log_probs, target, reference, add_nll),
             x, weight, target, together=2, uniform=True, bias=bias, **self._head_options,
         )  # fmt: skip
-        # Metrics of Liger-Kernel that would need all logits are computed from means.
+        # For the mean logits, Liger-Kernel uses all logits. Here they are computed from means of x and of the weight.
         means = self._mean_logits(x, weight, bias)  # [2·pairs]
         chosen, rejected = means.view(2, len(means) // 2).sum(1) / max(len(target) // 2, 1)
         return loss, metrics._replace(chosen_logits_mean=chosen, rejected_logits_mean=rejected)
 
 
 class ReferenceFreePairLoss(PairLoss):
-    """A loss over pairs without a reference model: r(y) = l(y)."""
+    """A loss over pairs without a reference model, so that r(y) = l(y)."""
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, PreferenceMetrics]:
-        """Compute loss and metrics; arguments as in `LigerFusedLinearDPOLoss.forward`."""
+        """Compute loss and metrics. The arguments are described in `LigerFusedLinearDPOLoss.forward`."""
         return self._from_head(_input, lin_weight, target, bias)
 
     def from_log_probs(self, log_probs: Tensor, target: Tensor) -> tuple[Tensor, PreferenceMetrics]:
-        """`forward` from the policy's log-probability of each token, [2·pairs, T]."""
+        """Compute what `forward` returns, given the policy's log-probability of each token, [2·pairs, T]."""
         return self._from_log_probs(log_probs, target)

@@ -1,12 +1,13 @@
-"""Cosine similarity of student's and teacher's logits."""
+"""A distillation loss with the cosine similarity between the student's and the teacher's logits."""
 
 from liger_models.losses.base_distillation import FusedDistillationLoss
 
 
 class LigerFusedLinearCosineSimilarityLoss(FusedDistillationLoss):
-    """Cross entropy plus ``beta · (1 − cosine)`` of both models' logits, which does not depend on the temperature.
+    """Cross entropy plus ``beta · (1 − c)``, where c is the cosine similarity between both models' logits.
 
-    Arguments are as in `FusedDistillationLoss`, and ``beta`` may be any factor.
+    c does not depend on the temperature. The arguments are those of `FusedDistillationLoss`, except that ``beta`` may
+    be any number.
     """
 
     divergence = "cosine"

@@ -6,13 +6,14 @@ from liger_models.losses.base_preference import MARGIN_LOSSES, ReferenceFreePair
 
 
 class LigerFusedLinearCPOLoss(ReferenceFreePairLoss):
-    """Contrastive preference optimization: ``−(1 − ε)·log σ(m) − ε·log σ(−m) + alpha · NLL``, m = β·(l(y_w) − l(y_l)).
+    """Contrastive preference optimization (CPO).
 
-    l is the log-probability of a sequence.
+    The loss of a pair is ``−(1 − ε)·log σ(m) − ε·log σ(−m)`` with the margin m = β·(l(y_w) − l(y_l)), where l is the
+    log-probability of a sequence. ``alpha`` · NLL is added to the mean over pairs.
 
     Args:
         alpha: weight of the NLL.
-        label_smoothing: ε, for loss type sigmoid.
+        label_smoothing: ε, for loss type "sigmoid".
         loss_type: "sigmoid", "hinge" or "ipo", see `LigerFusedLinearDPOLoss`.
         Others: as in `LigerFusedLinearDPOLoss`.
 
@@ -43,5 +44,5 @@ class LigerFusedLinearCPOLoss(ReferenceFreePairLoss):
         self.loss_type, self.label_smoothing = loss_type, label_smoothing
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Losses [pairs] from l(y_w) and l(y_l) [pairs]."""
+        """Compute the losses [pairs] from l(y_w) [pairs] and l(y_l) [pairs]."""
         return margin_losses(self.loss_type, self.beta * (chosen - rejected), self.beta, self.label_smoothing)

@@ -1,4 +1,4 @@
-"""Cross entropy of logits, and of hidden states including the language-model head."""
+"""Cross entropy computed from logits, or from hidden states and the weight of the language-model head."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ class LigerCrossEntropyLoss(nn.Module):
         lse_square_scale: coefficient of the z-loss.
         label_smoothing: in [0, 1].
         reduction: "mean", "sum" or "none".
-        softcap: cap of the logits; None for no cap.
+        softcap: bound of the logits' absolute value, softcap · tanh(logits / softcap); None for no softcap.
         return_z_loss, return_token_accuracy, return_predicted_tokens: whether to return a `CrossEntropyOutput` with
-            these fields instead of the loss alone.
+            this field instead of the loss alone.
     """
 
     weight: Tensor | None
@@ -38,7 +38,8 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
-        # A buffer, so that it moves with the module; not persistent, because it is no part of a checkpoint.
+        # The class weights are a buffer, so that they move with the module. The buffer is not persistent, because
+        # checkpoints do not contain it.
         self.register_buffer("weight", weight, persistent=False)
         self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
         self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
@@ -51,7 +52,7 @@ class LigerCrossEntropyLoss(nn.Module):
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Keyword arguments of the op."""
+        """The keyword arguments of the op."""
         return {
             "class_weight": self.weight,
             "ignore_index": self.ignore_index,
@@ -65,7 +66,7 @@ class LigerCrossEntropyLoss(nn.Module):
         }
 
     def _selected(self, out: CrossEntropyOutput) -> Tensor | CrossEntropyOutput:
-        """The whole output if more than the loss was requested."""
+        """Return the whole output if more than the loss was requested, and otherwise the loss."""
         more = self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens
         return out if more else out.loss
 
@@ -75,9 +76,10 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
 
     Args:
         ce_weight: [V] class weights.
-        accum_dtype: None or float32, with the same effect: sums over chunks as in `linear_cross_entropy`.
+        accum_dtype: must be None or float32, which have the same effect: gradients are summed over chunks as described
+            in `linear_cross_entropy`.
         use_token_scaling: must be False. Use ``token_weight`` of `linear_cross_entropy` instead.
-        workspace_mib: budget in MiB of the logits buffer; None for the default of `linear_cross_entropy`.
+        workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
         Others: as in `LigerCrossEntropyLoss`.
 
     Raises:
@@ -118,7 +120,14 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
     def forward(  # type: ignore[override]
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        """Compute the loss of lin_weight [V, C], hidden states [..., C], targets [...] int64 and bias [V]."""
-        # Liger-Kernel takes the weight before the hidden states, and the op takes it after them.
+        """Compute the loss.
+
+        Args:
+            lin_weight: [V, C] weight of the head.
+            _input: [..., C] hidden states.
+            target: [...] int64.
+            bias: [V].
+        """
+        # Here the weight comes before the hidden states, as in Liger-Kernel. The op takes the hidden states first.
         options = {**self._options, "bias": bias, "workspace_mib": self.workspace_mib}
         return self._selected(linear_cross_entropy(_input, lin_weight, target, **options))

@@ -1,4 +1,4 @@
-"""Direct preference optimization and ten related losses over pairs, with or without a reference model."""
+"""Direct preference optimization (DPO) and ten related losses over pairs, with or without a reference model."""
 
 import torch
 from torch import Tensor
@@ -14,40 +14,42 @@ DPO_LOSSES = (
 class LigerFusedLinearDPOLoss(PairLoss):
     """Direct preference optimization: ``−log σ(β·(r(y_w) − r(y_l)))``, or a related loss chosen by ``loss_type``.
 
-    r(y) is the log-probability of a sequence minus its log-probability under the reference model. With m the margin
-    β·(r(y_w) − r(y_l)) of the chosen sequence y_w over the rejected y_l, w = β·r(y_w), l = β·r(y_l), ε
-    ``label_smoothing`` and σ the logistic function:
+    r(y) is the log-probability of a sequence minus its log-probability under the reference model. y_w is the chosen
+    sequence of a pair, and y_l is the rejected sequence. Let w = β·r(y_w), l = β·r(y_l), and let m = w − l be the
+    margin. σ is the logistic function, and ε is ``label_smoothing``. The loss types are:
 
-    - sigmoid: −(1 − ε)·log σ(m) − ε·log σ(−m)  (ε > 0: conservative DPO)
+    - sigmoid: −(1 − ε)·log σ(m) − ε·log σ(−m); this is conservative DPO if ε > 0
     - hinge: max(0, 1 − m)
-    - ipo: (m/β − 1/(2β))²; with ``average_log_prob`` the length-normalized form that its authors used
+    - ipo: (m/β − 1/(2β))²; set ``average_log_prob`` for the length-normalized form that the authors of IPO used
     - robust: (−(1 − ε)·log σ(m) + ε·log σ(−m)) / (1 − 2ε)
-    - exo_pair: KL of (σ(m), σ(−m)) from (1 − ε, ε)
+    - exo_pair: KL((σ(m), σ(−m)) ‖ (1 − ε, ε))
     - nca_pair: −log σ(w) − ½·log σ(−w) − ½·log σ(−l)
     - bco_pair: −log σ(w) − log σ(−l)
     - sppo_hard: (w/β − 1/(2β))² + (l/β + 1/(2β))²
     - apo_zero: 1 − σ(w) + σ(l)
     - apo_down: σ(w) + 1 − σ(m)
-    - discopop: −(1 − σ(m/τ))·log σ(m) + σ(m/τ)·exp(−m), τ ``discopop_tau``
+    - discopop: −(1 − σ(m/τ))·log σ(m) + σ(m/τ)·exp(−m), where τ is ``discopop_tau``
 
-    The loss is the mean over pairs, plus ``alpha`` times the mean negative log-probability of the chosen tokens (NLL).
+    The loss is the mean over pairs. With ``compute_nll_loss``, ``alpha`` · NLL is added, where NLL is the mean negative
+    log-probability of the tokens in the chosen sequences.
 
     Args:
         ignore_index: target value of tokens that the loss skips.
         beta: β.
         alpha: weight of the NLL.
         compute_nll_loss: whether to add the NLL.
-        compiled, chunk_size: accepted for compatibility with Liger-Kernel and ignored; see ``workspace_mib``.
-        use_ref_model: whether to compare the policy with a reference model; without one r(y) is the log-probability.
+        compiled, chunk_size: ignored; accepted for compatibility with Liger-Kernel. ``workspace_mib`` limits the size
+            of a chunk.
+        use_ref_model: whether to compare the policy with a reference model. If False, r(y) is the log-probability.
         average_log_prob: whether the log-probability of a sequence is the mean over its tokens instead of the sum.
-        loss_type: one of the above.
+        loss_type: one of the types listed above.
         label_smoothing: ε, for sigmoid, robust and exo_pair.
         discopop_tau: τ, for discopop.
         softcap, logit_scale: applied to the policy's and the reference model's logits, as in `fused_linear_logprobs`.
-        workspace_mib: budget in MiB of the logits buffer; None for the default of `linear_cross_entropy`.
+        workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
 
     Raises:
-        ValueError: the loss type is unknown, or does not have one of the options.
+        ValueError: the loss type is unknown, or an option does not apply to it.
 
     Source: https://arxiv.org/abs/2305.18290, ipo https://arxiv.org/abs/2310.12036, robust
     https://arxiv.org/abs/2403.00409, exo https://arxiv.org/abs/2402.00856, nca https://arxiv.org/abs/2402.05369, bco
@@ -87,9 +89,10 @@ class LigerFusedLinearDPOLoss(PairLoss):
         self.loss_type, self.label_smoothing, self.discopop_tau = loss_type, label_smoothing, discopop_tau
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Losses [pairs] from r(y_w) and r(y_l) [pairs]."""
+        """Compute the losses [pairs] from r(y_w) [pairs] and r(y_l) [pairs]."""
         loss_type = self.loss_type
-        # Losses that judge chosen and rejected sequences apart; `margin_losses` has the losses of the margin alone.
+        # These losses depend on r(y_w) and r(y_l) separately, except for discopop. `margin_losses` has the losses that
+        # depend only on the margin.
         w, l = self.beta * chosen, self.beta * rejected  # noqa: E741
         margin = self.beta * (chosen - rejected)
         if loss_type == "nca_pair":
@@ -103,7 +106,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
         if loss_type == "apo_down":
             return sigmoid(w) + sigmoid(-margin)
         if loss_type == "discopop":
-            # σ(m/τ)·exp(−m) takes one exponential: exp(−m) alone overflows where σ(m/τ) is 0.
+            # σ(m/τ)·exp(−m) is computed as one exponential, because exp(−m) alone overflows where σ(m/τ) is 0.
             scaled = margin / self.discopop_tau
             return -logsigmoid(margin) * sigmoid(-scaled) + torch.exp(logsigmoid(scaled) - margin)
         return margin_losses(loss_type, margin, self.beta, self.label_smoothing)
@@ -123,20 +126,21 @@ class LigerFusedLinearDPOLoss(PairLoss):
         """Compute loss and metrics.
 
         Args:
-            lin_weight: [V, C].
-            _input: [2·pairs, T, C], the chosen sequences first.
+            lin_weight: [V, C] weight of the head.
+            _input: [2·pairs, T, C] hidden states, the chosen sequences first.
             target: [2·pairs, T] int64, already shifted.
-            bias: [V].
-            ref_input, ref_weight, ref_bias: hidden states, weight and bias of the reference model, whose hidden size
-                may differ.
-            ref_log_probs: log-probability of each token [2·pairs, T] or each sequence [2·pairs], in place of these
-                three.
+            bias: [V] bias of the head.
+            ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. Its
+                hidden size may differ from C.
+            ref_log_probs: the reference model's log-probabilities of the tokens [2·pairs, T] or of the sequences
+                [2·pairs]. They replace the three arguments above.
 
         Returns:
             Loss [] fp32 and `PreferenceMetrics`.
 
         Raises:
-            ValueError: shapes do not match, or the reference is missing, given twice, or given but not used.
+            ValueError: shapes do not match, or the reference is missing, given twice, or given although the loss does
+                not use it.
         """
         reference = self._reference(target, ref_log_probs, ref_input, ref_weight, ref_bias)
         return self._from_head(_input, lin_weight, target, bias, reference)
@@ -144,5 +148,5 @@ class LigerFusedLinearDPOLoss(PairLoss):
     def from_log_probs(
         self, log_probs: Tensor, target: Tensor, *, ref_log_probs: Tensor | None = None
     ) -> tuple[Tensor, PreferenceMetrics]:
-        """`forward` from the policy's log-probability of each token, [2·pairs, T]."""
+        """Compute what `forward` returns, given the policy's log-probability of each token, [2·pairs, T]."""
         return self._from_log_probs(log_probs, target, self._reference(target, ref_log_probs))

@@ -1,9 +1,9 @@
-"""Group-relative policy optimization, and seven related losses of sampled completions.
+"""Group-relative policy optimization (GRPO), and seven related losses for sampled completions.
 
-The reference model needs one pass of `fused_linear_logprobs` without gradients. The policy needs one pass of
-`loss_of_log_probs` over the completions, or one pass of `cross_entropy` over logits that are held in full. The loss of
-log-probabilities [B, T] is plain torch, differentiated by autograd. ``from_log_probs`` computes only this loss, from
-log-probabilities that were computed elsewhere, and ``token_losses`` computes it without the reduction.
+The log-probabilities of the reference model take one call of `fused_linear_logprobs` without gradients. Those of the
+policy take one call of `loss_of_log_probs` or, if the caller has all logits, one call of `cross_entropy`. The loss is
+computed from log-probabilities [B, T] in plain PyTorch, and autograd differentiates it. ``from_log_probs`` computes
+only this last part, from log-probabilities that the caller has. ``token_losses`` does so without the reduction.
 """
 
 from typing import Any
@@ -20,19 +20,19 @@ from liger_models.losses.base import FusedLinearLoss
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 TOKEN_MEANS = ("dapo", "cispo", "vespo")
-"""Loss types that divide by the number of tokens on all ranks."""
+"""Loss types that divide by the number of tokens of all ranks."""
 ONLY_PER_TOKEN = ("cispo", "sapo", "vespo")
-"""Loss types without the clipped minimum and without one ratio per sequence."""
+"""Loss types that do not use the clipped minimum and do not support one ratio per sequence."""
 UNCLIPPED = ("sapo", "vespo")
-"""Loss types that clip nothing."""
+"""Loss types without clipping."""
 KL_ESTIMATORS = ("k1", "k2", "k3")
 IGNORED = -100
 LOG_MAX, LOG_MIN = 20.0, -18.420680743952367
-"""Bounds of the log weights of vespo; the weights lie between 1e-8 and e^20."""
+"""Bounds of log W of vespo, so that W lies between 1e-8 and e^20."""
 
 
 def _tokens_of_all_ranks(mask: Tensor) -> Tensor:
-    """Number of unmasked tokens on all ranks, [] fp32."""
+    """Return the number of unmasked tokens on all ranks, [] fp32."""
     tokens = mask.sum(dtype=torch.float32)
     if is_distributed():
         dist.all_reduce(tokens)
@@ -40,54 +40,61 @@ def _tokens_of_all_ranks(mask: Tensor) -> Tensor:
 
 
 class LigerFusedLinearGRPOLoss(FusedLinearLoss):
-    """Group-relative policy optimization (GRPO) for sampled completions with given advantages, and related losses.
+    """Group-relative policy optimization (GRPO), and related losses, for sampled completions and their advantages.
 
-    For each token, l is its log-probability, l_old and l_ref its log-probabilities under the policy that sampled it and
-    under the reference model, A the advantage of its sequence, and w = exp(l − l_old). If
-    ``importance_sampling_level`` is "sequence" (GSPO), w is one number per sequence: exp of the mean of l − l_old. The
-    loss L of a token is::
+    For each token, l is the log-probability under the policy, l_old under the policy that sampled the token, and l_ref
+    under the reference model. A is the advantage of the token's sequence, and w = exp(l − l_old). If
+    ``importance_sampling_level`` is "sequence" (GSPO), all tokens of a sequence have the same w, the exponential of the
+    mean of l − l_old over the sequence. The loss L of a token is::
 
         L = −min(min(w, δ) · A, clip(w, 1 − ε_low, 1 + ε_high) · A) + β · KL
+
+    KL is one of three estimators::
+
         k1 = l − l_ref,  k2 = (l − l_ref)² / 2,  k3 = exp(l_ref − l) − (l_ref − l) − 1
 
-    where KL is k1, k2 or k3. ``loss_type`` decides how L is reduced (ΣL runs over unmasked tokens), and for some types
-    the first term of L:
+    ``loss_type`` determines how L is reduced. ΣL is a sum over unmasked tokens. The last three types also replace the
+    first term of L:
 
-    - grpo: mean over sequences of ΣL / (tokens of the sequence)
-    - bnpo: ΣL over the batch / (tokens of the batch)
-    - dr_grpo: ΣL over the batch / (B · ``max_completion_length``)
-    - dapo: ΣL over the batch / (n / number of ranks), n the tokens of all ranks or ``num_items_in_batch``
-    - luspo: mean over sequences of ΣL, not divided by their tokens
-    - cispo: as dapo, with the first term −sg(min(w, ε_high)) · A · l; sg stops the gradient
-    - sapo: as grpo, with the first term −4/τ · σ(τ·(w − 1)) · A; τ depends on the sign of A
-    - vespo: as dapo, with the first term −sg(φ(W)) · A · l, φ(W) = W^k · exp(λ·(1 − W)); W is the product of w over the
-      sequence, clamped
+    - grpo: ΣL / (number of tokens) of each sequence, averaged over sequences
+    - bnpo: ΣL of the batch / (number of tokens in the batch)
+    - dr_grpo: ΣL of the batch / (B · ``max_completion_length``)
+    - dapo: ΣL of the batch / (n / number of ranks), where n is ``num_items_in_batch`` or, by default, the number of
+      tokens on all ranks
+    - luspo: ΣL of each sequence, averaged over sequences
+    - cispo: reduced like dapo; the first term is −sg(min(w, ε_high)) · A · l, where sg stops the gradient
+    - sapo: reduced like grpo; the first term is −4/τ · σ(τ·(w − 1)) · A, where τ depends on the sign of A
+    - vespo: reduced like dapo; the first term is −sg(φ(W)) · A · l, where φ(W) = W^k · exp(λ·(1 − W)), and W is the
+      clamped product of w over the sequence
 
     Args:
         beta: β, weight of the KL term.
-        compiled, chunk_size: accepted for compatibility with Liger-Kernel and ignored; see ``workspace_mib``.
-        use_ref_model: whether there is a reference model; any ``beta`` other than 0 needs one.
-        epsilon_low, epsilon_high: ε_low and ε_high; a larger ε_high is "clip-higher". cispo has no ε_low, and sapo and
-            vespo have neither; leave these arguments out there.
-        loss_type: one of the above.
-        max_completion_length: divisor of dr_grpo; other loss types ignore it.
-        importance_sampling_level: "token" for one ratio w per token, "sequence" for one per sequence.
-        sapo_temperature_pos, sapo_temperature_neg: τ of sapo for A > 0, and for A <= 0.
-        temperature: divisor of the logits with which the completions were sampled.
-        delta: δ, upper bound of w where clipping leaves it unbounded (two-sided clipping); None for no bound.
+        compiled, chunk_size: ignored; accepted for compatibility with Liger-Kernel. ``workspace_mib`` limits the size
+            of a chunk.
+        use_ref_model: whether there is a reference model. It must be True unless ``beta`` is 0.
+        epsilon_low, epsilon_high: ε_low and ε_high. An ε_high that is larger than ε_low is known as "clip-higher".
+            Leave out ``epsilon_low`` with cispo, and both arguments with sapo and vespo.
+        loss_type: one of the types listed above.
+        max_completion_length: used in the divisor of dr_grpo; other loss types ignore it.
+        importance_sampling_level: "token" for one ratio w per token, or "sequence" for one ratio per sequence.
+        sapo_temperature_pos, sapo_temperature_neg: τ of sapo for A > 0 and for A <= 0, respectively.
+        temperature: divisor of the logits; the same as when the completions were sampled.
+        delta: δ, an upper bound of w for A < 0, where the clipping above does not bound w (two-sided clipping); None
+            for no bound.
         use_bias_correction_kl: whether to multiply the KL term by w.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: k and λ of vespo for A >= 0, and for A < 0.
-        kl_estimator: "k1", "k2" or "k3" (Liger-Kernel's).
+        vespo_k_pos, vespo_lambda_pos: k and λ of vespo for A >= 0.
+        vespo_k_neg, vespo_lambda_neg: k and λ of vespo for A < 0.
+        kl_estimator: "k1", "k2" or "k3". Liger-Kernel uses k3.
         softcap, logit_scale: applied to the policy's and the reference model's logits, as in `fused_linear_logprobs`.
-        workspace_mib: budget in MiB of the logits buffer; None for the default of `linear_cross_entropy`.
+        workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
 
     Raises:
-        ValueError: an unknown choice, or options that do not go together.
+        ValueError: a choice is unknown, a number is out of range, or two options cannot be combined.
 
     Source: grpo https://arxiv.org/abs/2402.03300, dr_grpo https://arxiv.org/abs/2503.20783, dapo
-    https://arxiv.org/abs/2503.14476, sequence level https://arxiv.org/abs/2507.18071, cispo
+    https://arxiv.org/abs/2503.14476, GSPO https://arxiv.org/abs/2507.18071, cispo
     https://arxiv.org/abs/2506.13585, sapo https://arxiv.org/abs/2511.20347, delta https://arxiv.org/abs/2505.07291,
-    estimators http://joschu.net/blog/kl-approx.html.
+    KL estimators http://joschu.net/blog/kl-approx.html.
     """
 
     def __init__(
@@ -125,7 +132,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
         self.kl_estimator = kl_estimator
-        # Now rather than in the first step.
+        # Invalid options raise here instead of in the first step.
         self._check_ranges()
         self._check_combinations()
 
@@ -148,9 +155,9 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
                 raise ValueError(f"{name}: {argument} must not be negative, got {getattr(self, argument)}.")
 
     def _check_combinations(self) -> None:
-        """Raise ValueError if options can't be combined."""
+        """Raise ValueError if two options can't be combined."""
         name, loss_type = self._name, self.loss_type
-        # Options of one loss type must not be silently ignored by another.
+        # A loss type must not silently ignore the options of another loss type.
         if self.importance_sampling_level != "token" and loss_type in ONLY_PER_TOKEN:
             raise ValueError(
                 f"{name}: importance_sampling_level must be 'token' with loss_type {loss_type!r}, got "
@@ -174,7 +181,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
                     f"{name}: options of {owner} must be left at {defaults} with loss_type {loss_type!r}, got {values}."
                 )
 
-        # The same for the bounds of clipping, whose defaults count as left out.
+        # The same holds for the bounds of clipping. An argument with its default value counts as left out.
         unused = {"epsilon_low": self.epsilon_low} if loss_type in ONLY_PER_TOKEN else {}
         unused |= {"epsilon_high": self.epsilon_high} if loss_type in UNCLIPPED else {}
         if not all(value == 0.2 for value in unused.values()):
@@ -196,7 +203,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Keyword arguments of the fused ops."""
+        """The keyword arguments of the fused ops."""
         return {**self._head_options, "temperature": self.temperature}
 
     def forward(
@@ -219,29 +226,30 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
         Args:
             _input: [B, T, C] hidden states of the positions that predict the completions.
-            lin_weight: [V, C].
-            selected_token_ids: [B, T] int64, the completions; ids where the mask is 0 are not read.
-            attention_mask: [B, T], 1 for tokens that count, 0 for padding.
-            advantages: [B].
-            bias: [V].
+            lin_weight: [V, C] weight of the head.
+            selected_token_ids: [B, T] int64, the completions. Ids where the mask is 0 are not read.
+            attention_mask: [B, T], 1 for tokens that count and 0 for padding.
+            advantages: [B], the advantage of each sequence.
+            bias: [V] bias of the head.
             ref_per_token_logps: [B, T] log-probabilities under the reference model.
-            old_per_token_logps: [B, T] log-probabilities under the sampling policy; None for the current policy, so
-                that w = 1.
-            ref_input, ref_weight, ref_bias: hidden states, weight and bias of the reference model, which replace
-                ``ref_per_token_logps``.
-            vllm_is_ratio: [B, T], [B, 1] or [B], a factor of each token's loss without the KL term, which corrects for
-                a sampler whose probabilities differ from the policy's.
-            num_items_in_batch: number of tokens over all ranks and accumulation steps, for dapo, cispo and vespo.
+            old_per_token_logps: [B, T] log-probabilities under the policy that sampled the completions; None if that is
+                the current policy, so that w = 1.
+            ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. They
+                replace ``ref_per_token_logps``.
+            vllm_is_ratio: [B, T], [B, 1] or [B]. The first term of each token's loss is multiplied by this importance
+                ratio, which corrects for a sampler whose probabilities differ from the policy's. vespo multiplies W by
+                the ratio instead.
+            num_items_in_batch: number of tokens over all ranks and accumulation steps; only for dapo, cispo and vespo.
 
         Returns:
-            Loss [] fp32 and metrics, [] each, without gradients: the mean KL if ``beta`` is not 0, then the share of
-            clipped tokens.
+            The loss [] fp32, and a tuple of metrics [] without gradients: the mean KL term if ``beta`` is not 0, and
+            the fraction of clipped tokens.
 
         Raises:
             ValueError: shapes do not match, the reference is missing or given twice, or ``num_items_in_batch`` is given
                 although the loss type does not use it.
         """
-        # One reference at most: its log-probabilities, or what they are computed from.
+        # At most one form of the reference is given: its log-probabilities, or its hidden states and head weight.
         target = self._target(selected_token_ids, attention_mask, _input)
         references = (ref_per_token_logps is not None, ref_input is not None, ref_weight is not None)
         if references not in ((True, False, False), (False, True, True), (False, False, False)) or (
@@ -254,7 +262,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         if not self.use_ref_model and any(references):
             raise ValueError(f"{self._name}: a reference was given with use_ref_model=False. Leave it out.")
 
-        # The reference model needs no gradient, and no logits are kept for it.
+        # The reference model needs no gradients, and its logits are not kept.
         reference = ref_per_token_logps
         if self.beta != 0.0 and ref_input is not None and ref_weight is not None:
             with torch.no_grad():
@@ -262,7 +270,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         if num_items_in_batch is None and self.loss_type in TOKEN_MEANS:
             num_items_in_batch = _tokens_of_all_ranks(attention_mask)
 
-        # The loss of all sequences, which is called again as chunks of them get their log-probabilities.
+        # The loss of all sequences as a function of their log-probabilities. `loss_of_log_probs` calls it repeatedly.
         def loss_of(log_probs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             return self.from_log_probs(
                 log_probs, attention_mask, advantages, ref_per_token_logps=reference,
@@ -283,7 +291,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`forward` from the policy's log-probabilities [B, T], computed with the temperature."""
+        """Compute what `forward` returns, given the policy's log-probabilities [B, T] with the temperature applied."""
         if num_items_in_batch is not None and self.loss_type not in TOKEN_MEANS:
             raise ValueError(
                 f"{self._name}: num_items_in_batch is for dapo, cispo and vespo, got it with {self.loss_type!r}."
@@ -294,7 +302,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         )  # fmt: skip
         mask = attention_mask.to(log_probs.dtype)
         tokens = mask.sum().clamp_min(1)
-        # Metrics are means over this rank's tokens, whatever the loss type divides by.
+        # Metrics are means over this rank's tokens, for every loss type.
         metrics = [values.sum() / tokens for values in (kl, clipped) if values is not None]
         return self._reduced(loss, mask, num_items_in_batch), tuple(metrics)
 
@@ -308,15 +316,15 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         old_per_token_logps: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Compute L of each token from the policy's log-probabilities, before ``loss_type`` reduces it.
+        """Compute the loss L of each token from the policy's log-probabilities, without the reduction.
 
         Args:
-            log_probs: [B, T], the policy's log-probabilities, computed with the temperature.
+            log_probs: [B, T], the policy's log-probabilities with the temperature applied.
             Others: as in `forward`.
 
         Returns:
-            Three tensors [B, T], which are 0 where the mask is 0: L, the only one with a gradient; the KL term without
-            β, or None if ``beta`` is 0; and 1 for clipped and 0 for other tokens.
+            Three tensors [B, T] that are 0 where the mask is 0. The first is L, and only it has a gradient. The second
+            is the KL term without β, or None if ``beta`` is 0. The third is 1 for clipped tokens and 0 for others.
 
         Raises:
             ValueError: shapes do not match, or the reference is missing.
@@ -325,29 +333,29 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         mask = attention_mask.to(log_probs.dtype)
         inside = mask != 0
 
-        # Values at masked positions may be NaN, also in the gradients of products with 0.
+        # Values at masked positions may be NaN, and a product with 0 would leave NaN in values and gradients.
         log_probs = log_probs.where(inside, 0)
         old = log_probs.detach() if old_per_token_logps is None else old_per_token_logps.detach()
         log_ratio = (log_probs - old).where(inside, 0)  # [B, T]
         if vllm_is_ratio is not None and vllm_is_ratio.dim() == 1:
             vllm_is_ratio = vllm_is_ratio[:, None]
 
-        # w, [B, T] or [B, 1].
+        # The ratio w is [B, T], or [B, 1] if there is one ratio per sequence.
         if self.importance_sampling_level == "sequence":
             ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp_min(1))[:, None].exp()
         else:
             ratio = log_ratio.exp()
 
-        # The policy's loss L without the KL term, [B, T].
+        # The first term of L, [B, T].
         A = advantages.to(log_probs.dtype)[:, None]  # [B, 1]
         loss = self._policy_losses(log_probs, log_ratio, ratio, A, mask, vllm_is_ratio)
-        if vllm_is_ratio is not None and self.loss_type != "vespo":  # whose weight has it in the product
+        if vllm_is_ratio is not None and self.loss_type != "vespo":  # vespo has multiplied W by the ratio
             loss = loss * vllm_is_ratio.where(inside, 0)
 
         divergence = None
         if self.beta != 0.0:
             assert ref_per_token_logps is not None
-            # The KL term, [B, T]. The mask again keeps out NaN of masked positions.
+            # The KL term, [B, T]. As above, the mask removes NaN at masked positions.
             kl = self._kl((log_probs - ref_per_token_logps.detach()).where(inside, 0))
             if self.use_bias_correction_kl:
                 kl = kl * ratio
@@ -358,7 +366,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
     def _policy_losses(
         self, log_probs: Tensor, log_ratio: Tensor, ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None
     ) -> Tensor:
-        """First term of L, [B, T], or [B, 1] if all tokens of a sequence have the same number."""
+        """Compute the first term of L, [B, T], or [B, 1] if it is the same for all tokens of a sequence."""
         if self.loss_type == "cispo":
             return -ratio.detach().clamp_max(self.epsilon_high) * A * log_probs
         if self.loss_type == "sapo":
@@ -366,14 +374,14 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * A
         if self.loss_type == "vespo":
             return -self._vespo_weight(log_ratio.detach(), A, mask, vllm_is_ratio) * A * log_probs
-        # The clipped minimum.
+        # All other loss types use the clipped minimum.
         clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
         bounded = ratio if self.delta is None else ratio.clamp_max(self.delta)
         return -torch.minimum(bounded * A, clipped * A)
 
     def _vespo_weight(self, log_ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None) -> Tensor:
-        """φ(W) [B, 1] of vespo, computed from log W."""
-        # log W sums over the sequence, so it is clamped twice: each token's share, and the sum.
+        """Compute φ(W) [B, 1] of vespo from log W."""
+        # log W is a sum over the sequence. Each token's term is clamped, and so is the sum.
         log_w = (log_ratio.clamp(-LOG_MAX, LOG_MAX) * mask).sum(-1, keepdim=True)  # [B, 1]
         if vllm_is_ratio is not None:
             correction = vllm_is_ratio.detach().to(log_w.dtype).log().clamp(LOG_MIN, LOG_MAX)
@@ -381,13 +389,13 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
                 correction = correction.where(mask != 0, 0)
             log_w = log_w + correction.sum(-1, keepdim=True)
         log_w = log_w.clamp(LOG_MIN, LOG_MAX)
-        # k and λ by the sign of the advantage.
+        # k and λ depend on the sign of the advantage.
         k = torch.full_like(A, self.vespo_k_neg).masked_fill(A >= 0, self.vespo_k_pos)
         rate = torch.full_like(A, self.vespo_lambda_neg).masked_fill(A >= 0, self.vespo_lambda_pos).clamp_min(1e-4)
         return (rate + k * log_w - rate * log_w.exp()).exp()
 
     def _kl(self, difference: Tensor) -> Tensor:
-        """KL estimate of each token from l − l_ref, [B, T]."""
+        """Estimate the KL divergence of each token from l − l_ref, [B, T]."""
         if self.kl_estimator == "k1":
             return difference
         if self.kl_estimator == "k2":
@@ -396,8 +404,8 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         return torch.expm1(-difference) + difference
 
     def _clipped(self, ratio: Tensor, A: Tensor) -> Tensor:
-        """Where clipping stops the gradient, bool in the shape of ``ratio``."""
-        # Clipping stops the gradient only where the step would move w further out of the bounds.
+        """Return a bool tensor in the shape of ``ratio`` that is True where clipping stops the gradient."""
+        # Clipping stops the gradient only where a step along it would move w further out of the bounds.
         if self.loss_type in UNCLIPPED:
             return torch.zeros_like(ratio, dtype=torch.bool)
         if self.loss_type == "cispo":
@@ -405,26 +413,26 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         return ((ratio < 1 - self.epsilon_low) & (A < 0)) | ((ratio > 1 + self.epsilon_high) & (A > 0))
 
     def _reduced(self, loss: Tensor, mask: Tensor, num_items: Tensor | float | None) -> Tensor:
-        """The loss [] from the masked losses of tokens [B, T]."""
+        """Reduce the masked token losses [B, T] to the loss []."""
         sequences = max(len(mask), 1)  # B
         if self.loss_type in ("grpo", "sapo"):
-            # Mean over each sequence's tokens, then over sequences.
+            # The mean over each sequence's tokens, then the mean over sequences.
             return (loss.sum(-1) / mask.sum(-1).clamp_min(1)).sum() / sequences
         if self.loss_type == "bnpo":
             return loss.sum() / mask.sum().clamp_min(1)
         if self.loss_type == "dr_grpo":
             assert self.max_completion_length is not None
-            # A constant, so that long and short completions weigh their tokens alike.
+            # The divisor is a constant, so that tokens of long and short completions have the same weight.
             return loss.sum() / (sequences * self.max_completion_length)
         if self.loss_type == "luspo":
             return loss.sum() / sequences
-        # dapo, cispo and vespo: each rank's share of a mean over the tokens of all ranks.
+        # dapo, cispo and vespo use the mean over the tokens of all ranks, of which each rank computes its part.
         if num_items is None:
             num_items = _tokens_of_all_ranks(mask)
         else:
             check_num_items(num_items, torch.where(mask != 0, 0, IGNORED))
         tokens = torch.as_tensor(num_items, dtype=mask.dtype, device=mask.device)
-        # Data parallelism averages the gradients of ranks, so the divisor is a rank's share of the tokens.
+        # Data parallelism averages gradients over the ranks, so the number of tokens is divided by the number of ranks.
         return loss.sum() / (tokens / world_size()).clamp_min(1)
 
     def _target(self, ids: Tensor, attention_mask: Tensor, x: Tensor) -> Tensor:
@@ -466,14 +474,14 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
 
 class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
-    """`LigerFusedLinearGRPOLoss` for logits that are held in full, reduced or per token.
+    """The loss of `LigerFusedLinearGRPOLoss`, computed from all logits. It can return the loss of each token.
 
     Args:
-        softcap, logit_scale: only for logits to which the model has not yet applied them.
-        Others: as in `LigerFusedLinearGRPOLoss`; ``workspace_mib`` has no effect.
+        softcap, logit_scale: set them only if the model has not yet applied them to the logits.
+        Others: as in `LigerFusedLinearGRPOLoss`. ``workspace_mib`` has no effect.
 
     Raises:
-        ValueError: an unknown choice, or options that do not go together.
+        ValueError: a choice is unknown, a number is out of range, or two options cannot be combined.
     """
 
     def forward(  # type: ignore[override]
@@ -492,23 +500,24 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
         """Compute the loss. The arguments are ordered as in Liger-Kernel's ``triton_grpo_loss``.
 
         Args:
-            logits: [B, T, V] of the positions that predict the completions, or [B, T + 1, V] with the position after
-                them, which is not read. Never written to.
-            old_logp: [B, T] log-probabilities under the sampling policy; None for the current policy.
+            logits: [B, T, V] logits at the positions that predict the completions, or [B, T + 1, V] with one more
+                position at the end, which is not read. The tensor is never written to.
+            old_logp: [B, T] log-probabilities under the policy that sampled the completions; None if that is the
+                current policy.
             ref_logp: [B, T] log-probabilities under the reference model; None if ``beta`` is 0.
-            completion_ids: [B, T] int64; ids where the mask is 0 are not read.
-            advantages: [B].
-            completion_mask: [B, T], 1 for tokens that count; None for all.
+            completion_ids: [B, T] int64. Ids where the mask is 0 are not read.
+            advantages: [B], the advantage of each sequence.
+            completion_mask: [B, T], 1 for tokens that count and 0 for others; None if all tokens count.
             vllm_is_ratio, num_items_in_batch: as in `LigerFusedLinearGRPOLoss.forward`.
-            reduce: False returns the results of `token_losses`.
+            reduce: whether to reduce the loss. If False, the results of `token_losses` are returned.
 
         Returns:
-            Loss [] and metrics as in `LigerFusedLinearGRPOLoss.forward`, or with ``reduce=False`` the loss, KL and
-            clipping of each token as in `token_losses`.
+            The loss [] and the metrics, as from `LigerFusedLinearGRPOLoss.forward`. With ``reduce=False``, the three
+            tensors that `token_losses` returns.
 
         Raises:
-            ValueError: shapes do not match, the reference is missing, or ``num_items_in_batch`` is given although
-                nothing is divided by it.
+            ValueError: shapes do not match, the reference is missing, or ``num_items_in_batch`` is given although the
+                loss is not divided by it.
         """
         if not reduce and num_items_in_batch is not None:
             raise ValueError(
@@ -522,12 +531,12 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
                 f"{list(logits.shape)} and {list(completion_ids.shape)}."
             )
 
-        # Log-probabilities of the completions at the sampling temperature, as the fused loss computes them.
+        # The log-probabilities of the completions with the temperature applied, as the fused loss computes them.
         mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
         if mask.shape != (B, T):
             raise ValueError(f"{self._name}: completion_mask must be [{B}, {T}], got {list(mask.shape)}.")
         target = completion_ids.where(mask != 0, IGNORED)
-        if logits.shape[1] == T + 1:  # an ignored target: a slice of the logits would be a copy of them
+        if logits.shape[1] == T + 1:  # the last position gets an ignored target, because slicing would copy the logits
             target = torch.nn.functional.pad(target, (0, 1), value=IGNORED)
         log_probs = cross_entropy(
             logits, target, reduction="none", return_log_probs=True, logit_scale=self.logit_scale / self.temperature,

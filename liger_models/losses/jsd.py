@@ -1,4 +1,4 @@
-"""Generalized Jensen-Shannon divergence, fused with both heads or of log-probabilities."""
+"""Generalized Jensen-Shannon divergence, fused with the heads of both models or computed from log-probabilities."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, FusedDi
 
 
 def check_beta(name: str, beta: float) -> None:
-    """Raise unless β is in [0, 1]; ``name`` is the name of the argument and its class."""
+    """Raise ValueError unless β is in [0, 1]. ``name`` is the name of the class and of the argument."""
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"{name} must lie in [0, 1], got {beta}.")
 
@@ -20,7 +20,7 @@ class LigerFusedLinearJSDLoss(FusedDistillationLoss):
     The loss is averaged over the tokens that are not ignored.
 
     Args:
-        beta: β in [0, 1]; 0 is the forward KL divergence, and 1 the reverse one.
+        beta: β in [0, 1]. 0 gives the forward KL divergence, and 1 the reverse KL divergence.
         Others: as in `FusedDistillationLoss`.
 
     Raises:
@@ -36,13 +36,14 @@ class LigerFusedLinearJSDLoss(FusedDistillationLoss):
 
 
 class LigerFusedLinearJSD(FusedDivergence):
-    """Generalized Jensen-Shannon divergence fused with both heads, without cross entropy.
+    """Generalized Jensen-Shannon divergence, fused with the heads of both models. It does not include a cross entropy.
 
     Args:
-        jsd_beta: β in [0, 1]; 0 is the forward KL divergence, and 1 the reverse one.
+        jsd_beta: β in [0, 1]. 0 gives the forward KL divergence, and 1 the reverse KL divergence.
         ignore_index: label of tokens that the loss skips.
         temperature: divisor of both models' logits.
-        accum_dtype: None or float32, with the same effect: sums over chunks as in `linear_cross_entropy`.
+        accum_dtype: must be None or float32, which have the same effect: gradients are summed over chunks as described
+            in `linear_cross_entropy`.
         Others: as in `FusedDistillationLoss`.
 
     Raises:
@@ -84,11 +85,12 @@ class LigerFusedLinearJSD(FusedDivergence):
         """Compute the loss [] fp32.
 
         Args:
-            student_input: [..., C].
-            student_weight: [V, C].
-            teacher_input: [..., C'], where C' may differ from C.
-            teacher_weight: [V, C'].
-            shift_labels: [...] int64, only compared with ``ignore_index``; None skips no token.
+            student_input: [..., C] hidden states of the student.
+            student_weight: [V, C] weight of the student's head.
+            teacher_input: [..., C'] hidden states of the teacher; C' may differ from C.
+            teacher_weight: [V, C'] weight of the teacher's head.
+            shift_labels: [...] int64. Tokens whose label is ``ignore_index`` are skipped; other labels have no effect.
+                None skips no token.
         """
         return linear_divergence(
             student_input, student_weight, teacher_input, teacher_weight, shift_labels,
@@ -100,7 +102,7 @@ class LigerJSD(nn.Module):
     """Generalized Jensen-Shannon divergence of log-probabilities, averaged over the rows that are not ignored.
 
     Args:
-        beta: β in [0, 1]; 0 is the forward KL divergence (of p from q), and 1 the reverse one.
+        beta: β in [0, 1]. 0 gives the forward KL divergence KL(p ‖ q), and 1 the reverse KL divergence KL(q ‖ p).
         ignore_index: label of rows that the loss skips.
     """
 
@@ -114,8 +116,9 @@ class LigerJSD(nn.Module):
 
         Args:
             log_q: [..., V], the student's log-probabilities.
-            log_p: [..., V], the teacher's log-probabilities, without gradient.
-            shift_labels: [...], only compared with ``ignore_index``; None skips no row.
+            log_p: [..., V], the teacher's log-probabilities, which get no gradient.
+            shift_labels: [...]. Rows whose label is ``ignore_index`` are skipped; other labels have no effect. None
+                skips no row.
         """
         check_distributions("LigerJSD", log_q, log_p, shift_labels)
         divergence = kind_or_limit("jsd", self.beta)  # a KL divergence at β = 0 and 1

@@ -1,4 +1,4 @@
-"""KL divergence: forward and reverse fused with both heads, from stored probabilities, and of given distributions."""
+"""KL divergence, fused with the heads of both models or with the student's head, or computed from distributions."""
 
 import torch
 from torch import Tensor, nn
@@ -10,31 +10,40 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, check_d
 
 
 class LigerFusedLinearForwardKLLoss(FusedDistillationLoss):
-    """Cross entropy plus KL(p, q) of teacher p and student q; arguments as in `FusedDistillationLoss`, without beta."""
+    """Cross entropy plus the forward KL divergence KL(p ‖ q) of teacher p and student q.
+
+    The arguments are those of `FusedDistillationLoss`, without ``beta``.
+    """
 
     divergence = "forward_kl"
 
 
 class LigerFusedLinearReverseKLLoss(FusedDistillationLoss):
-    """Cross entropy plus KL(q, p) of teacher p and student q; arguments as in `FusedDistillationLoss`, without beta."""
+    """Cross entropy plus the reverse KL divergence KL(q ‖ p) of teacher p and student q.
+
+    The arguments are those of `FusedDistillationLoss`, without ``beta``.
+    """
 
     divergence = "reverse_kl"
 
 
 class LigerFusedLinearKLDivLoss(FusedLinearLoss):
-    """KL divergence of the student's distribution from a teacher's stored probabilities, fused with the student's head.
+    """KL(p ‖ q) of a teacher's stored probabilities p and the student's distribution q, fused with the student's head.
 
     Args:
-        reduction: "batchmean" (over tokens that are not ignored), "mean" (also over the vocabulary) or "sum".
+        reduction: "batchmean" for the mean over the tokens that are not ignored, "mean" for the mean over these tokens
+            and the vocabulary, or "sum".
         ignore_index: label of tokens that the loss skips.
-        temperature: divisor of the student's logits; the probabilities are taken as they are.
+        temperature: divisor of the student's logits. It does not change the teacher's probabilities.
         eps: lower bound of a probability inside the logarithm.
-        accum_dtype: None or float32, with the same effect: sums over chunks as in `linear_cross_entropy`.
+        accum_dtype: must be None or float32, which have the same effect: gradients are summed over chunks as described
+            in `linear_cross_entropy`.
         softcap, logit_scale: applied to the student's logits, as in `linear_kl_div`.
-        workspace_mib: budget in MiB of the logits buffer; None for the default of `linear_cross_entropy`.
+        workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
 
     Raises:
-        ValueError: the reduction or ``accum_dtype`` is unknown, or the temperature or eps is not positive.
+        ValueError: the reduction is unknown, ``accum_dtype`` is not supported, or the temperature or eps is not
+            positive.
     """
 
     def __init__(
@@ -73,11 +82,12 @@ class LigerFusedLinearKLDivLoss(FusedLinearLoss):
         """Compute the loss [] fp32.
 
         Args:
-            student_input: [..., C].
-            student_weight: [V, C].
-            target: [..., V] probabilities of any floating-point dtype; gets no gradient.
-            shift_labels: [...] int64, only compared with ``ignore_index``; None skips no token.
-            student_bias: [V].
+            student_input: [..., C] hidden states of the student.
+            student_weight: [V, C] weight of the student's head.
+            target: [..., V], the teacher's probabilities in any floating-point dtype. They get no gradient.
+            shift_labels: [...] int64. Tokens whose label is ``ignore_index`` are skipped; other labels have no effect.
+                None skips no token.
+            student_bias: [V] bias of the student's head.
         """
         return linear_kl_div(
             student_input, student_weight, target, shift_labels, bias=student_bias, reduction=self.reduction,
@@ -86,16 +96,17 @@ class LigerFusedLinearKLDivLoss(FusedLinearLoss):
 
 
 class LigerKLDIVLoss(nn.Module):
-    """``Σ p · (log max(p, eps) − log q)`` of the prediction log q and the target p or log p; terms with p = 0 are 0.
+    """``Σ p · (log max(p, eps) − log q)`` for the prediction log q and the target p or log p. Terms with p = 0 are 0.
 
     Args:
-        eps: lower bound of p inside the logarithm; leave it out with ``log_target``.
-        size_average, reduce: deprecated arguments of torch; only None.
-        reduction: "none", "sum", "mean" (over all terms, torch's default) or "batchmean" (over rows).
+        eps: lower bound of p inside the logarithm. Leave it out with ``log_target``.
+        size_average, reduce: deprecated arguments of `torch.nn.KLDivLoss`; must be None.
+        reduction: "none", "sum", "mean" for the mean over all terms (PyTorch's default), or "batchmean" for the mean
+            over rows.
         log_target: whether the target is log p.
 
     Raises:
-        ValueError: the reduction is unknown, or an option must be left out.
+        ValueError: the reduction is unknown, or an argument is given that must be left out.
     """
 
     def __init__(
@@ -115,11 +126,11 @@ class LigerKLDIVLoss(nn.Module):
         self.eps, self.reduction, self.log_target = eps, reduction, log_target
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        """Compute the loss in fp32, [] or for reduction "none" [..., V].
+        """Compute the loss [] fp32. With reduction "none", it is [..., V].
 
         Args:
             y_pred: [..., V] log-probabilities.
-            y_true: [..., V] probabilities, or log-probabilities with ``log_target``; gets no gradient.
+            y_true: [..., V] probabilities or, with ``log_target``, log-probabilities. They get no gradient.
         """
         check_distributions("LigerKLDIVLoss", y_pred, y_true)
         divergence = "kl_log" if self.log_target else "kl"

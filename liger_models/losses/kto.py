@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: a loss for unpaired sequences, each labeled desirable or undesirable."""
+"""Kahneman-Tversky optimization (KTO): a loss for unpaired sequences that are labeled desirable or undesirable."""
 
 from typing import NamedTuple
 
@@ -11,10 +11,10 @@ from liger_models.losses.base_preference import PreferenceLoss, sigmoid
 
 
 class KTOMetrics(NamedTuple):
-    """Metrics of a KTO loss: sums [] over the desirable ("chosen") and the undesirable ("rejected") sequences.
+    """Metrics of the KTO loss: sums [] over the desirable ("chosen") and the undesirable ("rejected") sequences.
 
-    The order is Liger-Kernel's. The sums of the logits, before the softcap, also run over tokens and vocabulary; they
-    are None from `from_log_probs`.
+    The fields are in the same order as Liger-Kernel's metrics. The sums of the logits are sums over tokens and
+    vocabulary, too, and are taken before the softcap. `from_log_probs` sets them to None.
     """
 
     chosen_logps_sum: Tensor
@@ -26,14 +26,16 @@ class KTOMetrics(NamedTuple):
 
 
 def sums_by_label(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum [] of the values [B] whose label is True, and sum of all other values."""
+    """Return the sum [] of the values [B] whose label is True, and the sum [] of all other values."""
     return values.where(labels, 0).sum(), values.where(~labels, 0).sum()
 
 
 class LigerFusedLinearKTOLoss(PreferenceLoss):
-    """KTO: mean of ``λ_d·(1 − σ(β·(r(y) − z)))`` for desirable and ``λ_u·(1 − σ(β·(z − r(y))))`` for undesirable y.
+    """Kahneman-Tversky optimization (KTO).
 
-    r(y) is the log-probability of a sequence minus its log-probability under the reference model, if there is one.
+    The loss of a sequence y is ``λ_d·(1 − σ(β·(r(y) − z)))`` if y is desirable, and ``λ_u·(1 − σ(β·(z − r(y))))`` if y
+    is undesirable. The loss is averaged over all sequences. r(y) is the log-probability of y minus, if there is a
+    reference model, the log-probability of y under the reference model.
 
     Args:
         desirable_weight, undesirable_weight: λ_d and λ_u.
@@ -80,24 +82,24 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
         """Compute loss and metrics. The hidden states come before the weight, as in Liger-Kernel.
 
         Args:
-            _input: [B, T, C].
-            lin_weight: [V, C].
+            _input: [B, T, C] hidden states.
+            lin_weight: [V, C] weight of the head.
             target: [B, T] int64, already shifted.
-            bias: [V].
+            bias: [V] bias of the head.
             preference_labels: [B], True or 1 for desirable sequences, and False or 0 for undesirable ones.
-            ref_input, ref_weight, ref_bias: hidden states, weight and bias of the reference model, whose hidden size
-                may differ.
-            kl: z, the estimated divergence from the reference model: a number, [] or [B], not negative; None for 0. It
-                gets no gradient.
-            ref_log_probs: log-probability of each token [B, T] or of each sequence [B], in place of the reference
-                model's tensors.
+            ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. Its
+                hidden size may differ from C.
+            kl: z, the estimated KL divergence from the reference model, as a number or a tensor [] or [B]. It must not
+                be negative, and gets no gradient. None for 0.
+            ref_log_probs: the reference model's log-probabilities of the tokens [B, T] or of the sequences [B]. They
+                replace ``ref_input``, ``ref_weight`` and ``ref_bias``.
 
         Returns:
             Loss [] fp32 and `KTOMetrics`.
 
         Raises:
-            ValueError: shapes do not match, the reference is missing, given twice, or given but not used, or (on the
-                CPU) a label is neither 0 nor 1.
+            ValueError: shapes do not match, the reference is missing, given twice, or given although the loss does not
+                use it, or a label is neither 0 nor 1. Labels are checked only on the CPU.
         """
         self._check_rows(_input, target, paired=False)
         labels = self._labels(preference_labels, target)
@@ -106,7 +108,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             lambda log_probs: self._from_log_probs(log_probs, target, labels, reference, kl),
             _input, lin_weight, target, uniform=True, bias=bias, **self._head_options,
         )  # fmt: skip
-        # Liger-Kernel's metrics are sums over tokens and vocabulary.
+        # As in Liger-Kernel, the metrics of the logits are sums over tokens and vocabulary, not means.
         logits = self._mean_logits(_input, lin_weight, bias) * (target.shape[1] * lin_weight.shape[0])
         chosen, rejected = sums_by_label(logits, labels)
         return loss, metrics._replace(chosen_logits_sum=chosen, rejected_logits_sum=rejected)
@@ -120,7 +122,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
         *,
         ref_log_probs: Tensor | None = None,
     ) -> tuple[Tensor, KTOMetrics]:
-        """`forward` from the policy's log-probability of each token, [B, T]."""
+        """Compute what `forward` returns, given the policy's log-probability of each token, [B, T]."""
         self._check_rows(log_probs, target, paired=False)
         labels = self._labels(preference_labels, target)
         return self._from_log_probs(log_probs, target, labels, self._reference(target, ref_log_probs), kl)
@@ -143,7 +145,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             raise ValueError(f"{self._name}: kl must be a number or [{len(target)}], got {shape}.")
         logps, ratios = self._ratios(log_probs, target, reference)
         z = torch.as_tensor(0.0 if kl is None else kl, dtype=ratios.dtype, device=ratios.device)
-        # Desirable sequences should gain on the reference by more than z, and undesirable ones by less.
+        # r(y) should exceed z for desirable sequences, and stay below z for undesirable ones.
         gain = ratios - z.detach()  # [B]
         losses = torch.where(
             labels,

@@ -1,4 +1,4 @@
-"""Odds-ratio preference optimization: a loss over pairs without a reference model, added to the NLL."""
+"""Odds-ratio preference optimization (ORPO): the NLL plus a loss over pairs that needs no reference model."""
 
 from typing import NamedTuple
 
@@ -14,8 +14,8 @@ class ORPOMetrics(NamedTuple):
     """`PreferenceMetrics`, followed by two metrics of ORPO.
 
     Attributes:
-        log_odds_ratio: [] mean of log σ(log odds ratio).
-        log_odds_chosen: [] mean log odds ratio.
+        log_odds_ratio: [] mean over pairs of the log of σ(log odds ratio).
+        log_odds_chosen: [] mean over pairs of the log odds ratio.
         Others: as in `PreferenceMetrics`.
     """
 
@@ -31,14 +31,17 @@ class ORPOMetrics(NamedTuple):
 
     @property
     def accuracies(self) -> Tensor:
-        """[pairs], 1 where the chosen sequence has the larger reward and 0 elsewhere."""
+        """A tensor [pairs] that is 1 where the chosen sequence has the larger reward, and 0 elsewhere."""
         return (self.chosen_rewards > self.rejected_rewards).to(self.chosen_rewards.dtype)
 
 
 def log_odds(log_prob: Tensor) -> Tensor:
-    """``log(p / (1 − p))`` from log p <= 0, accurate near p = 0 and p = 1; p is capped at 1 − ε of the dtype."""
+    """Compute ``log(p / (1 − p))`` from log p <= 0, accurately near p = 0 and p = 1.
+
+    log p is capped at −ε, where ε is the machine epsilon of the dtype.
+    """
     log_prob = log_prob.clamp_max(-torch.finfo(log_prob.dtype).eps)
-    # Each form of log(1 − p) is accurate on its own side of log p = −log 2 only.
+    # log(1 − p) is computed in two ways. The first is accurate for log p > −log 2, and the second for smaller log p.
     near_one = log_prob > -0.6931
     rest = torch.where(
         near_one,
@@ -49,11 +52,10 @@ def log_odds(log_prob: Tensor) -> Tensor:
 
 
 class LigerFusedLinearORPOLoss(PairLoss):
-    """ORPO: ``NLL − β·log σ(log odds(y_w) − log odds(y_l))``.
+    """Odds-ratio preference optimization (ORPO): ``NLL − β·log σ(log odds(y_w) − log odds(y_l))``.
 
-    The odds of a sequence are p / (1 − p), with log p the mean of its tokens' log-probabilities. A pair contributes 0
-    if one of its sequences has log-probability 0, for example because it has no targets, since its odds would be
-    infinite.
+    The odds of a sequence are p / (1 − p), where log p is the mean of its tokens' log-probabilities. If log p is 0, for
+    example because the sequence has no targets, the odds are infinite; the pair then contributes 0 to the second term.
 
     Args:
         compute_nll_loss: whether to add the NLL, with weight 1.
@@ -80,11 +82,14 @@ class LigerFusedLinearORPOLoss(PairLoss):
         )  # fmt: skip
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Losses [pairs] from the mean log-probabilities [pairs]."""
+        """Compute the losses [pairs] from the mean log-probabilities of chosen and rejected sequences, [pairs] each."""
         return -self.beta * self._odds(chosen, rejected)[1]
 
     def _odds(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
-        """Log odds ratios [pairs] and their log σ; 0 for a pair that contributes nothing."""
+        """Compute the log odds ratio x and log σ(x) of each pair, [pairs] each.
+
+        Both are 0 for a pair with a sequence whose log-probability is 0.
+        """
         both = (chosen != 0) & (rejected != 0)
         odds = log_odds(chosen) - log_odds(rejected)
         return odds.where(both, 0), logsigmoid(odds).where(both, 0)
@@ -105,15 +110,16 @@ class LigerFusedLinearORPOLoss(PairLoss):
         """Compute loss and metrics.
 
         Args:
-            nll_target: [2·pairs, T] targets of the NLL if they differ from ``target``, for example to include the
-                prompt. Only the chosen half is read. This costs another pass over the chosen sequences.
+            nll_target: [2·pairs, T] targets for the NLL if they differ from ``target``, for example because the NLL
+                includes the prompt. Only the chosen half is read. The head then runs a second time on the chosen
+                sequences.
             Others: as in `LigerFusedLinearDPOLoss.forward`.
         """
         if nll_target is None:
             return self._with_odds(*self._from_head(_input, lin_weight, target, bias))
         if not self.compute_nll_loss:
             raise ValueError(f"{self._name}: nll_target is for compute_nll_loss=True, got it with False. Leave it out.")
-        # The NLL has other targets, so it is another pass over the chosen sequences.
+        # The NLL has its own targets, so the head runs once more on the chosen sequences.
         self._check_rows(_input, nll_target, paired=True)
         loss, metrics = self._from_head(_input, lin_weight, target, bias, add_nll=False)
         chosen = slice(len(nll_target) // 2)
@@ -121,5 +127,5 @@ class LigerFusedLinearORPOLoss(PairLoss):
         return self._with_odds(loss + nll, metrics._replace(nll_loss=nll.detach()))
 
     def from_log_probs(self, log_probs: Tensor, target: Tensor) -> tuple[Tensor, ORPOMetrics]:
-        """`forward` from the policy's log-probability of each token, [2·pairs, T]."""
+        """Compute what `forward` returns, given the policy's log-probability of each token, [2·pairs, T]."""
         return self._with_odds(*self._from_log_probs(log_probs, target))

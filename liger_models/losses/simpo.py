@@ -1,4 +1,4 @@
-"""SimPO: a loss over pairs with a target margin, without a reference model."""
+"""Simple preference optimization (SimPO): a loss over pairs that has a target margin and needs no reference model."""
 
 from torch import Tensor
 
@@ -6,13 +6,15 @@ from liger_models.losses.base_preference import ReferenceFreePairLoss, margin_lo
 
 
 class LigerFusedLinearSimPOLoss(ReferenceFreePairLoss):
-    """SimPO: ``−(1 − ε)·log σ(m) − ε·log σ(−m) + alpha · NLL``, m = β·(l(y_w) − l(y_l)) − γ.
+    """Simple preference optimization (SimPO).
 
-    l is the mean of the log-probabilities of a sequence's tokens.
+    The loss of a pair is ``−(1 − ε)·log σ(m) − ε·log σ(−m)`` with the margin m = β·(l(y_w) − l(y_l)) − γ, where l is
+    the mean of the log-probabilities of a sequence's tokens. ``alpha`` · NLL is added to the mean over pairs.
 
     Args:
-        alpha, compute_nll_loss: weight of the NLL, and whether to add it. The paper has no NLL, but it is on by
-            default, as in Liger-Kernel.
+        alpha: weight of the NLL.
+        compute_nll_loss: whether to add the NLL. The default is True, as in Liger-Kernel, although the paper does not
+            add the NLL.
         label_smoothing: ε.
         gamma: γ, the target margin.
         Others: as in `LigerFusedLinearDPOLoss`.
@@ -43,6 +45,6 @@ class LigerFusedLinearSimPOLoss(ReferenceFreePairLoss):
         self.label_smoothing, self.gamma = label_smoothing, gamma
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Losses [pairs] from l(y_w) and l(y_l) [pairs]."""
+        """Compute the losses [pairs] from l(y_w) [pairs] and l(y_l) [pairs]."""
         margin = self.beta * (chosen - rejected) - self.gamma
         return margin_losses("sigmoid", margin, self.beta, self.label_smoothing)

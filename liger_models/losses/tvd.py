@@ -1,4 +1,4 @@
-"""Total variation distance: fused with both heads, of logits together with the cross entropy, and of probabilities."""
+"""Total variation distance, fused with the heads of both models or computed from logits or probabilities."""
 
 from torch import Tensor, nn
 
@@ -8,7 +8,9 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, check_d
 
 
 class LigerFusedLinearTVDLoss(FusedDistillationLoss):
-    """Cross entropy plus total variation distance; arguments as in `FusedDistillationLoss`, without beta.
+    """Cross entropy plus total variation distance.
+
+    The arguments are those of `FusedDistillationLoss`, without ``beta``.
 
     Source: https://arxiv.org/abs/2307.15190
     """
@@ -17,10 +19,10 @@ class LigerFusedLinearTVDLoss(FusedDistillationLoss):
 
 
 class LigerFusedCETVDLoss(nn.Module):
-    """Cross entropy and total variation distance of each token, from logits that are held in full.
+    """Cross entropy and total variation distance of each token, computed from all logits.
 
     Args:
-        ignore_index: target value of ignored tokens, for which both results are 0.
+        ignore_index: target value of tokens that are ignored. Both results are 0 for these tokens.
     """
 
     def __init__(self, ignore_index: int = -100) -> None:
@@ -28,11 +30,11 @@ class LigerFusedCETVDLoss(nn.Module):
         self.ignore_index = ignore_index
 
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the cross entropy and the distance, each [...] fp32 and differentiable.
+        """Compute the cross entropy and the distance of each token. Both are [...] fp32 and differentiable.
 
         Args:
-            student_logits: [..., V]; never written to.
-            teacher_logits: [..., V]; get no gradient.
+            student_logits: [..., V]. The tensor is never written to.
+            teacher_logits: [..., V]. They get no gradient.
             target: [...] int64, already shifted.
         """
         return logits_divergence(
@@ -44,7 +46,7 @@ class LigerTVDLoss(nn.Module):
     """Total variation distance ``½ · Σ |p − q|`` of probabilities.
 
     Args:
-        reduction: "none", "sum", "mean" (over all terms) or "batchmean" (over rows).
+        reduction: "none", "sum", "mean" for the mean over all terms, or "batchmean" for the mean over rows.
         ignore_index: label of rows that the loss skips.
 
     Raises:
@@ -57,12 +59,13 @@ class LigerTVDLoss(nn.Module):
         self.reduction, self.ignore_index = reduction, ignore_index
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """Compute the loss in fp32, [] or for reduction "none" [..., V].
+        """Compute the loss [] fp32. With reduction "none", it is [..., V].
 
         Args:
             p: [..., V], the student's probabilities.
-            q: [..., V], the teacher's probabilities, without gradient.
-            shift_labels: [...], only compared with ``ignore_index``; None skips no row.
+            q: [..., V], the teacher's probabilities, which get no gradient.
+            shift_labels: [...]. Rows whose label is ``ignore_index`` are skipped; other labels have no effect. None
+                skips no row.
         """
         check_distributions("LigerTVDLoss", p, q, shift_labels)
         return distribution_divergence(

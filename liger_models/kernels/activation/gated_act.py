@@ -1,12 +1,13 @@
-"""Gated activations (SwiGLU, GeGLU) of a packed projection with gate and up interleaved.
+"""Gated activations (SwiGLU, GeGLU) of a packed projection, in which gate and up are interleaved.
 
-Element 2f of ``gate_up`` is gate f and element 2f + 1 is up f, so a shard over f is a plain slice of the rows of the
-projection's weight. Forward, with the activation in fp32::
+Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. A shard over f is therefore a contiguous slice of the
+rows of the projection's weight. The forward computes the activation in fp32, with s = ``gate_scale``, which is usually
+1::
 
-    a = cast(act(s · gate))               cast to the input dtype before the product, as Hugging Face's models do
+    a = cast(act(s · gate))               cast to the input dtype before the product, as in Hugging Face's models
     y = cast(a · up)
 
-Backward, in fp32, with a recomputed through the same cast::
+The backward runs in fp32 and recomputes a with the same cast::
 
     dgate = s · dy · up · act'(s · gate),   dup = dy · a
 
@@ -15,8 +16,8 @@ Backward, in fp32, with a recomputed through the same cast::
                  z(g) = √(2/π) · (g + 0.044715 · g³)     since (1 + tanh(z)) / 2 = σ(2z)
     gelu         act(g) = g · Φ(g)                       act'(g) = Φ(g) + g · φ(g)
 
-s is a factor of the gate, usually 1. Saved: only gate_up. On request the backward kernel also writes y, which the next
-projection's weight gradient needs.
+Only gate_up is saved for the backward. On request, the backward kernel also writes y, which the weight gradient of the
+next projection needs.
 
 Source: https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/1606.08415.
 """
@@ -34,12 +35,12 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 BLOCK = 1024
 NUM_WARPS = 8
-"""Results and warps of a program. In bf16 a thread loads 4 pairs in one 16-byte vector and holds their results, so that
-neither the split nor the interleaving goes through shared memory; with 8 pairs per thread both would."""
+"""Number of results and of warps of a program. In bf16, a thread loads 4 pairs of gate and up in one 16-byte vector and
+computes their results. Splitting and interleaving then need no shared memory; with 8 pairs per thread, both would."""
 
 
 def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
-    """`gated_act` in plain torch (differentiable; fp64 stays fp64)."""
+    """Compute `gated_act` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
     gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
     gate = gate if gate_scale == 1.0 else gate * gate_scale
     if act == "silu":
@@ -49,7 +50,7 @@ def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> T
 
 @triton.jit
 def _activation(g, ACT: tl.constexpr):
-    """act(g) and act'(g), in fp32."""
+    """Compute act(g) and act'(g) in fp32."""
     if ACT == "silu":
         s = tl.sigmoid(g)
         return g * s, s * (1.0 + g * (1.0 - s))
@@ -57,10 +58,10 @@ def _activation(g, ACT: tl.constexpr):
         slope = 1.5957691216057308  # 2 · √(2/π)
         s = tl.sigmoid(slope * g * (1.0 + 0.044715 * g * g))
         return g * s, s + g * s * (1.0 - s) * slope * (1.0 + 0.134145 * g * g)
-    elif ACT == "quick_gelu":  # used by act_linear only
+    elif ACT == "quick_gelu":  # only act_linear uses this activation
         s = tl.sigmoid(1.702 * g)
         return g * s, s + 1.702 * g * s * (1.0 - s)
-    elif ACT == "relu2":  # used by act_linear only
+    elif ACT == "relu2":  # only act_linear uses this activation
         r = tl.maximum(g, 0.0)
         return r * r, 2.0 * r
     else:
@@ -70,7 +71,7 @@ def _activation(g, ACT: tl.constexpr):
 
 @triton.jit
 def _load_pairs(pointer, left, BLOCK: tl.constexpr):
-    """Load gate and up of BLOCK results, in fp32; ``left`` results remain from the pointer on."""
+    """Load gate and up for BLOCK results in fp32. ``left`` is the number of results from the pointer to the end."""
     elements = tl.arange(0, 2 * BLOCK)
     pairs = tl.load(pointer + elements, mask=elements < 2 * left, other=0.0)
     gate, up = tl.split(tl.reshape(pairs, [BLOCK, 2]))
@@ -83,7 +84,7 @@ def _gated_act_kernel(
 ):
     await_previous(OVERLAPS)
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    left = count - start  # int64, so twice that does not overflow
+    left = count - start  # int64, so that 2 * left does not overflow
     gate, up = _load_pairs(gate_up_ptr + 2 * start, left, BLOCK)
     a, _ = _activation(gate_scale * gate, ACT)
     dtype = y_ptr.dtype.element_ty
@@ -112,7 +113,7 @@ def _gated_act_backward_kernel(
 
 
 def gated_act_forward(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
-    """Launch the forward kernel."""
+    """Launch the forward kernel and return y."""
     gate_up = gate_up.contiguous()
     y = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
@@ -133,10 +134,15 @@ def gated_act_backward(
     overwrite_dy: bool = False,
     overwrite_gate_up: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch the backward kernel and return ``(d_gate_up, product or None)``; the product is the forward's output.
+    """Launch the backward kernel and return the gradient of gate_up and, with ``need_product``, the forward's output.
 
-    With ``overwrite_dy`` the product is written to dy, and with ``overwrite_gate_up`` d_gate_up is written to gate_up.
-    The caller must own these tensors and no longer need them.
+    Args:
+        overwrite_dy: whether to write the forward's output into dy.
+        overwrite_gate_up: whether to write the gradient into gate_up. A tensor that is overwritten must belong to the
+            caller, who must no longer need its values.
+
+    Returns:
+        ``(d_gate_up, product)``, where the product is the forward's output, or None without ``need_product``.
     """
     dy, gate_up = dy.contiguous(), gate_up.contiguous()
     d_gate_up = gate_up if overwrite_gate_up else torch.empty_like(gate_up)
@@ -144,7 +150,7 @@ def gated_act_backward(
     if dy.numel():
         with on_device_of(gate_up):
             _gated_act_backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](
-                # A pointer argument that the constants disable must still be a tensor.
+                # The fourth argument must be a tensor even if STORE_PRODUCT is False.
                 dy, gate_up, d_gate_up, dy if product is None else product, dy.numel(), gate_scale,
                 ACT=act, STORE_PRODUCT=need_product, BLOCK=BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
@@ -195,12 +201,12 @@ def check_act(op: str, act: str) -> None:
 
 
 def gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
-    """``act(gate_scale · gate) · up`` for gate = gate_up[..., 0::2] and up = gate_up[..., 1::2].
+    """Compute ``act(gate_scale · gate) · up`` for gate = gate_up[..., 0::2] and up = gate_up[..., 1::2].
 
     Args:
-        gate_up: [..., 2 F]; element 2f is gate f and element 2f + 1 is up f. float32, float16 or bfloat16.
+        gate_up: [..., 2 F] in float32, float16 or bfloat16. Element 2f is gate f, and element 2f + 1 is up f.
         act: "silu", "gelu_tanh" or "gelu".
-        gate_scale: factor of the gate.
+        gate_scale: number by which the gate is multiplied.
 
     Returns:
         [..., F] in the dtype of gate_up.
@@ -222,12 +228,12 @@ def gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) · up``; otherwise as `gated_act`."""
+    """Compute ``silu(gate) · up``, as `gated_act` does for "silu"."""
     return gated_act(gate_up, "silu")
 
 
 def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
-    """``gelu(gate) · up`` with GELU by tanh, or by erf (``approximate="none"``); otherwise as `gated_act`."""
+    """Compute ``gelu(gate) · up``, as `gated_act` does for "gelu_tanh" or, with ``approximate="none"``, for "gelu"."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}.")
     return gated_act(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")

@@ -1,20 +1,21 @@
 """Attention of one new token of each row to the keys and values in a paged cache, for decoding.
 
-Row b has n = lengths[b] tokens in the cache, the new one included. With P tokens in a page, token j is in slot j % P of
-page table[b, j // P]. The new token sees token j if n − j is at most ``window``. With s_j = scale · q · k_j, or
-c · tanh(scale · q · k_j / c) with a softcap c, summed over the tokens that are seen, in fp32::
+Row b has n = lengths[b] tokens in the cache, including the new token. A page holds P tokens, and token j is in slot
+j % P of page table[b, j // P]. The new token sees token j if n − j is at most ``window``. The score of token j is
+s_j = scale · q · k_j or, with a softcap c, s_j = c · tanh(scale · q · k_j / c). z is the sink of the head; without
+sinks, exp(z) = 0. The sums are over the tokens that are seen, in fp32::
 
-    lse = log(Σ_j exp(s_j) + exp(z))      with a sink z of the head; without, exp(z) = 0
+    lse = log(Σ_j exp(s_j) + exp(z))
     o   = Σ_j exp(s_j − lse) · v_j
 
-The keys of a row are divided among programs, because one program per head would use only a small part of a GPU. Program
-i writes o_i and lse_i of its keys, without the sink, and a second kernel combines them::
+The keys of a row are divided among programs, because one program per head would occupy only a small part of a GPU.
+Program i writes o_i and lse_i for its keys, without the sink, and a second kernel combines them::
 
     o = Σ_i exp(lse_i − lse) · o_i
 
-Heads that share keys are rows of the same matrix product, so that a key is read once. The number of programs follows
-from the shapes alone, and ``lengths`` decides which keys each of them reads, so a captured launch serves all lengths.
-There is no backward.
+Heads that share keys are rows of the same matrix product, so that each key is read once. The number of programs depends
+only on the shapes. ``lengths`` determines which keys each program reads, so that a captured launch works for all
+lengths. There is no backward.
 
 Source: https://arxiv.org/abs/1805.02867, https://pytorch.org/blog/flash-decoding, https://arxiv.org/abs/2309.06180.
 """
@@ -31,21 +32,23 @@ from liger_models.kernels.tiles import contiguous_rows, dot_precision, scale_and
 
 PROGRAMS_PER_SM = 2
 MOST_PARTS = 128
-"""Programs per multiprocessor among which the keys of all rows are divided, and the most for one row and KV head."""
+"""Number of programs per multiprocessor among which the keys of all rows are divided, and largest number of programs
+for one row and KV head."""
 
 STEP_BYTES = 2**14
 STAGES = 3
-"""Bytes of keys, and as many of values, that a program loads in a step, and steps that are in flight: on an H200 two
-programs of 96 KB fit into the shared memory of a multiprocessor."""
+"""Number of bytes of keys that a program loads per step, which is also the number of bytes of values, and number of
+steps in flight. On an H200, two programs of 96 KB fit into the shared memory of a multiprocessor."""
 
 LEAST_ROWS = 16
-"""Minimum number of heads in a product; a smaller group is padded."""
+"""Minimum number of heads in a matrix product. A smaller group of heads is padded."""
 
 MOST_QUERIES = 2**13
-"""Maximum number of elements in a program's queries. A wider group is divided, and each part reads the keys again."""
+"""Maximum number of elements in a program's queries. A larger group of heads is divided among several programs, which
+all read the keys."""
 
 COMBINED_COLUMNS = 128
-"""Columns of a head that a program of the second kernel combines."""
+"""Number of columns of a head that a program of the second kernel combines."""
 
 
 def decode_attention_reference(
@@ -60,10 +63,10 @@ def decode_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`decode_attention` in plain torch (fp64 stays fp64), on copies of all pages in the table.
+    """Compute `decode_attention` in plain PyTorch on copies of all pages in the table, with fp64 inputs in fp64.
 
-    On the CPU it reads only as many pages as the longest row has, because tables are sized for the longest rows
-    allowed.
+    On the CPU, only the pages up to the length of the longest row are read, because a table has room for the longest
+    row that is allowed.
     """
     (B, H, D), G = q.shape, keys.shape[2]
     if B and table.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -80,7 +83,7 @@ def decode_attention_reference(
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(compute).view(1, G, H // G, 1).expand(B, -1, -1, -1)], 3)
     weights = scores.softmax(3)[..., : k.shape[2]].to(q.dtype)
-    v = v.masked_fill(~visible.transpose(2, 3), 0.0)  # slots that were never written may hold NaN
+    v = v.masked_fill(~visible.transpose(2, 3), 0.0)  # slots that were never written may contain NaN
     return (weights @ v).view(B, H, D)
 
 
@@ -91,21 +94,21 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the output and the log-sum over one part of a row's keys, for a tile of the GROUP heads of a KV head."""
+    """Compute output and log-sum over one part of a row's keys, for a tile of the GROUP query heads of a KV head."""
     await_previous(OVERLAPS)
     part = tl.program_id(0)
     tiles: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     kv_head = tl.program_id(1) // tiles
     batch = tl.program_id(2).to(tl.int64)
 
-    # The queries, [BLOCK_M, BLOCK_D].
+    # Load the queries [BLOCK_M, BLOCK_D].
     member = tl.program_id(1) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + member
     column = tl.arange(0, BLOCK_D)
     inside_q = (member < GROUP)[:, None] & (column < D)[None, :]
     q = tl.load(q_ptr + batch * q_b + head[:, None] * q_h + column[None, :], mask=inside_q, other=0.0)
 
-    # The part's keys: an equal share of the steps of BLOCK_N keys that the row's token sees.
+    # The keys that the token sees take some steps of BLOCK_N keys. This part has an equal share of these steps.
     length = tl.load(lengths_ptr + batch)
     first = 0
     if HAS_WINDOW:
@@ -115,12 +118,12 @@ def _decode_kernel(
     begin = (lowest + part * share) * BLOCK_N
     end = tl.minimum(begin + share * BLOCK_N, length)
 
-    # The online softmax: unnormed output [BLOCK_M, BLOCK_D], and maximum and sum [BLOCK_M].
+    # The state of the online softmax is the unnormalized output [BLOCK_M, BLOCK_D], and maximum and sum [BLOCK_M].
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK_N):
-        # Keys and values of a step, [BLOCK_N, BLOCK_D] each, which lie in one page.
+        # Load keys and values of a step, [BLOCK_N, BLOCK_D] each. They are all in the same page.
         page = tl.load(table_ptr + batch * table_b + start // PAGE).to(tl.int64)
         key = start + tl.arange(0, BLOCK_N)
         slot = page * PAGE + start % PAGE + tl.arange(0, BLOCK_N)
@@ -129,13 +132,13 @@ def _decode_kernel(
         k = tl.load(keys_ptr + at, mask=inside, other=0.0)
         v = tl.load(values_ptr + at, mask=inside, other=0.0)
 
-        # Scores with the base 2, [BLOCK_M, BLOCK_N], and their share of the output.
+        # Compute scores in base 2, [BLOCK_M, BLOCK_N], and add their part of the output.
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
         scores = tl.where(((key >= first) & (key < end))[None, :], scores, float("-inf"))
         total, most, weight = softmax_step(scores, v, total, most, weight, True, PRECISION)
 
-    # A part without keys has the log-sum -inf, and no output.
+    # If a part has no keys, its log-sum is -inf, and it writes no output.
     row = (batch * G * GROUP + head) * PARTS + part
     if begin < end:
         tl.store(out_ptr + row[:, None] * D + column[None, :], total / weight[:, None], mask=inside_q)
@@ -148,7 +151,7 @@ def _combine_kernel(
     parts_ptr, lse_ptr, sinks_ptr, out_ptr, H, D: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the weighted sum of the parts that have keys, for BLOCK_D columns of a head; ``lse`` is in base 2."""
+    """Compute the weighted sum of the parts that have keys, for BLOCK_D columns of a head. Log-sums are in base 2."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -158,9 +161,9 @@ def _combine_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + tl.program_id(0) % H).to(tl.float32) * LOG2_E
         most = tl.maximum(most, sink)
-    most = tl.where(most == float("-inf"), 0.0, most)  # a row without tokens
+    most = tl.where(most == float("-inf"), 0.0, most)  # the maximum is -inf if the row has no tokens
 
-    # The share of each part [PARTS], and the weighted sum of the parts [PARTS, BLOCK_D].
+    # Compute the weight of each part [PARTS], and the weighted sum of the parts [PARTS, BLOCK_D].
     share = tl.exp2(lse - most)
     weight = tl.sum(share, 0)
     if HAS_SINKS:
@@ -173,7 +176,7 @@ def _combine_kernel(
 
 
 def _power_below(x: int) -> int:
-    """The largest power of two that is at most x."""
+    """Return the largest power of two that is at most x."""
     return 1 << (x.bit_length() - 1)
 
 
@@ -195,13 +198,14 @@ def _decode_attention(
     if not out.numel():
         return out
 
-    # Query heads of a program, and keys of a step, which must not exceed a page.
+    # Choose the query heads per program, and the keys per step, which must not be more than a page.
     block_d = max(triton.next_power_of_2(D), 16)
     block_m = max(min(triton.next_power_of_2(H // G), MOST_QUERIES // block_d), LEAST_ROWS)
     block_n = min(max(_power_below(STEP_BYTES // (block_d * q.itemsize)), 16), page)
     tiles = G * triton.cdiv(H // G, block_m)
 
-    # Parts of the keys: as many as keep the device busy. Lengths are on the device, so tables give the most keys.
+    # Divide the keys into enough parts to occupy the device. The lengths are on the device, so the largest possible
+    # number of keys is taken from the width of the table.
     seen = table.shape[1] * page
     seen = seen if window is None else min(window + block_n, seen)
     room = _power_below(max(num_programs(q, PROGRAMS_PER_SM) // (B * tiles), 2))
@@ -241,21 +245,26 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one token of each row to the tokens of this row in a paged cache, itself included.
+    """Compute the attention of the last token of each row to all tokens of the row in a paged cache.
+
+    The op has no backward.
 
     Args:
-        q: [B, H, D], float32, float16 or bfloat16, D at most 512.
-        keys, values: [pages, P, G, D] in the dtype of q, P a power of two of at least 16; H is a multiple of G.
-        table: [B, N] int32, the pages of each row in the order of its tokens. Entries after the last token may name any
-            page. N · P determines the number of programs.
-        lengths: [B] int32, number of tokens of each row, 0 to N · P; the result of a row without tokens is undefined.
-        scale: factor of q·k.
-        window: number of tokens that a token sees, itself included; None for all.
-        softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
-        sinks: [H], one extra score per head, which has no key and takes its share of the softmax; None for none.
+        q: [B, H, D], float32, float16 or bfloat16, where D is at most 512.
+        keys, values: [pages, P, G, D] in the dtype of q, where P is a power of two of at least 16, and H is a multiple
+            of G.
+        table: [B, N] int32, the indices of each row's pages in the order of its tokens. Entries after the page of the
+            last token may be any valid index. N · P determines the number of programs.
+        lengths: [B] int32, number of tokens of each row, from 0 to N · P. The result of a row without tokens is
+            undefined.
+        scale: number by which q·k is multiplied.
+        window: number of tokens that the token sees, including itself; None for all tokens.
+        softcap: if given, scores become ``softcap · tanh(score / softcap)``.
+        sinks: [H], an additional score of each head that has no key and no value but takes part in the softmax; None
+            for no sinks.
 
     Returns:
-        [B, H, D] in the dtype of q, without a backward.
+        [B, H, D] in the dtype of q.
 
     Raises:
         ValueError: shapes do not match, heads are wider than 512, or the window is below 1.

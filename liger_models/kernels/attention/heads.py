@@ -1,11 +1,11 @@
-"""Limits, checks and one step of the online softmax, which all attention kernels share."""
+"""The online softmax step that attention kernels share, and checks of their arguments."""
 
 from torch import Tensor
 
 from liger_models.kernels.dispatch import tl, triton
 
 MOST_HEAD_DIM = 512
-"""Widest head."""
+"""Largest head dimension."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -16,14 +16,14 @@ def softmax_step(
 ):  # fmt: skip
     """Add N keys to the online softmax of M rows, and return the new ``(total, most, weight)``.
 
-    scores [M, N] are in base 2, and -inf where a row doesn't see a key; v is [N, D]. most [M] is the largest s so far,
-    weight [M] is the sum of exp2(s − most), and total [M, D] is the output times weight. With ALL_ROWS_SEE each row
-    sees at least one of the keys.
+    ``scores`` [M, N] are in base 2, and -inf where a row does not see a key. ``v`` is [N, D]. ``most`` [M] is the
+    largest score s so far, ``weight`` [M] is the sum of exp2(s − most), and ``total`` [M, D] is the output multiplied
+    by ``weight``. ALL_ROWS_SEE may be set if every row sees at least one of the keys.
     """
     larger = tl.maximum(most, tl.max(scores, 1))
     finite = larger
     if not ALL_ROWS_SEE:
-        finite = tl.where(larger == float("-inf"), 0.0, larger)  # a row that has seen no key yet
+        finite = tl.where(larger == float("-inf"), 0.0, larger)  # the maximum is -inf if a row has seen no key yet
     p = tl.exp2(scores - finite[:, None])
     shrink = tl.exp2(most - finite)
     weight = weight * shrink + tl.sum(p, 1)
@@ -32,9 +32,15 @@ def softmax_step(
 
 
 def check_heads(op: str, H: int, D: int, window: int | None, sinks: Tensor | None, advice: str) -> None:
-    """Raise if heads are too wide, the window is below 1, or there isn't one sink per head; None skips a check.
+    """Raise ValueError if heads are too wide, the window is below 1, or there is not one sink per head.
 
-    ``advice`` says what to do for wider heads.
+    Args:
+        op: name of the op, for the error message.
+        H: number of heads.
+        D: head dimension.
+        window: the window; None for no window.
+        sinks: the sinks; None for no sinks.
+        advice: what the user can do if heads are too wide, for the error message.
     """
     if not 1 <= D <= MOST_HEAD_DIM:
         raise ValueError(f"{op}: heads must be 1 to {MOST_HEAD_DIM} wide, got {D}. {advice}")

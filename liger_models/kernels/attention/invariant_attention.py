@@ -1,18 +1,20 @@
-"""Causal attention whose result for a token has the same bits in training, prefill and decoding, and in every batch.
+"""Batch-invariant causal attention: a token's result is bitwise identical in training, prefill and decoding.
 
-Token i sees the keys from max(first_i, last_i − window + 1) to last_i: ``first`` is the start of its document and
-``last`` its own position. With s_j = scale · q · k_j, or c · tanh(scale · q · k_j / c) with a softcap c, in fp32::
+Token i sees the keys from max(first_i, last_i − window + 1) to last_i, where ``first`` is the start of the token's
+document, and ``last`` is the token's own position. The score of key j is s_j = scale · q · k_j or, with a softcap c,
+s_j = c · tanh(scale · q · k_j / c). z is the sink of the head; without sinks, exp(z) = 0. All sums are in fp32::
 
-    lse = log(Σ_j exp(s_j) + exp(z))      with a sink z of the head; without, exp(z) = 0
+    lse = log(Σ_j exp(s_j) + exp(z))
     o   = Σ_j exp(s_j − lse) · v_j
 
-The keys of a document are read in blocks that start with its first token, one after the other and never by several
-programs. A program computes the heads of a group that share keys, for a few tokens. If the tokens belong to several
-documents, the program reads the blocks of each document; a key that a token does not see multiplies its sums by 1 and
-adds 0. So neither the other tokens of the program nor the storage of the keys (contiguous or in pages) changes a bit. A
-product always has the same number of rows, since other instructions would add in another order.
+The keys of a document are read in blocks, of which the first starts with the document's first token. A single program
+reads all blocks that a token sees, one after the other. The program computes a group of heads that share keys, for a
+few tokens. If these tokens belong to several documents, the program reads the blocks of each document. A key that a
+token does not see multiplies the token's sums by 1 and adds 0. The result therefore does not depend on the other tokens
+of the program, or on whether the keys are contiguous or in pages. A matrix product always has the same number of rows,
+because with another number, other instructions might add in another order.
 
-There is no backward: `layers.attention` runs the backward of ordinary attention.
+There is no backward. `layers.attention` runs the backward of ordinary attention.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2309.06180,
 https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
@@ -31,7 +33,14 @@ from liger_models.kernels.tiles import contiguous_rows, dot_precision, scale_and
 
 
 class Tile(NamedTuple):
-    """Rows (tokens times heads) and keys of a product; warps and pipeline stages of a program."""
+    """Shape of a matrix product, and launch options of a program.
+
+    Attributes:
+        rows: number of rows, tokens · heads.
+        keys: number of keys.
+        warps: number of warps.
+        stages: number of pipeline stages.
+    """
 
     rows: int
     keys: int
@@ -40,7 +49,8 @@ class Tile(NamedTuple):
 
 
 TILES = {2: (Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)), 4: (Tile(32, 32, 4, 2), Tile(16, 16, 4, 2))}
-"""Bytes of an element -> tiles for head dimensions up to 128 and above. The choice may depend on nothing else."""
+"""Maps the size of an element in bytes to two tiles, for head dimensions up to 128 and above 128. The tile must not
+depend on anything else."""
 
 NOWHERE = tl.constexpr(2147483647)
 
@@ -58,7 +68,10 @@ def invariant_attention_reference(
     sinks: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """`invariant_attention` in plain torch (fp64 stays fp64), token by token, on copies of the keys that it sees."""
+    """Compute `invariant_attention` in plain PyTorch, token by token, with fp64 inputs in fp64.
+
+    For each token, the keys and values that it sees are copied.
+    """
     (N, H, D), G = q.shape, k.shape[-2]
     compute = torch.promote_types(q.dtype, torch.float32)
     column = None if sinks is None else sinks.to(compute).view(G, H // G, 1)
@@ -86,11 +99,14 @@ def _invariant_attention_kernel(
     HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Compute HEADS query heads of a KV head for TOKENS tokens per program: TOKENS · HEADS rows in each product."""
+    """Compute HEADS query heads of a KV head for TOKENS tokens per program.
+
+    They are TOKENS · HEADS rows of each matrix product.
+    """
     parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // parts
 
-    # Token and head of each row, and the queries [BLOCK_M, BLOCK_D].
+    # Find the token and the head of each row, and load the queries [BLOCK_M, BLOCK_D].
     row = tl.arange(0, BLOCK_M)
     token = tl.program_id(0).to(tl.int64) * TOKENS + row // HEADS
     member = tl.program_id(1) % parts * HEADS + row % HEADS
@@ -100,20 +116,20 @@ def _invariant_attention_kernel(
     inside_q = inside[:, None] & (column < D)[None, :]
     q = tl.load(q_ptr + token[:, None] * q_n + head[:, None] * q_h + column[None, :], mask=inside_q, other=0.0)
 
-    # The keys that each row sees, [BLOCK_M]: from ``lowest`` to ``last``.
+    # Each row sees the keys from ``lowest`` to ``last``, [BLOCK_M] each.
     first = tl.load(first_ptr + token, mask=inside, other=NOWHERE)
     last = tl.load(last_ptr + token, mask=inside, other=-1)
     lowest = first
     if HAS_WINDOW:
         lowest = tl.maximum(first, last - window + 1)
 
-    # The online softmax: unnormed output [BLOCK_M, BLOCK_D], and maximum and sum [BLOCK_M].
+    # The state of the online softmax is the unnormalized output [BLOCK_M, BLOCK_D], and maximum and sum [BLOCK_M].
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
 
-    # One document after the other, each in steps that begin at multiples of BLOCK_N from its first key: where a token's
-    # keys are divided doesn't depend on the other tokens.
+    # The documents are processed one after the other. Steps begin at multiples of BLOCK_N from the first key of the
+    # document, so the division of a token's keys into steps does not depend on the other tokens.
     document = tl.min(first, 0)
     while document < NOWHERE:
         in_document = first == document
@@ -121,7 +137,7 @@ def _invariant_attention_kernel(
         begin = document + (begin - document) // BLOCK_N * BLOCK_N
         end = tl.max(tl.where(in_document, last, -1), 0) + 1
         for start in range(begin, end, BLOCK_N):
-            # Keys and values of a step, [BLOCK_N, BLOCK_D] each, from the tensors or from pages.
+            # Load keys and values of a step, [BLOCK_N, BLOCK_D] each, from contiguous tensors or from pages.
             key = start + tl.arange(0, BLOCK_N)
             if PAGE == 0:
                 slot = key.to(tl.int64)
@@ -132,7 +148,7 @@ def _invariant_attention_kernel(
             k = tl.load(k_ptr + slot[:, None] * k_n + kv_head * k_g + column[None, :], mask=exists, other=0.0)
             v = tl.load(v_ptr + slot[:, None] * v_n + kv_head * v_g + column[None, :], mask=exists, other=0.0)
 
-            # Scores with the base 2, [BLOCK_M, BLOCK_N], and their share of the output.
+            # Compute scores in base 2, [BLOCK_M, BLOCK_N], and add their part of the output.
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
             seen = in_document[:, None] & (key[None, :] >= lowest[:, None]) & (key[None, :] <= last[:, None])
@@ -166,8 +182,8 @@ def _invariant_attention(
     k, v = (contiguous_rows(x) if table is None else x.contiguous() for x in (k, v))
     (N, H, D), G = q.shape, k.shape[-2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    # The query heads of a KV head share its keys, so a tile holds several heads of each token. With pages a tile has
-    # one token, because tokens of different rows have different pages.
+    # The query heads of a KV head share its keys, so a tile has several heads of each token. With pages, a tile has
+    # only one token, because different rows have different pages.
     tile = TILES[q.itemsize][D > 128]
     heads = min(triton.next_power_of_2(H // G), tile.rows)
     tokens = tile.rows // heads if table is None else 1
@@ -176,7 +192,7 @@ def _invariant_attention(
         with on_device_of(q):
             _invariant_attention_kernel[(triton.cdiv(N, tokens), G * triton.cdiv(H // G, heads))](
                 q, k, v, first, last, first if table is None else contiguous_rows(table),
-                # Pointers that the constants switch off point to q or first.
+                # Arguments that the kernel does not use must be tensors, too, and are set to q or first.
                 q if sinks is None else sinks.contiguous(), out, N, *q.stride()[:2], k.stride(-3), k.stride(-2),
                 v.stride(-3), v.stride(-2), 0 if table is None else table.stride(0), window or 0, scale, softcap or 0.0,
                 G=G, GROUP=H // G, D=D, PAGE=0 if table is None else k.shape[1], TOKENS=tokens, HEADS=heads,
@@ -205,22 +221,28 @@ def invariant_attention(
     sinks: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention in which the bits of a token's result depend only on its query and on the keys that it sees.
+    """Compute batch-invariant causal attention.
+
+    A token's result depends, bit for bit, only on its query and on the keys and values that it sees. The op has no
+    backward.
 
     Args:
-        q: [N, H, D], float32, float16 or bfloat16, D at most 512.
-        k, v: [S, G, D] in the dtype of q; H is a multiple of G. With ``table`` they are pages [pages, P, G, D], and the
-            keys of a row are numbered in the order of its pages.
-        first: [N] int32, the first key of each token's document.
-        last: [N] int32, the last key that each token sees, which is its own; at least ``first``.
-        scale: factor of q·k.
-        window: number of tokens that a token sees, itself included; None for all.
-        softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
-        sinks: [H], one extra score per head, which has no key and takes its share of the softmax; None for none.
-        table: [N, M] int32, the pages of each token's row in the order of its keys; None if the keys are not paged.
+        q: [N, H, D], float32, float16 or bfloat16, where D is at most 512.
+        k, v: [S, G, D] in the dtype of q, where H is a multiple of G. With ``table``, they are pages [pages, P, G, D],
+            and the keys of a row are numbered in the order of its pages.
+        first: [N] int32, index of the first key of each token's document.
+        last: [N] int32, index of the last key that each token sees, which is the token's own key. It is at least
+            ``first``.
+        scale: number by which q·k is multiplied.
+        window: number of tokens that a token sees, including itself; None for all tokens.
+        softcap: if given, scores become ``softcap · tanh(score / softcap)``.
+        sinks: [H], an additional score of each head that has no key and no value but takes part in the softmax; None
+            for no sinks.
+        table: [N, M] int32, the indices of the pages of each token's row in the order of its keys; None if the keys are
+            not in pages.
 
     Returns:
-        [N, H, D] in the dtype of q, without a backward.
+        [N, H, D] in the dtype of q.
 
     Raises:
         ValueError: shapes do not match, heads are wider than 512, or the window is below 1.

@@ -1,20 +1,23 @@
-"""Causal attention with sinks: each head has one more score, without a key, which takes its share of the softmax.
+"""Causal attention with sinks. A sink is an additional score of a head that has no key and takes part in the softmax.
 
-With the scores s_ij = scale · q_i · k_j of the keys that a token attends to, and z the sink of the head::
+Let s_ij = scale · q_i · k_j be the scores of the keys to which token i attends, and let z be the sink of the head. A
+flash-attention kernel computes l and o, the log-sum-exp and the output without the sink. The result is y::
 
-    l_i = log Σ_j exp(s_ij),   o_i = Σ_j exp(s_ij − l_i) · v_j      a flash kernel's log-sum-exp and output
+    l_i = log Σ_j exp(s_ij),   o_i = Σ_j exp(s_ij − l_i) · v_j
     l'_i = log(exp(l_i) + exp(z))
     y_i = exp(l_i − l'_i) · o_i = σ(l_i − z) · o_i
 
-Backward. A flash kernel that gets y and l' instead of o and l recomputes P'_ij = exp(s_ij − l'_i), and then::
+In the backward, a flash-attention kernel gets y and l' instead of o and l. It then recomputes P'_ij = exp(s_ij − l'_i)
+and dS. From dS it computes dq, dk and dv as without a sink::
 
-    dS_ij = P'_ij · (dy_i · v_j − dy_i · y_i)    and dq, dk, dv from it, as without a sink
+    dS_ij = P'_ij · (dy_i · v_j − dy_i · y_i)
     dz = −Σ_i exp(z − l'_i) · (dy_i · y_i)
 
-The flash kernels are PyTorch's: cuDNN where it is fastest (plainly causal, lengths that are multiples of `CUDNN_STEP`),
-and the variable-length kernel elsewhere. The kernels here turn o and l into y and l' in place, and sum dz.
+The flash-attention kernels are PyTorch's. cuDNN runs where it is fastest: for causal attention without a window or
+documents, and for lengths that are multiples of `CUDNN_STEP`. Elsewhere, the variable-length kernel runs. The Triton
+kernels in this file turn o and l into y and l' in place, and sum dz.
 
-Saved: q, k, v, y, l' and the sinks, which is what attention without sinks saves, plus [H] numbers.
+q, k, v, y, l' and the sinks are saved. Attention without sinks saves the same tensors except the sinks [H].
 
 Source: https://arxiv.org/abs/2309.17453, https://arxiv.org/abs/2508.10925.
 """
@@ -30,10 +33,11 @@ from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 
 CUDNN_STEP = 128
-"""cuDNN runs only for lengths that are multiples of this, because it builds a plan for every new length."""
+"""cuDNN runs only for lengths that are multiples of this number, because it builds a plan for every new length."""
 
 ROWS = 64
-"""Tokens of one head that a program reads: with 64 dimensions in bf16 a thread holds four 16-byte vectors."""
+"""Number of tokens of one head that a program reads. With a head dimension of 64 in bf16, a thread holds four 16-byte
+vectors."""
 
 
 def sink_attention_reference(
@@ -46,10 +50,13 @@ def sink_attention_reference(
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """`sink_attention` in plain torch (differentiable; fp64 stays fp64). All scores are in memory."""
+    """Compute `sink_attention` in plain PyTorch, with all scores in memory.
+
+    The function is differentiable, and keeps fp64 inputs in fp64.
+    """
     B, T, H, _ = shape = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
-    if cu_seqlens is not None:  # documents may be anywhere in the flattened tokens
+    if cu_seqlens is not None:  # the bounds of documents refer to the flattened tokens
         q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q, k, v))
     visible = _visible(1 if cu_seqlens is None else B, T, window, cu_seqlens, q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -61,7 +68,7 @@ def sink_attention_reference(
 
 
 def _visible(B: int, T: int, window: int | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """Which tokens see which: [B · T, B · T] bool."""
+    """Return a bool tensor [B · T, B · T] that is True where the first token sees the second."""
     index = torch.arange(B * T, device=device)
     distance = index[:, None] - index
     row = index // T if T else index
@@ -78,12 +85,12 @@ def _visible(B: int, T: int, window: int | None, cu_seqlens: Tensor | None, devi
 def _apply_sinks_kernel(
     out_ptr, lse_ptr, sinks_ptr, N, H, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Scale o [N, H, D] of ROWS tokens of a head by the share that the sink leaves, and add the sink to l [H, N]."""
+    """Turn o [N, H, D] into y and l [H, N] into l' in place, for ROWS tokens of a head."""
     head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
 
-    # The new log-sum [ROWS].
+    # Compute the new log-sum l' [ROWS].
     sink = tl.load(sinks_ptr + head).to(tl.float32)
     lse_at = lse_ptr + head.to(tl.int64) * N + rows
     lse = tl.load(lse_at, mask=rows < N, other=0.0)
@@ -101,7 +108,7 @@ def _apply_sinks_kernel(
 def _sinks_backward_kernel(
     dy_ptr, y_ptr, lse_ptr, sinks_ptr, sums_ptr, N, H, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """The gradient of a head's sink, −Σ exp(sink − l) · (dy · y), over ROWS tokens."""
+    """Compute the sum over ROWS tokens of the gradient of a head's sink, −exp(z − l') · (dy · y)."""
     head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
@@ -120,7 +127,7 @@ def _grid(N: int, H: int, D: int) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def _cudnn_runs(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether cuDNN computes plainly causal attention of [B, T, heads, D]."""
+    """Return whether cuDNN can compute causal attention of q, k and v [B, T, heads, D] without window or documents."""
     if not q.is_cuda or q.shape[1] % CUDNN_STEP or torch.version.hip is not None:
         return False
     arguments: Any = *(x.transpose(1, 2) for x in (q, k, v)), None, 0.0, True, q.shape[2] != k.shape[2]
@@ -128,7 +135,10 @@ def _cudnn_runs(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _bounds(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[Tensor, int]:
-    """Bounds of the sequences for the variable-length kernel: the documents, or the rows of the batch."""
+    """Return the bounds of the sequences for the variable-length kernel, and the largest length of a sequence.
+
+    The sequences are the documents or, without ``cu_seqlens``, the rows of the batch.
+    """
     B, T = q.shape[:2]
     if cu_seqlens is not None:
         return cu_seqlens, max_seqlen
@@ -136,7 +146,7 @@ def _bounds(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[Tens
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int) -> tuple[list[Tensor], Tensor]:
-    """Heads [1, H, N, D] and an additive mask of the scores, for PyTorch's flash attention on the CPU."""
+    """Return q, k and v as [1, H, B · T, D] and an additive mask of the scores, for flash attention on the CPU."""
     B, T, H, _ = q.shape
     heads = [x.reshape(1, B * T, *x.shape[2:]).transpose(1, 2) for x in (q, k, v)]
     visible = _visible(B, T, window or None, cu_seqlens, q.device)
@@ -147,7 +157,7 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: 
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention without sinks: ``(o [B, T, H, D], l [H, B · T] fp32)``, both newly allocated."""
+    """Compute attention without sinks, and return new tensors o [B, T, H, D] and l [H, B · T] in fp32."""
     B, T, H, D = q.shape
     aten = torch.ops.aten
     if q.device.type == "cpu":
@@ -155,13 +165,13 @@ def _flash(
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads, attn_mask=added, scale=scale)
         return out.transpose(1, 2).contiguous().view(B, T, H, D), lse.reshape(H, B * T).float().contiguous()
 
-    # cuDNN, which is faster where it runs.
+    # cuDNN is faster where it runs.
     if cu_seqlens is None and not window and _cudnn_runs(q, k, v):
         heads = [x.transpose(1, 2) for x in (q, k, v)]
         out, lse = aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, True, False, scale=scale)[:2]
         return out.transpose(1, 2).contiguous(), lse.reshape(B, H, T).transpose(0, 1).reshape(H, B * T).contiguous()
 
-    # The variable-length kernel, on the rows of all documents or of the batch.
+    # Otherwise, the variable-length kernel computes all documents, or all rows of the batch.
     bounds, longest = _bounds(q, cu_seqlens, max_seqlen)
     rows = [x.reshape(B * T, *x.shape[2:]) for x in (q, k, v)]
     out, lse = aten._flash_attention_forward(
@@ -177,7 +187,8 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, H, D = q.shape
     aten = torch.ops.aten
-    # PyTorch's kernel for the CPU has no groups: keys are repeated for it, and their gradients summed over a group.
+    # PyTorch's CPU kernel does not support grouped heads. Keys and values are repeated for each query head, and their
+    # gradients are summed over the query heads of a group.
     if q.device.type == "cpu":
         heads, added = _on_cpu(q, k, v, cu_seqlens, window)
         results = (x.view(1, B * T, H, D).transpose(1, 2) for x in (dy, y))
@@ -188,9 +199,9 @@ def _flash_backward(
         return dq.transpose(1, 2).reshape(q.shape), dk, dv
 
     if cu_seqlens is None and not window and _cudnn_runs(q, k, v):
-        # cuDNN, where it can run: it takes [B, H, T, D] and lse as [B, H, T, 1].
+        # cuDNN takes tensors [B, H, T, D], and lse as [B, H, T, 1].
         heads = [x.transpose(1, 2) for x in (q, k, v, y)]
-        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # random state of dropout, which is off
         statistics = lse.view(H, B, T).transpose(0, 1).reshape(B, H, T, 1).contiguous()
         grads = aten._scaled_dot_product_cudnn_attention_backward(
             dy.transpose(1, 2), *heads, statistics, state, state, None, None, None, T, T, 0.0, True, scale=scale
@@ -199,7 +210,7 @@ def _flash_backward(
         return dq, dk, dv
 
     bounds, longest = _bounds(q, cu_seqlens, max_seqlen)
-    # FlashAttention, over the packed tokens [B · T, H, D].
+    # Otherwise, FlashAttention computes the packed tokens [B · T, H, D].
     rows = [x.reshape(B * T, *x.shape[2:]) for x in (dy, q, k, v, y)]
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads = aten._flash_attention_backward(
@@ -249,14 +260,14 @@ def _sink_attention_backward(
     dy = dy.contiguous()
     grads: list[Tensor] = [x.new_empty(0) for x in inputs]
     if need_sinks:
-        # dsink of a head is a sum over tokens: each program writes its part, [H, programs].
+        # The gradient of a sink is a sum over tokens. Each program writes its part of the sum, [H, programs].
         grid, constants = _grid(B * T, H, D)
         sums = torch.empty(H, grid[0], dtype=torch.float32, device=q.device)
         with on_device_of(q):
             _sinks_backward_kernel[grid](dy, y, lse, sinks.contiguous(), sums, B * T, H, **constants)
         grads[3] = sums.sum(1).to(sinks.dtype)
     if need_qkv:
-        # With the lse that includes the sink, the ordinary backward gives the gradients of q, k and v.
+        # Because lse includes the sink, the backward of ordinary attention computes the gradients of q, k and v.
         grads[:3] = _flash_backward(dy, q, k, v, y, lse, cu_seqlens, max_seqlen, scale, window)
     return tuple(grad.contiguous() for grad in grads)
 
@@ -299,7 +310,10 @@ register_autograd("sink_attention", _backward, _setup)
 
 
 def is_fused(q: Tensor) -> bool:
-    """Whether `sink_attention` computes such heads without storing scores: in half precision, up to 256 dimensions."""
+    """Return whether `sink_attention` runs flash-attention kernels for q, which do not store scores.
+
+    On accelerators, this takes half precision and a head dimension of at most 256.
+    """
     half = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
     return use_triton(q) and (half or q.device.type == "cpu")
 
@@ -315,17 +329,17 @@ def sink_attention(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Causal attention in which each head has one more score, its sink, without a key or a value.
+    """Compute causal attention in which each head has a sink, an additional score without a key or a value.
 
     Args:
-        q: [B, T, H, D], float32, float16 or bfloat16. Where `is_fused` is False all scores are in memory.
-        k, v: [B, T, G, D] in the dtype of q; H is a multiple of G.
-        sinks: [H], of any floating-point dtype.
-        scale: factor of q·k.
-        window: number of tokens that a token attends to, itself included; None for all.
-        cu_seqlens: [n + 1] int32, bounds of documents over the B · T flattened tokens, including the bounds of all
-            rows. None: each row is a document.
-        max_seqlen: upper bound of the length of a document; T by default.
+        q: [B, T, H, D], float32, float16 or bfloat16. If `is_fused` is False for q, all scores are stored.
+        k, v: [B, T, G, D] in the dtype of q, where H is a multiple of G.
+        sinks: [H], in any floating-point dtype.
+        scale: number by which q·k is multiplied.
+        window: number of tokens to which a token attends, including itself; None for all tokens.
+        cu_seqlens: [n + 1] int32, bounds of the documents in the B · T flattened tokens. They include the bounds of all
+            rows. If None, each row is a document.
+        max_seqlen: upper bound of the length of a document; None for T.
 
     Returns:
         [B, T, H, D] in the dtype of q.

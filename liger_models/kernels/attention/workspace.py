@@ -1,18 +1,19 @@
-"""Layout of the workspace of `causal_attention`: which tiles of weights a launch writes, and where.
+"""Layout of the workspace of `causal_attention`: which tiles of attention weights a launch writes, and where.
 
 The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*. One
-launch fills the workspace for some query heads, its *slots*, and for a part of the queries. A tile has a place only if
-it has visible pairs, so later tiles of queries have more tiles of keys. To make every slot a rectangle, the tiles of
-queries are paired so that all pairs see about equally many keys: the last with the first, the last but one with the
-second, and so on. If their number is odd, the last tile stays alone. For example, the tiles of queries 0 to 4 make 3
-pairs with 5 places each. The table shows the tile of queries at each place; its tiles of keys are in order::
+launch fills the workspace for some query heads, which are called its *slots*, and for a part of the queries. A tile has
+a place only if one of its queries sees one of its keys, so later query tiles have more key tiles. To make every slot a
+rectangle, query tiles are paired such that all pairs see about the same number of keys: the last tile with the first,
+the second to last with the second, and so on. If the number of query tiles is odd, the last tile has no partner. For
+example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows the query tile at each place. The key tiles
+of a query tile are in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0
     pair 2    2 2 2 1 1
 
-`first_place` and `tile_at` map between tiles and places on the device; `launches` cuts heads and queries into launches
-on the host.
+`first_place` and `tile_at` map between tiles and places on the device. `launches` divides heads and queries among
+launches on the host.
 """
 
 import math
@@ -24,25 +25,27 @@ from torch import Tensor
 from liger_models.kernels.dispatch import tl, triton
 
 PAIRS, LEAST_ROWS = 2**26, 2048
-"""Visible pairs of a query and a key whose p and ds the workspace holds (4 bytes a pair in half precision). Beyond
-32768 keys it grows, to hold `LEAST_ROWS` queries. The forward, which writes weights alone, holds twice as many. dk and
-dv are summed over launches in fp32."""
+"""PAIRS is the number of visible pairs of a query and a key for which the workspace holds p and ds, at 4 bytes per pair
+in half precision. With more than 32768 keys, the workspace is larger, so that it holds at least `LEAST_ROWS` queries.
+In the forward, which writes only p, the workspace holds twice as many pairs. dk and dv are summed over launches in
+fp32."""
 
 
 class Part(NamedTuple):
     """The heads and queries of a launch.
 
-    Kernels take these numbers one by one and pack them again, because Triton would specialize the entries of a tuple
-    and compile a kernel for each launch.
+    Kernels take these numbers as separate arguments and build the tuple again, because Triton would specialize the
+    entries of a tuple and compile a new kernel for each launch.
 
     Attributes:
-        T, S: queries and keys of a row of the batch; query i is token i + S − T.
-        kv_head: the first KV head, of the B · G of all rows of the batch.
-        query_head: the first query head of each KV head.
-        query_heads: query heads of each KV head.
-        query: the first query.
-        tiles: tiles of queries.
-        width: places of a pair of tiles of queries.
+        T: number of queries in a row of the batch.
+        S: number of keys in a row of the batch. Query i is token i + S − T.
+        kv_head: index of the first KV head among the B · G KV heads of all rows.
+        query_head: index of the first query head of each KV head.
+        query_heads: number of query heads of each KV head.
+        query: index of the first query.
+        tiles: number of query tiles.
+        width: number of places of a pair of query tiles.
     """
 
     T: int
@@ -56,26 +59,26 @@ class Part(NamedTuple):
 
 
 VARYING = ["kv_head", "query_head", "query_heads", "query", "tiles", "width", "slots", "later", "finished"]
-"""Arguments that differ between the launches of one op, which all run the same compiled kernel."""
+"""Arguments that differ between the launches of an op. All launches run the same compiled kernel."""
 
 
 @triton.jit
 def key_tiles(tile, position, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many tiles of keys a tile of queries sees if tile 0 begins at ``position`` of the S keys."""
+    """Return the number of key tiles that a query tile sees. Query tile 0 begins at ``position`` of the S keys."""
     return tl.cdiv(tl.minimum(position + (tile + 1) * BLOCK_M, S), BLOCK_N)
 
 
 @triton.jit
 def slot_head(slot, part, H: tl.constexpr, GROUP: tl.constexpr):
-    """Row of the batch and query head of a slot; GROUP query heads share a KV head."""
+    """Return the row of the batch and the query head of a slot. GROUP query heads share a KV head."""
     kv_head = part.kv_head + slot // part.query_heads
     return kv_head // (H // GROUP), kv_head % (H // GROUP) * GROUP + part.query_head + slot % part.query_heads
 
 
 @triton.jit
 def first_place(slot, tile, part, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Place of the first tile of keys that a tile of queries sees; the places of the others follow."""
-    upper = tile >= part.tiles // 2  # the later tile of its pair, which comes first
+    """Return the place of the first key tile that a query tile sees. The places of its other key tiles follow."""
+    upper = tile >= part.tiles // 2  # True for the later tile of a pair, whose places come first
     pair = tl.where(upper, part.tiles - 1 - tile, tile + part.tiles % 2)
     position = part.query + part.S - part.T
     before = tl.where(upper, 0, key_tiles(part.tiles - 1 - pair, position, part.S, BLOCK_M, BLOCK_N))
@@ -87,19 +90,20 @@ def tile_at(
     place, part, low_ptr, H: tl.constexpr, GROUP: tl.constexpr, BOUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The tile at a place: row of the batch, query head, first query, first key, and whether it has visible pairs.
+    """Return row of the batch, query head, first query and first key of the tile at a place, and whether it is visible.
 
-    Visibility is exact only with bounds (a window or documents); without bounds, all tiles are written.
+    With bounds (a window or documents), a tile is visible if one of its queries may see one of its keys. Without
+    bounds, all tiles count as visible.
     """
     pairs = (part.tiles + 1) // 2
     pair = place // part.width % pairs
     tile = part.tiles - 1 - pair
     key_tile = place % part.width
 
-    # Places after the keys of the pair's later tile belong to its earlier one.
+    # The places after the key tiles of the pair's later query tile belong to the earlier query tile.
     count = key_tiles(tile, part.query + part.S - part.T, part.S, BLOCK_M, BLOCK_N)
     earlier = key_tile >= count
-    tile = tl.where(earlier, pair - part.tiles % 2, tile)  # -1: no tile
+    tile = tl.where(earlier, pair - part.tiles % 2, tile)  # -1 stands for no tile
     key_tile = tl.where(earlier, key_tile - count, key_tile)
     batch, head = slot_head(place // part.width // pairs, part, H, GROUP)
     query = part.query + tile * BLOCK_M
@@ -114,14 +118,14 @@ def tile_at(
 
 
 class Launch(NamedTuple):
-    """A part of the heads and queries whose weights the workspace holds together.
+    """A part of the heads and queries whose attention weights fit into the workspace together.
 
     Attributes:
-        part: which heads and queries.
-        kv_heads: KV heads, of the B · G of all rows.
-        key_tiles: tiles of keys that the queries see.
+        part: the heads and queries.
+        kv_heads: number of KV heads, where all rows together have B · G KV heads.
+        key_tiles: number of key tiles that the queries see.
         later: whether an earlier launch sees some of these keys with query heads of the same KV heads.
-        finished: index of the first tile of keys that no later launch sees.
+        finished: index of the first key tile that no later launch sees.
     """
 
     part: Part
@@ -132,28 +136,34 @@ class Launch(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
         return self.kv_heads * self.part.query_heads
 
     @property
     def places(self) -> int:
-        """Tiles of weights in the workspace."""
+        """The number of tiles in the workspace."""
         return self.slots * ((self.part.tiles + 1) // 2) * self.part.width
 
 
 def parts_of_queries(
     T: int, S: int, block_m: int, block_n: int, matrices: int
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """How many heads one launch takes, and the parts of the queries, which have about equally many visible keys.
+    """Return the number of heads per launch, and parts of the queries that see about the same number of keys.
 
-    A part is its first query, its number of tiles of queries, and the number of places of a pair of them. ``matrices``
-    is how many matrices of weights a launch writes.
+    A part is a tuple of its first query, its number of query tiles, and the number of places of a pair of query tiles.
+
+    Args:
+        T: number of queries.
+        S: number of keys.
+        block_m: number of queries in a tile.
+        block_n: number of keys in a tile.
+        matrices: number of matrices that a launch writes, 1 for p and 2 for p and ds.
     """
     queries, keys = triton.cdiv(T, block_m) * block_m, triton.cdiv(S, block_n) * block_n
     before = keys - queries
 
-    # Queries up to position i see about i² / 2 pairs, so that edges of equal parts lie at square roots.
-    seen = keys**2 - before**2  # twice the pairs of a head
+    # The queries up to position i have about i² / 2 visible pairs, so the edges of equal parts are at square roots.
+    seen = keys**2 - before**2  # twice the number of visible pairs of a head
     count = triton.cdiv(seen * matrices, 4 * max(PAIRS, LEAST_ROWS * keys))
     edges = sorted({(math.isqrt(before**2 + seen * part // count) - before) // block_m for part in range(count + 1)})
 
@@ -167,10 +177,11 @@ def parts_of_queries(
 
 
 def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -> list[Launch]:
-    """Cut the heads and queries of q [B, T, H, D] and k [B, S, G, D] into launches.
+    """Divide the heads and queries of q [B, T, H, D] and k [B, S, G, D] among launches.
 
-    The forward takes all query heads of a KV head before the next KV head, while its keys are in the cache. The
-    backward takes one query head of all KV heads before the second one, so that sums over queries have more tiles.
+    The forward processes all query heads of a KV head before the next KV head, so that keys are read while they are in
+    the cache. The backward processes the first query head of all KV heads before the second, so that sums over queries
+    have more tiles.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)
@@ -183,7 +194,8 @@ def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -
 
     result = []
     for kv_head in range(0, B * G, kv_heads):
-        # The last part comes first. It sees all keys, so its launch begins their sums, and later launches add to them.
+        # The last part comes first. It sees all keys, so its launch begins the sums of all keys, and later launches add
+        # to these sums.
         for index, (query, tiles, width) in reversed([*enumerate(parts)]):
             seen = triton.cdiv(min(query + tiles * block_m, T) + S - T, block_n)
             seen_before = triton.cdiv(query + S - T, block_n) if index else 0

@@ -1,7 +1,7 @@
-"""Writing keys and values of new tokens into the pages of a cache, in place.
+"""Writing the keys and values of new tokens into the pages of a cache, in place.
 
-With P tokens in a page, slot s is token s % P of page s // P. New token n is written to slot slots[n]; a token with a
-negative slot (padding) is not written::
+A page holds P tokens, and slot s is token s % P of page s // P. New token n is written to slot slots[n]. If the slot is
+negative, the token is padding and is not written::
 
     keys[s // P, s % P] = k_n,   values[s // P, s % P] = v_n        with s = slots[n] >= 0
 
@@ -17,11 +17,11 @@ from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import contiguous_rows
 
 BLOCK = 1024
-"""Elements of a token's keys that a program copies, and as many of its values."""
+"""Largest number of elements of a token's keys that a program copies. It copies the same elements of the values."""
 
 
 def write_pages_reference(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """`write_pages` in plain torch."""
+    """Do what `write_pages` does, in plain PyTorch."""
     kept = slots >= 0
     for pages, new in ((keys, k), (values, v)):
         pages.view(-1, *pages.shape[2:])[slots[kept]] = new[kept]
@@ -32,7 +32,7 @@ def _write_pages_kernel(
     keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, k_n, k_g, v_n, v_g,
     SIZE: tl.constexpr, D: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK of the SIZE = G · D elements of a token's keys, and as many of its values, per program."""
+    """Write BLOCK of the SIZE = G · D elements of a token's keys per program, and the same elements of its values."""
     await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
@@ -69,12 +69,14 @@ def _write_pages_fake(keys, values, k, v, slots):
 
 
 def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write the keys and values of new tokens into pages. If several tokens name one slot, any of them is written.
+    """Write the keys and values of new tokens into pages, in place.
+
+    If several tokens have the same slot, one of them is written, and it is not defined which one.
 
     Args:
-        keys, values: [pages, P, G, D], contiguous; written in place.
-        k, v: [N, G, D] in the dtype of the pages.
-        slots: [N] int64, where each token goes, below pages · P; negative for a token that is not kept.
+        keys, values: [pages, P, G, D], contiguous; the pages.
+        k, v: [N, G, D] in the dtype of the pages; the new tokens.
+        slots: [N] int64, the slot of each token, less than pages · P. A token with a negative slot is not written.
 
     Raises:
         ValueError: shapes do not match, or the pages are not contiguous.

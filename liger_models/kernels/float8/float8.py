@@ -1,27 +1,28 @@
 """Rounding of matrices to float8, and products of the rounded matrices.
 
-A matrix is rounded with one scale, or with one scale per row::
+A matrix has one scale, or one scale per row. MAX is the largest number of the float8 format, and the maximum is over
+the whole matrix or over the row. With ``power_of_2``, s is rounded down to a power of 2::
 
-    s = MAX / max(|x|)                    the maximum over the tensor or the row, MAX the largest number of the format;
-                                          with ``power_of_2`` s is rounded down to a power of 2
+    s = MAX / max(|x|)
     q = float8(x · s)
 
-The hardware contracts the last dimension of both factors, each stored by rows, and applies the scales to the sum::
+The hardware multiplies two operands that are stored by rows, contracts their last dimensions, and applies the scales to
+the sum::
 
     a @ bᵀ = cast((qa @ qbᵀ) / sa / sb)
 
 A linear layer has three products, ``y = x @ Wᵀ``, ``dx = dy @ W`` and ``dW = dyᵀ @ x``. The second product needs the
-columns of W as rows, and the third needs the columns of dy and x as rows. Kernels therefore write a matrix by rows, by
-columns (transposed), or both. They can also compute the matrix that they round (a norm, a gated product, or the
-gradient of gate and up), which then exists only in float8.
+columns of W as rows, and the third product needs the columns of dy and x as rows. Kernels therefore write a matrix by
+rows, by columns (transposed), or both. They can also compute the matrix before they round it: a normalized matrix, a
+gated product, or the gradient of gate and up. Such a matrix exists only in float8. The recipes are::
 
-    tensorwise            one scale for a tensor; dy in e5m2, all else in e4m3
-    rowwise               a scale, a power of 2, for each row of each factor; all in e4m3
-    rowwise_with_gw_hp    the same, but one scale for W in dx, and dW is computed from dy and x as they are
+    tensorwise            one scale per operand; dy is in e5m2, and other operands are in e4m3
+    rowwise               one scale per row of each operand, a power of 2; all operands are in e4m3
+    rowwise_with_gw_hp    like rowwise, but W has one scale in the product for dx, and dW is not computed in float8
 
 Devices without float8 products multiply the rounded matrices in fp32.
 
-Source: https://arxiv.org/abs/2209.05433 (formats); the recipes are those of torchao.float8.
+Source: https://arxiv.org/abs/2209.05433 (formats). The recipes are those of torchao.float8.
 """
 
 from typing import NamedTuple
@@ -36,35 +37,38 @@ from liger_models.kernels.norm.row_norm import scale_rows
 from liger_models.kernels.tiles import num_warps
 
 ROWS, COLUMNS, TILES = 64, 128, 4
-"""Tile of a program, and the number of tiles that a program takes one after the other to find maxima of columns."""
+"""Number of rows and columns of a tile, and number of tiles that a program processes one after the other, in the kernel
+that finds the maximum of each column."""
 
 FLAT, FLAT_BLOCKS = 2048, 4
-"""Elements of a block, which are neighbors, and blocks of a program that finds the maximum of a tensor."""
+"""Number of adjacent elements in a block, and number of blocks per program, in the kernel that finds the maximum of a
+tensor."""
 
 WRITE_ROWS, WRITE_COLUMNS, WRITE_TILES = 128, 64, 8
-"""Tile of a program that rounds, and tiles beside each other that run together. With columns as rows, 128 bytes of each
-are neighbors."""
+"""Number of rows and columns of a tile, and number of adjacent tiles that run at the same time, in the kernel that
+rounds. When a tile is stored by columns, 128 bytes of each column are adjacent in memory."""
 
 ROW_BLOCK = 2048
-"""Columns of a row that a program rounds at a time. It reads the row twice, the second time from the cache."""
+"""Number of columns of a row that a program rounds at a time. The program reads the row twice, the second time from the
+cache."""
 
 NUM_WARPS = 8
 
 MULTIPLE = 16
-"""The hardware multiplies float8 matrices whose sizes are multiples of this."""
+"""The hardware multiplies only float8 matrices whose sizes are multiples of this number."""
 
 TINY = 1e-12
-"""The least maximum, which keeps the scale of zeros finite."""
+"""Lower bound of the maximum, which keeps the scale of an all-zero matrix finite."""
 
 
 class Recipe(NamedTuple):
-    """How a linear layer rounds the factors of its products.
+    """The way in which a linear layer rounds the operands of its products.
 
     Attributes:
-        by_row: whether each row of a factor has a scale, instead of one scale for the tensor.
-        wide_gradients: whether gradients are in e5m2, which has a wider range and one mantissa bit less than e4m3.
+        by_row: whether each row of an operand has its own scale, instead of one scale for the whole operand.
+        wide_gradients: whether gradients are in e5m2, which has a wider range than e4m3 and one mantissa bit less.
         power_of_2: whether scales are powers of 2.
-        rounds_dw: whether the product for the weight gradient is also in float8.
+        rounds_dw: whether the product for the weight gradient is in float8, too.
     """
 
     by_row: bool
@@ -85,7 +89,7 @@ class Float8(NamedTuple):
 
     Attributes:
         data: [R, K] in a float8 dtype.
-        inverse: 1 / scale in fp32: [] for the tensor, or [R] for its rows.
+        inverse: 1 / scale in fp32, [] for one scale or [R] for one scale per row.
     """
 
     data: Tensor
@@ -93,15 +97,15 @@ class Float8(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix [N, C] to be rounded, and the tensors from which kernels compute it.
+    """A matrix [N, C] that is to be rounded, given by the tensors from which kernels compute it.
 
     ======================  ==========================  =============================================
-    kind                    x, other, rstd              values
+    kind                    x, other, rstd              matrix
     ======================  ==========================  =============================================
     ``plain``               [N, C]                      x
     ``rms_norm``            [N, C], [C], [N]            `rms_norm` of x with weight ``other``
     ``product``             [N, 2 C]                    `gated_act` of x
-    ``gradient``            [N, C], [N, C / 2]          gradient of x, from the gradient of its `gated_act`
+    ``gradient``            [N, C], [N, C / 2]          gradient of x, where ``other`` is that of `gated_act`
     ======================  ==========================  =============================================
     """
 
@@ -115,31 +119,31 @@ class Matrix(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and C."""
+        """The numbers of rows N and columns C."""
         return self.x.shape[0], self.x.shape[1] // (2 if self.kind == "product" else 1)
 
 
 def plain(x: Tensor) -> Matrix:
-    """A tensor [..., C] as a matrix [N, C]."""
+    """Return a tensor [..., C] as a `Matrix` [N, C] of kind "plain"."""
     return Matrix("plain", x.reshape(-1, x.shape[-1]).contiguous())
 
 
 def is_fnuz(device: torch.device) -> bool:
-    """Whether a device has the formats without negative zero and infinities (AMD MI300)."""
+    """Return whether the device has the float8 formats without negative zero and infinities, as AMD MI300 does."""
     if torch.version.hip is None or device.type != "cuda":
         return False
     return str(torch.cuda.get_device_properties(device).gcnArchName).startswith("gfx94")
 
 
 def float8_dtype(device: torch.device, wide: bool = False) -> torch.dtype:
-    """The device's float8 format with 3 mantissa bits, or if ``wide`` with 2 and a larger range."""
+    """Return the device's float8 format with 3 mantissa bits or, if ``wide``, the one with 2 bits and a wider range."""
     if is_fnuz(device):
         return torch.float8_e5m2fnuz if wide else torch.float8_e4m3fnuz
     return torch.float8_e5m2 if wide else torch.float8_e4m3fn
 
 
 def round_reference(x: Tensor, dtype: torch.dtype, by_row: bool, power_of_2: bool) -> Float8:
-    """A matrix [R, K] rounded to float8, in plain torch."""
+    """Round a matrix [R, K] to float8 in plain PyTorch."""
     if x.numel() == 0:
         amax = x.new_zeros(x.shape[0] if by_row else ())
     else:
@@ -167,14 +171,14 @@ def _inverse(scale):
 
 @triton.jit
 def _gated(gate, up, ACT: tl.constexpr, dtype: tl.constexpr):
-    """`gated_act` of gate and up, rounded to dtype as in that op, but held in fp32."""
+    """Compute `gated_act` of gate and up. The result is rounded to ``dtype``, as in that op, and returned in fp32."""
     a, _ = _activation(gate, ACT)
     return (a.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _gated_gradient(gate, up, dy, ACT: tl.constexpr, dtype: tl.constexpr):
-    """The gradients of gate and up in dtype, given the gradient of their `gated_act`."""
+    """Compute the gradients of gate and up in ``dtype`` from the gradient of their `gated_act`."""
     a, slope = _activation(gate, ACT)
     return (dy * up * slope).to(dtype), (dy * a.to(dtype).to(tl.float32)).to(dtype)
 
@@ -184,12 +188,15 @@ def _values(
     x_ptr, other_ptr, rstd_ptr, row, start, N, C, weight_offset,
     KIND: tl.constexpr, ACT: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Load or compute [ROWS, COLUMNS] of a `Matrix`: in fp32, rounded to the dtype of x, with 0 outside the matrix."""
+    """Load or compute a tile [ROWS, COLUMNS] of a `Matrix`.
+
+    The tile is rounded to the dtype of x and returned in fp32. It is 0 outside the matrix.
+    """
     dtype = x_ptr.dtype.element_ty
     exists = row < N
     column = start + tl.arange(0, COLUMNS)[None, :]
     inside = exists & (column < C)
-    # Kinds other than plain are rounded to the dtype of x first, as the op that computes them alone would do.
+    # Computed values are first rounded to the dtype of x, as the separate op that computes them would round them.
     if KIND == "plain":
         return tl.load(x_ptr + row * C + column, mask=inside, other=0.0).to(tl.float32)
     elif KIND == "rms_norm":
@@ -217,7 +224,8 @@ def _amax_kernel(
     KIND: tl.constexpr, ACT: tl.constexpr, SCALE_IN_FP32: tl.constexpr, PER_COLUMN: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # Numbers that are not negative have the order of their bits, and every device has the maximum of integers.
+    # The maximum is computed on the bit patterns of nonnegative numbers, which have the same order as the numbers.
+    # Every device supports the atomic maximum of integers.
     start = tl.program_id(1) * COLUMNS
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)
     for tile in range(TILES):
@@ -238,7 +246,8 @@ def _amax_kernel(
 def _flat_amax_kernel(
     x_ptr, other_ptr, amax_ptr, count, KIND: tl.constexpr, ACT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    # In the order of memory, which reads faster than tiles. BLOCK elements of x are that many values, or pairs.
+    # The elements are read in the order of memory, which is faster than tile by tile. BLOCK elements of x are BLOCK
+    # values of a plain matrix, or BLOCK / 2 pairs of gate and up.
     dtype = x_ptr.dtype.element_ty
     amax = tl.zeros([BLOCK if KIND == "plain" else BLOCK // 2], tl.float32)
     for block in range(BLOCKS):
@@ -262,7 +271,7 @@ def _flat_amax_kernel(
 
 @triton.jit
 def _store_columns(pointer, q, row, column, C, padded):
-    """Store q [ROWS, COLUMNS] transposed, in rows of length ``padded``."""
+    """Store the tile q [ROWS, COLUMNS] transposed, as part of rows of length ``padded``."""
     place = column.to(tl.int64)[:, None] * padded + tl.trans(row)
     tl.store(pointer + place, tl.trans(q), mask=(column < C)[:, None] & tl.trans(row < padded))
 
@@ -276,7 +285,7 @@ def _round_kernel(
     PRODUCT_LIMIT: tl.constexpr, TINY: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # Programs that run together take tiles beside each other, so that they read neighbors in memory.
+    # Programs that run at the same time process adjacent tiles, so that they read adjacent memory.
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     start = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * COLUMNS
     is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
@@ -293,7 +302,7 @@ def _round_kernel(
             tl.store(inverse_ptr, _inverse(scale))
         x *= scale
     q = x.to(rows_ptr.dtype.element_ty)
-    if STORE_PRODUCT:  # of the same gate and up
+    if STORE_PRODUCT:  # round the gated product of the same gate and up, too
         p = _values(
             x_ptr, other_ptr, rstd_ptr, row, start // 2, N, C // 2, weight_offset, "product", ACT, SCALE_IN_FP32,
             ROWS, COLUMNS // 2,
@@ -345,7 +354,7 @@ def _rms_norm_round_kernel(
     wide = h.to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / C + eps)
     tl.store(rstd_ptr + tl.program_id(0), rstd)
-    # The normed row is rounded to the stream's dtype first: float8 must see the values that a norm alone returns.
+    # The normalized row is first rounded to the dtype of the residual stream, as the separate op of the norm does.
     w = tl.load(w_ptr + column, mask=inside, other=0.0)
     y = scale_rows(wide * rstd, w, weight_offset, SCALE_IN_FP32, h.dtype).to(h.dtype).to(tl.float32)
     amax = tl.max(tl.abs(y), 0)
@@ -359,7 +368,7 @@ def _rms_norm_round_kernel(
 
 def _arguments(matrix: Matrix) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, object]]:
     x = matrix.x
-    # A pointer argument that the constants switch off still has to be a tensor.
+    # Arguments that the kernel does not use must be tensors, too.
     pointers = x, x if matrix.other is None else matrix.other, x if matrix.rstd is None else matrix.rstd
     return pointers, {"KIND": matrix.kind, "ACT": matrix.act, "SCALE_IN_FP32": matrix.scale_in_fp32}
 
@@ -369,11 +378,15 @@ def _limits(dtype: torch.dtype, power_of_2: bool) -> dict[str, object]:
 
 
 def add_amax(matrix: Matrix, amax: Tensor) -> None:
-    """Raise amax (fp32) to the largest absolute value of the matrix if it is [1], or of each column if it is [C]."""
+    """Raise ``amax`` in place to the largest absolute value of the matrix or of each column.
+
+    Args:
+        amax: fp32, [1] for one maximum, or [C] for a maximum per column.
+    """
     N, C = matrix.shape
     pointers, constants = _arguments(matrix)
     count = matrix.x.numel()
-    # One maximum of elementwise values needs no rows: a pass in the order of memory is faster than one by tiles.
+    # A single maximum of elementwise values can be found in the order of memory, which is faster than tile by tile.
     if N * C and amax.numel() == 1 and matrix.rstd is None:
         with on_device_of(matrix.x):
             _flat_amax_kernel[(triton.cdiv(count, FLAT * FLAT_BLOCKS),)](
@@ -392,11 +405,18 @@ def round_tiles(
     matrix: Matrix, amax: Tensor, dtype: torch.dtype, power_of_2: bool, *, rows: bool, columns: bool,
     product_amax: Tensor | None = None,
 ) -> tuple[Float8 | None, Float8 | None, Float8 | None]:  # fmt: skip
-    """Round the matrix by a known amax, [1] of the tensor or [C] of its columns; return rows and columns as requested.
+    """Round the matrix with a known amax.
 
-    The columns are [C, N], where N is padded with zeros to a multiple of 16. With an amax per column, only columns may
-    be requested. The third result is the columns of the gated product; it exists for a gradient of gate and up with a
-    ``product_amax`` [1].
+    Args:
+        amax: fp32, [1] for the whole matrix, or [C] for its columns. With [C], only ``columns`` may be requested.
+        rows: whether to return the matrix by rows, [N, C].
+        columns: whether to return the matrix by columns, [C, N], with N padded with zeros to a multiple of 16.
+        product_amax: [1], the amax of the gated product; only for a matrix of kind "gradient". If given, the gated
+            product is rounded by columns, too.
+
+    Returns:
+        The matrix by rows, the matrix by columns, and the gated product by columns. Results that are not requested are
+        None.
     """
     N, C = matrix.shape
     x = matrix.x
@@ -410,8 +430,8 @@ def round_tiles(
         product = torch.empty(C // 2, padded, dtype=float8_dtype(x.device), device=x.device)
         product_inverse = torch.ones((), dtype=torch.float32, device=x.device)
     pointers, constants = _arguments(matrix)
-    # Where one conversion of fp32 to float8 feeds both stores, the assembler of Triton 3.6 reads some of its results
-    # from another register.
+    # fp32 matrices are stored by rows and by columns in two launches. If one conversion from fp32 to float8 is used by
+    # both stores, the assembler of Triton 3.6 reads some of the converted values from a wrong register.
     launches = [(True, False), (False, True)] if rows and columns and x.dtype == torch.float32 else [(rows, columns)]
     for store_rows, store_columns in launches if N * C else ():
         with on_device_of(x):
@@ -432,7 +452,7 @@ def round_tiles(
 
 
 def round_rows(matrix: Matrix, dtype: torch.dtype, power_of_2: bool) -> Float8:
-    """Round the matrix with one scale per row."""
+    """Round the matrix by rows, with one scale per row."""
     N, C = matrix.shape
     rows = torch.empty(N, C, dtype=dtype, device=matrix.x.device)
     inverse = torch.empty(N, dtype=torch.float32, device=matrix.x.device)
@@ -457,16 +477,17 @@ def round_matrix(
     amax: Tensor | None = None,
     known: bool = False,
 ) -> tuple[Float8, Float8]:
-    """Round a factor as the recipe says, by rows and by columns; the caller may use only the requested ones.
+    """Round an operand according to the recipe, by rows and by columns. The caller may use only requested results.
 
     Args:
         matrix: [N, C].
         recipe: one of `RECIPES`.
         gradient: whether the matrix is a gradient, which some recipes round to e5m2.
-        rows, columns: whether to return [N, C], and the transposed [C, N] with N padded to a multiple of 16.
-        amax: [1] in fp32, the largest absolute value so far (0 at first), which is raised to the matrix's. Used only
-            with one scale per tensor.
-        known: whether amax already covers the matrix.
+        rows: whether to round by rows, [N, C].
+        columns: whether to round by columns, [C, N], with N padded to a multiple of 16.
+        amax: [1] fp32, the largest absolute value of previous matrices, or 0. It is raised in place to that of this
+            matrix. It is used only with one scale per operand; None to start from 0.
+        known: whether amax is already at least the largest absolute value of this matrix.
     """
     dtype = float8_dtype(matrix.x.device, gradient and recipe.wide_gradients)
     by_rows = by_columns = None
@@ -485,7 +506,7 @@ def round_matrix(
 
 
 def round_columns(matrix: Matrix, recipe: Recipe, amax: Tensor | None = None) -> Float8:
-    """`round_matrix` by columns only. If amax is given, it must be at least the largest absolute value."""
+    """Call `round_matrix` for columns only. If amax is given, it must be at least the largest absolute value."""
     return round_matrix(matrix, recipe, rows=False, columns=True, amax=amax, known=amax is not None)[1]
 
 
@@ -497,11 +518,11 @@ def round_gradient(
 
     Args:
         gate_up: [N, 2 F].
-        d_product: [N, F], the gradient of the product.
+        d_product: [N, F], the gradient of the gated product.
         act: the activation.
         recipe: one of `RECIPES`.
-        amax: [1], the largest absolute value of the product; None where it is not known.
-        rows, columns, product: which results are requested; the caller may use only these.
+        amax: [1], the largest absolute value of the gated product; None if it is not known.
+        rows, columns, product: whether this result is requested. The caller may use only requested results.
     """
     gradient, of_product = Matrix("gradient", gate_up, d_product, act=act), Matrix("product", gate_up, act=act)
     parts: tuple[Float8 | None, ...]
@@ -522,7 +543,7 @@ def round_gradient(
 
 
 def round_known(x: Tensor, dtype: torch.dtype, amax: Tensor) -> Tensor:
-    """Round x [R, K] to a float8 dtype with one scale, from a known amax [1] in fp32."""
+    """Round x [R, K] to a float8 dtype with one scale, given a known amax [1] in fp32."""
     if use_triton(x):
         by_rows, _, _ = round_tiles(plain(x), amax, dtype, False, rows=True, columns=False)
         assert by_rows is not None
@@ -532,16 +553,19 @@ def round_known(x: Tensor, dtype: torch.dtype, amax: Tensor) -> Tensor:
 
 
 def tensor_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of tensors with these maxima, not rounded to a power of 2: fp32, in the shape of amax."""
+    """Compute the scales of tensors with the maxima ``amax``, in fp32, in the shape of ``amax``.
+
+    The scales are not rounded to powers of 2.
+    """
     return (torch.finfo(dtype).max / amax.double().clamp_min(TINY)).float()
 
 
 def transposed(matrix: Float8) -> Float8:
-    """Transpose a matrix [R, K] with one scale: [K, R], where R is a multiple of 16."""
+    """Transpose a rounded matrix [R, K] with one scale to [K, R]. R must be a multiple of 16."""
     codes = matrix.data
     if not use_triton(matrix.inverse):
         return Float8(codes.view(torch.uint8).t().contiguous().view(codes.dtype), matrix.inverse)
-    # An amax that is the largest number of the format makes the scale 1.
+    # If amax is the largest number of the format, the scale is 1.
     amax = torch.full((1,), torch.finfo(codes.dtype).max, dtype=torch.float32, device=codes.device)
     _, by_columns, _ = round_tiles(plain(codes), amax, codes.dtype, False, rows=False, columns=True)
     assert by_columns is not None
@@ -549,25 +573,27 @@ def transposed(matrix: Float8) -> Float8:
 
 
 def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
-    """Round a weight [O, C] by rows, for y; amax [1] is raised to its largest absolute value if the recipe uses amax.
+    """Round a weight [O, C] by rows, for the product for y.
 
-    ``gathered`` is the weight with one scale, each rank having rounded its own rows. If it is given, the values of
-    ``weight`` are not read.
+    If the recipe has one scale per operand, amax [1] is raised to the largest absolute value of the weight.
+
+    ``gathered`` is the weight already rounded with one scale, gathered from ranks that have rounded their own rows. If
+    it is given, the values of ``weight`` are not read.
     """
     return round_matrix(plain(weight), recipe, amax=amax)[0] if gathered is None else gathered
 
 
 def weight_columns(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
-    """Round a weight [O, C] by columns, [C, O], for dx, with the amax that `weight_rows` found."""
+    """Round a weight [O, C] by columns to [C, O], for the product for dx, with the amax that `weight_rows` found."""
     if gathered is not None:
         return transposed(gathered)
-    if recipe.by_row and not recipe.rounds_dw:  # one scale, for which the forward has sought no maximum
+    if recipe.by_row and not recipe.rounds_dw:  # W has one scale here, and the forward has not found its maximum
         return round_columns(plain(weight), recipe._replace(by_row=False))
     return round_columns(plain(weight), recipe, amax)
 
 
 def float8_pair(codes: Tensor | None, inverse: Tensor | None) -> Float8 | None:
-    """Rebuild a `Float8` from the two tensors that ops take."""
+    """Rebuild a `Float8` from the two tensors that ops take, or return None if one of them is None."""
     return None if codes is None or inverse is None else Float8(codes, inverse)
 
 
@@ -575,12 +601,12 @@ def rms_norm_round(
     x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool,
     recipe: Recipe, amax: Tensor,
 ) -> tuple[Float8, Tensor, Tensor]:  # fmt: skip
-    """``h = residual + x``, then `rms_norm` of h, rounded by rows; rows have at most `rms_norm.MAX_TILE` columns.
+    """Compute ``h = residual + x`` and `rms_norm` of h, rounded by rows. Return ``(rows, h, rstd)``.
 
-    Returns ``(rows, h, rstd)``. With one scale per row this is one kernel. Otherwise a first kernel raises amax [1] to
-    the maximum, and a second kernel rounds.
+    Rows must have at most `row_norm.MAX_TILE` columns. With one scale per row, a single kernel computes everything.
+    Otherwise a first kernel raises amax [1] to the maximum, and a second kernel rounds.
     """
-    # The kernel adds and norms. With one scale per row it also rounds; otherwise it finds the maximum.
+    # The kernel adds and normalizes. With one scale per row it also rounds, otherwise it finds the maximum.
     residual = residual.contiguous()
     C = residual.shape[-1]
     N = residual.numel() // C
@@ -600,27 +626,27 @@ def rms_norm_round(
             )  # fmt: skip
     if recipe.by_row:
         return Float8(rows, inverse), h, rstd
-    # One scale per tensor: a second pass rounds the normed rows, which it recomputes from h.
+    # With one scale per operand, a second kernel recomputes the normalized rows from h, and rounds them.
     matrix = normed_matrix(h, weight, rstd, weight_offset, scale_in_fp32)
     return round_matrix(matrix, recipe, amax=amax, known=True)[0], h, rstd
 
 
 def normed_matrix(h: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float, scale_in_fp32: bool) -> Matrix:
-    """Describe `rms_norm` of h [..., C] as a `Matrix`, from the saved rstd."""
+    """Return `rms_norm` of h [..., C] as a `Matrix` that is computed from the saved rstd."""
     rows = h.reshape(-1, h.shape[-1]).contiguous()
     return Matrix("rms_norm", rows, weight.contiguous(), rstd.reshape(-1), "", weight_offset, scale_in_fp32)
 
 
 def pad_columns(data: Tensor) -> Tensor:
-    """Pad [R, K] with columns of zeros to a multiple of 16 columns."""
+    """Pad a matrix [R, K] with zeros to a multiple of 16 columns."""
     missing = -data.shape[1] % MULTIPLE
     return F.pad(data.view(torch.uint8), (0, missing)).view(data.dtype) if missing else data
 
 
 def scaled_product(a: Float8, b: Float8, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """``a @ bᵀ`` [M, N] in ``dtype``, of a [M, K] and b [N, K].
+    """Compute ``a @ bᵀ`` [M, N] in ``dtype`` from rounded matrices a [M, K] and b [N, K].
 
-    N must be a multiple of 16. ``fast`` lets NVIDIA's hardware keep fewer bits of the sums, which suffices for y.
+    N must be a multiple of 16. With ``fast``, NVIDIA's hardware keeps fewer bits of the sums, which suffices for y.
     """
     M, N = a.data.shape[0], b.data.shape[0]
     if M == 0 or a.data.shape[1] == 0:
@@ -631,7 +657,7 @@ def scaled_product(a: Float8, b: Float8, dtype: torch.dtype, *, fast: bool = Fal
         return y.mul_(a.inverse.view(-1, 1)).mul_(b.inverse.view(1, -1)).to(dtype)
     by_row = a.inverse.dim() + b.inverse.dim() > 0
     scale_a, scale_b = a.inverse, b.inverse
-    if by_row:  # both factors or none
+    if by_row:  # the hardware takes scales per row for both operands or for neither
         scale_a, scale_b = scale_a.expand(M).contiguous()[:, None], scale_b.expand(N).contiguous()[None]
     left, right = (pad_columns(factor.data) for factor in (a, b))
     out_dtype = torch.bfloat16 if by_row else dtype

@@ -1,24 +1,25 @@
-"""The gated MLP after its norm, as in `gated_mlp`, with products in float8.
+"""The gated MLP with the norm before it, as in `gated_mlp`, with products in float8.
 
-Forward, with q the rounding of a `Recipe`, N a norm and A = `gated_act`::
+In the forward, q rounds as a `Recipe` specifies, N is a norm, and A is `gated_act`::
 
-    h = residual + x                      rounded to the residual's dtype; without x, h = residual
+    h = residual + x                      rounded to the dtype of the residual; without x, h = residual
     u = q(N(h)) @ q(Wgu)ᵀ + bgu           gate and up interleaved
     y = q(A(u)) @ q(Wd)ᵀ + bd
 
-Backward, with dh the gradient of the new residual stream, in this order::
+In the backward, dh is the gradient of the new residual stream. The steps have this order::
 
     dp = q(dy) @ q(Wd)
     dWd = q(dy)ᵀ @ q(A(u)),   dbd = Σ_rows dy
-    dn = q(du) @ q(Wgu)                   with du = A'(dp); one kernel then gives dx = N'(dn) + dh
+    du = A'(dp),   dn = q(du) @ q(Wgu),   dx = N'(dn) + dh
     dWgu = q(du)ᵀ @ q(N(h)),   dbgu = Σ_rows du
 
-The kernels that round also compute N(h), A(u) and du, so these exist only in float8, unless a recipe or a bias needs
-them unrounded. Weights are rounded in each pass, as in `float8_norm_linear`.
+The kernels that round also compute N(h), A(u) and du. These matrices therefore exist only in float8, unless a recipe or
+a bias needs them unrounded. Weights are rounded in the forward and again in the backward, as in `float8_norm_linear`.
 
-Saved: the tensors that `gated_mlp` saves, and with one scale per tensor also the largest absolute values of N(h), Wgu,
-A(u) and Wd. With ``recompute`` u is not saved, and many rows are processed in chunks, as in `gated_mlp`. One scale per
-tensor then means one scale per chunk, computed from this chunk or from all rows up to its end.
+The same tensors are saved as in `gated_mlp`. With one scale per operand, the largest absolute values of N(h), Wgu, A(u)
+and Wd are saved, too. With ``recompute``, u is not saved, and if there are many rows, they are processed in chunks, as
+in `gated_mlp`. One scale per operand then means one scale per chunk, which is computed from this chunk or from all rows
+up to the end of this chunk.
 
 Source: https://arxiv.org/abs/2002.05202 (gated MLP), https://arxiv.org/abs/2209.05433 (float8 training).
 """
@@ -56,7 +57,7 @@ def float8_gated_mlp_reference(
     gate_up_bias: Tensor | None, down_bias: Tensor | None, *, act: str, recipe: str,
     gathered: tuple[Float8 | None, Float8 | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`float8_gated_mlp` in plain torch."""
+    """Compute `float8_gated_mlp` in plain PyTorch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
     gate_up = float8_linear_reference(norm.reference(residual), gate_up_weight, gate_up_bias, recipe, gathered[0])
@@ -74,7 +75,7 @@ class Float8GatedMLPInputs(NamedTuple):
 
 
 class Float8GatedMLPOutputs(NamedTuple):
-    """Outputs of the op. ``amax`` [4] holds the largest absolute values of N(h), Wgu, A(u) and Wd."""
+    """Outputs of the op. ``amax`` [4] has the largest absolute values of N(h), Wgu, A(u) and Wd."""
 
     mlp: GatedMLPOutputs
     amax: Tensor
@@ -109,7 +110,7 @@ class Float8GatedMLPUpstream(NamedTuple):
 
 
 def _products(inputs: Float8GatedMLPInputs | Float8GatedMLPSaved, amax: Tensor) -> tuple[Float8Product, Float8Product]:
-    """The float8 products of both projections."""
+    """Return the float8 products of both projections."""
     mlp, recipe = inputs.mlp, RECIPES[inputs.recipe]
     gate_up = Float8Product(mlp.gate_up, recipe, amax[:1], amax[1:2], inputs.gate_up_gathered)
     down = Float8Product(mlp.down, recipe, amax[2:3], amax[3:], inputs.down_gathered)
@@ -121,7 +122,7 @@ def _forward(inputs: Float8GatedMLPInputs) -> Float8GatedMLPOutputs:
     amax = torch.zeros(4, dtype=torch.float32, device=mlp.residual.device)
     products = _products(inputs, amax)
 
-    # All chunks share the rounded weights. Without a result only the backward multiplies.
+    # All chunks share the rounded weights. If no result is needed, only the backward needs the products.
     for product in products:
         if mlp.result or not mlp.recompute:
             product.round_weight()
@@ -133,7 +134,7 @@ def _forward(inputs: Float8GatedMLPInputs) -> Float8GatedMLPOutputs:
 def _backward(inputs: Float8GatedMLPUpstream) -> Float8GatedMLPGradients:
     dy, dh, saved, needs = inputs
     gate_up, down = _products(saved, saved.amax)
-    if saved.mlp.u is None:  # A(u) of a chunk has another maximum than A(u) of all rows
+    if saved.mlp.u is None:  # the maximum of A(u) must be found for each chunk
         down.amax = None
     upstream = GatedMLPUpstream(dy, dh, saved.mlp, needs.mlp)
     return Float8GatedMLPGradients(gated_mlp_backward(upstream, Products(gate_up, down)))
@@ -183,30 +184,30 @@ def float8_gated_mlp(
     result: bool = True,
     gathered: tuple[Float8 | None, Float8 | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """``residual = residual + x``, then ``y = gated_act(norm(residual) @ Wguᵀ + bgu) @ Wdᵀ + bd``, products in float8.
+    """Compute ``residual = residual + x``, then ``y = gated_act(norm(residual) @ Wguᵀ + bgu) @ Wdᵀ + bd`` in float8.
 
     Args:
-        x: [..., C], the output of a branch, which is added to the residual stream; None adds nothing.
+        x: [..., C], the output of a branch, which is added to the residual stream; None to add nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
-        norm: the norm; if it has no weight, rows are not normed.
-        gate_up_weight: [2 F, C], row 2f is gate f and row 2f + 1 is up f; 2 F and C are multiples of 16.
-        down_weight: [O, F] in the dtype of gate_up_weight. The result y has this dtype, which may differ from the
-            stream's and which autocast does not change. O and F are multiples of 16.
+        norm: the norm. If it has no weight, rows are not normalized.
+        gate_up_weight: [2 F, C], where row 2f is gate f and row 2f + 1 is up f. 2 F and C are multiples of 16.
+        down_weight: [O, F] in the dtype of gate_up_weight. O and F are multiples of 16. y has the dtype of the weights,
+            which may differ from the dtype of the residual stream. Autocast does not change it.
         gate_up_bias: [2 F].
         down_bias: [O].
         act: "silu", "gelu_tanh" or "gelu".
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
         recompute, result: as in `gated_mlp`.
-        gathered: q(Wgu) and q(Wd) with one scale each, if they are known. The weights' values are then not read.
+        gathered: q(Wgu) and q(Wd) with one scale each if the caller has them; otherwise None. The values of a weight
+            that is given in this form are not read.
 
     Returns:
-        ``(y, residual)``: [..., O] in the dtype of the weights, and [..., C] in the dtype of the residual. Without x
-        the second is the ``residual`` that was passed.
+        ``(y, residual)``, where y is [..., O] in the dtype of the weights, and the new residual stream is [..., C] in
+        the dtype of ``residual``. Without x, the second result is the ``residual`` that was passed.
 
     Raises:
-        ValueError: the shapes do not fit together or are no multiples of 16, or the activation, norm or recipe is
-            unknown.
-        TypeError: a tensor is not floating-point, or the weights have several dtypes.
+        ValueError: the shapes do not match or are not multiples of 16, or the activation, norm or recipe is unknown.
+        TypeError: a tensor is not floating-point, or the weights differ in dtype.
     """
     op = "float8_gated_mlp"
     check_act(op, act)
@@ -222,7 +223,7 @@ def float8_gated_mlp(
     weights = gate_up_weight, down_weight, gate_up_bias, down_bias
     if not use_triton(residual):
         return float8_gated_mlp_reference(x, residual, norm, *weights, act=act, recipe=recipe, gathered=gathered)
-    # Without gradients nothing is saved, and gate and up are freed before the last product.
+    # If no gradients are computed, nothing is saved, and gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
     mlp = GatedMLPInputs(
         x=x,

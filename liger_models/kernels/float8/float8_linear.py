@@ -1,22 +1,23 @@
 """A linear layer in float8, alone or after a residual addition and a norm.
 
-Forward, with q the rounding of a `Recipe` and N a norm as in `norm_linear`, or none::
+In the forward, q rounds as a `Recipe` specifies, and N is a norm as in `norm_linear`, or no norm::
 
-    h = residual + x                      rounded to the residual's dtype; without x, h = residual
-    y = q(N(h)) @ q(W)ᵀ + b               in the weight's dtype
+    h = residual + x                      rounded to the dtype of the residual; without x, h = residual
+    y = q(N(h)) @ q(W)ᵀ + b               in the dtype of the weight
 
-Backward, with dh the gradient of the new residual stream::
+In the backward, dh is the gradient of the new residual stream. One kernel computes dx and the gradients of the norm's
+weights::
 
-    dn = q(dy) @ q(W)                     one kernel then gives dx = N'(dn) + dh and the norm's weight gradients
+    dn = q(dy) @ q(W),   dx = N'(dn) + dh
     dW = q(dy)ᵀ @ q(N(h)),   db = Σ_rows dy
 
-The kernel of an RMSNorm also rounds, so the normed rows exist only in float8. The backward computes them again from h.
-W is rounded in each pass, because the forward needs its rows and the backward needs its columns: q(W) is not saved.
+The kernel of an RMSNorm also rounds, so the normalized rows exist only in float8. The backward recomputes them from h.
+q(W) is not saved: the forward rounds the rows of W, and the backward needs W rounded by columns.
 
-Saved: the tensors that `norm_linear` saves, and with one scale per tensor also the largest absolute values of N(h) and
-W.
+The same tensors are saved as in `norm_linear`. With one scale per operand, the largest absolute values of N(h) and W
+are saved, too.
 
-Source: https://arxiv.org/abs/2209.05433 (float8 training); https://arxiv.org/abs/1910.07467 (RMSNorm).
+Source: https://arxiv.org/abs/2209.05433 (float8 training), https://arxiv.org/abs/1910.07467 (RMSNorm).
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -55,13 +56,13 @@ from liger_models.kernels.norm.fused_norm import FusedNorm
 
 
 class _Float8Product(torch.autograd.Function):
-    """``q(x) @ q(W)ᵀ`` of x [N, C], in plain torch."""
+    """Computes ``q(x) @ q(W)ᵀ`` for x [N, C] in plain PyTorch."""
 
     @staticmethod
     def forward(ctx, x, weight, recipe, codes, inverse):
         ctx.recipe = RECIPES[recipe]
         ctx.save_for_backward(x, weight, codes, inverse)
-        # FSDP may have gathered W in rounded form.
+        # FSDP may already have gathered W in rounded form.
         rows = float8_pair(codes, inverse) or _rounded(weight, ctx.recipe)
         return scaled_product(_rounded(x, ctx.recipe), rows, weight.dtype, fast=True)
 
@@ -71,8 +72,8 @@ class _Float8Product(torch.autograd.Function):
         gathered = float8_pair(codes, inverse)
         dx = d_weight = None
         if ctx.needs_input_grad[0]:
-            # dx sums over the rows of W, so each column of W has a scale, as a row of Wᵀ. With "rowwise_with_gw_hp" all
-            # of W has one scale.
+            # dx is a sum over the rows of W, so each column of W has a scale, as a row of Wᵀ. With
+            # "rowwise_with_gw_hp", W has a single scale.
             for_dx = recipe if recipe.rounds_dw else recipe._replace(by_row=False)
             columns = transposed(gathered) if gathered else _rounded(weight.t(), for_dx)
             dx = scaled_product(_rounded(dy, recipe, True), columns, weight.dtype)
@@ -92,7 +93,7 @@ def _rounded(x: Tensor, recipe: Recipe, gradient: bool = False) -> Float8:
 def float8_linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, gathered: Float8 | None = None
 ) -> Tensor:
-    """`float8_linear` in plain torch."""
+    """Compute `float8_linear` in plain PyTorch."""
     rows = x.to(weight.dtype).reshape(-1, x.shape[-1])
     y: Tensor = _Float8Product.apply(rows, weight, recipe, *(gathered or (None, None)))
     y = y.view(*x.shape[:-1], weight.shape[0])
@@ -103,7 +104,7 @@ def float8_norm_linear_reference(
     x: Tensor | None, residual: Tensor, norm: FusedNorm, weight: Tensor, bias: Tensor | None, recipe: str,
     gathered: Float8 | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`float8_norm_linear` in plain torch."""
+    """Compute `float8_norm_linear` in plain PyTorch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
     return float8_linear_reference(norm.reference(residual), weight, bias, recipe, gathered), residual
@@ -118,7 +119,7 @@ class Float8NormLinearInputs(NamedTuple):
 
 
 class Float8NormLinearOutputs(NamedTuple):
-    """Outputs of the op. ``amax`` [2] holds the largest absolute values of the normed rows and of W."""
+    """Outputs of the op. ``amax`` [2] has the largest absolute values of the normalized rows and of W."""
 
     linear: NormLinearOutputs
     amax: Tensor
@@ -154,7 +155,7 @@ class Float8NormLinearUpstream(NamedTuple):
 def _forward(inputs: Float8NormLinearInputs) -> Float8NormLinearOutputs:
     linear, recipe, gathered = inputs
     weight, tokens = linear.projection.weight, linear.residual.shape[:-1]
-    # With one scale per tensor the product fills amax, from which the backward takes the scales.
+    # With one scale per operand, the product fills amax, from which the backward computes the scales.
     amax = torch.zeros(2, dtype=torch.float32, device=weight.device)
     product = Float8Product(linear.projection, RECIPES[recipe], amax[:1], amax[1:], gathered)
     product.round_weight()
@@ -202,7 +203,7 @@ FORWARD.differentiable(_save, _gradients)
 
 
 def check_float8(op: str, recipe: str, **weights: Tensor) -> None:
-    """Raise unless the recipe exists and the hardware can multiply float8 weights of these sizes."""
+    """Raise ValueError unless the recipe exists and the sizes of the weights are multiples of 16."""
     if recipe not in RECIPES:
         raise ValueError(f"{op}: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}.")
     for name, weight in weights.items():
@@ -217,24 +218,25 @@ def float8_norm_linear(
     x: Tensor | None, residual: Tensor, norm: FusedNorm, weight: Tensor, bias: Tensor | None, recipe: str,
     gathered: Float8 | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``residual = residual + x``, then ``y = norm(residual) @ weightᵀ + bias``, where the product is in float8.
+    """Compute ``residual = residual + x``, then ``y = norm(residual) @ weightᵀ + bias`` with a product in float8.
 
     Args:
-        x: [..., C], the output of a branch, which is added to the residual stream; None adds nothing.
+        x: [..., C], the output of a branch, which is added to the residual stream; None to add nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
-        norm: the norm; if it has no weight, rows are not normed.
-        weight: [O, C], both multiples of 16. The result y has its dtype, which may differ from the stream's and which
-            autocast does not change.
+        norm: the norm. If it has no weight, rows are not normalized.
+        weight: [O, C], where O and C are multiples of 16. y has the dtype of the weight, which may differ from the
+            dtype of the residual stream. Autocast does not change it.
         bias: [O] or None.
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
-        gathered: q(W) with one scale, if it is known. The weight's values are then not read.
+        gathered: q(W) with one scale if the caller has it; otherwise None. If given, the values of ``weight`` are not
+            read.
 
     Returns:
-        ``(y, residual)``: [..., O] in the dtype of the weight, and [..., C] in the dtype of the residual. Without x the
-        second is the ``residual`` that was passed.
+        ``(y, residual)``, where y is [..., O] in the dtype of the weight, and the new residual stream is [..., C] in
+        the dtype of ``residual``. Without x, the second result is the ``residual`` that was passed.
 
     Raises:
-        ValueError: the shapes do not fit together or are no multiples of 16, or the recipe is unknown.
+        ValueError: the shapes do not match or are not multiples of 16, or the recipe is unknown.
         TypeError: a tensor is not floating-point.
     """
     op = "float8_norm_linear"
@@ -251,5 +253,5 @@ def float8_norm_linear(
 def float8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, gathered: Float8 | None = None
 ) -> Tensor:
-    """``x @ weightᵀ + bias`` [..., O] in float8; arguments and errors as in `float8_norm_linear`."""
+    """Compute ``x @ weightᵀ + bias`` [..., O] in float8. Arguments and errors are those of `float8_norm_linear`."""
     return float8_norm_linear(None, x, FusedNorm(None), weight, bias, recipe, gathered)[0]

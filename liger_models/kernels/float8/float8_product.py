@@ -1,11 +1,11 @@
 """The float8 products of a projection, as steps of `norm_linear` and `gated_mlp`.
 
-Both factors are rounded right before each product, see `float8`. The kernels that round also compute the normed rows,
-the gated product and the gradient of gate and up, so these exist only in float8, unless a recipe or a bias needs them
-unrounded.
+Both operands are rounded right before each product, as `float8` describes. The kernels that round also compute the
+normalized rows, the gated product and the gradient of gate and up. These matrices therefore exist only in float8,
+unless a recipe or a bias needs them unrounded.
 
-With one scale per tensor, ``amax`` holds the largest absolute values of the rows and of W. The forward finds them and
-the backward reuses them.
+With one scale per operand, the forward finds the largest absolute values of the rows and of W, and the backward reuses
+them.
 """
 
 from dataclasses import dataclass
@@ -44,12 +44,18 @@ from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.norm.row_norm import MAX_TILE
 
 FLOAT8 = Argument("Tensor? {0}_codes=None, Tensor? {0}_inverse=None", tuple, float8_pair)
-"""How ops take a matrix in float8."""
+"""The schema by which ops take a matrix in float8."""
 
 
 @dataclass
 class Upstream:
-    """An upstream gradient [N, O]: unrounded, rounded by rows for dn, and rounded by columns for dW; None if unused."""
+    """An upstream gradient [N, O] in three forms. Forms that are not used are None.
+
+    Attributes:
+        dy: the gradient, not rounded.
+        rows: the gradient rounded by rows, for dn.
+        columns: the gradient rounded by columns, for dW.
+    """
 
     dy: Tensor | None
     rows: Float8 | None
@@ -61,10 +67,10 @@ class Float8Product(Product):
 
     Args:
         projection: the weight and the bias.
-        recipe: how factors are rounded.
-        amax: [1] in fp32, the largest absolute value of the rows; None in a backward that does not know it.
-        weight_amax: [1] in fp32, the largest absolute value of W.
-        gathered: q(W) with one scale, if it is known. The values of W are then not read.
+        recipe: the way in which operands are rounded.
+        amax: [1] fp32, the largest absolute value of the rows; None in a backward if the forward has not saved it.
+        weight_amax: [1] fp32, the largest absolute value of W.
+        gathered: q(W) with one scale if the caller has it; otherwise None. If given, the values of W are not read.
     """
 
     weight: Tensor
@@ -87,11 +93,14 @@ class Float8Product(Product):
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype of the normed rows that `gradients` takes; None if it recomputes and rounds the rows itself."""
+        """The dtype of the normalized rows that `gradients` takes; None if it recomputes and rounds the rows itself."""
         return None if self.recipe.rounds_dw else self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
-        """``(rows to multiply, h, statistics)`` of the preceding norm. The kernel of an RMSNorm also rounds."""
+        """Run the norm before this projection, and return ``(rows for `forward`, h, statistics)``.
+
+        The kernel of an RMSNorm also rounds the rows.
+        """
         if _rounds_itself(norm, residual, self.dtype):
             assert norm.weight is not None
             assert self.amax is not None
@@ -102,7 +111,7 @@ class Float8Product(Product):
         return round_matrix(plain(normed.to(self.dtype)), self.recipe, amax=self.amax)[0], h, statistics
 
     def normed_again(self, norm: FusedNorm, h: Tensor, statistics: Tensor, *, for_weight: bool) -> Any:
-        """The normed rows [N, C] recomputed, for `forward` or for the gradient of the weight."""
+        """Recompute the normalized rows [N, C], for `forward` or, if ``for_weight``, for the gradient of the weight."""
         if for_weight and not self.recipe.rounds_dw:
             return norm.again(h, statistics, self.dtype).view(-1, h.shape[-1])
         if _rounds_itself(norm, h, self.dtype):
@@ -111,34 +120,34 @@ class Float8Product(Product):
         return plain(norm.again(h, statistics, self.dtype))
 
     def forward(self, rows: Any) -> Tensor:
-        """y [N, O] of rounded rows, or of a `Matrix` that the op's forward has already rounded once."""
+        """Compute y [N, O] from rounded rows, or from a `Matrix` that the op's forward has already rounded once."""
         if isinstance(rows, Matrix):
             rows, _ = round_matrix(rows, self.recipe, amax=self.amax, known=True)
         weight = self.rounded
-        if weight is None:  # in the backward, where the maximum is known
+        if weight is None:  # this is the backward, where the maximum is known
             weight, _ = round_matrix(plain(self.weight), self.recipe, amax=self.weight_amax, known=True)
         y = scaled_product(rows, weight, self.dtype, fast=True)
         return y if self.bias is None else y.add_(self.bias.to(self.dtype))
 
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
-        """y of rounded rows, and None: no float8 kernel also computes the gated product."""
+        """Compute y from rounded rows. The second result is None, because no kernel also computes the gated product."""
         return self.forward(rows), None
 
     def gated(self, gate_up: Tensor, act: str) -> Any:
-        """`gated_act` of gates and ups [N, 2 F], rounded."""
+        """Compute `gated_act` of gates and ups [N, 2 F], and round the result."""
         return round_matrix(Matrix("product", gate_up, act=act), self.recipe, amax=self.amax)[0]
 
     def upstream(self, dy: Tensor, *, for_rows: bool, for_weight: bool) -> Upstream:
-        """dy [N, O] as a factor of the products for dn, dW, or both."""
+        """Round dy [N, O] for the product for dn (``for_rows``) and for the product for dW (``for_weight``)."""
         columns = for_weight and self.recipe.rounds_dw
         return Upstream(dy, *round_matrix(plain(dy), self.recipe, gradient=True, rows=for_rows, columns=columns))
 
     def rows_gradient(self, dy: Upstream) -> tuple[Tensor, None]:
-        """dn [N, C] of an `upstream` gradient; frees the gradient's rounded rows."""
+        """Compute dn [N, C] from an `upstream` gradient, and free the rounded rows of this gradient."""
         columns = weight_columns(self.weight, self.recipe, self.weight_amax, self.gathered)
         assert dy.rows is not None
         dn = scaled_product(dy.rows, columns, self.dtype)
-        # The rounded rows are freed before dW is computed.
+        # Free the rounded rows before dW is computed.
         dy.rows = None
         return dn, None
 
@@ -146,8 +155,12 @@ class Float8Product(Product):
         self, d_product: Tensor, gate_up: Tensor, act: str, down: Product, *, for_rows: bool,
         needs: ProjectionNeeds, need_product: bool, overwrite_gate_up: bool,
     ) -> tuple[Upstream, Any]:  # fmt: skip
-        """As in `Product`. One kernel computes and rounds the gradient of gate and up, if it isn't needed unrounded."""
-        # db sums unrounded numbers, so with a bias the gradient is written first and rounded by a second kernel.
+        """Compute what `Product.gated_backward` computes.
+
+        If the gradient of gate and up is not needed unrounded, one kernel computes and rounds it.
+        """
+        # db is a sum over the unrounded gradient. With a bias, the gradient is therefore stored, and a second kernel
+        # rounds it.
         if self.recipe.rounds_dw and not needs.bias:
             assert isinstance(down, Float8Product)
             rows, columns, product = round_gradient(
@@ -168,11 +181,11 @@ class Float8Product(Product):
         needs: ProjectionNeeds,
         totals: ProjectionGradients | None = None,
     ) -> ProjectionGradients:
-        """dW and db, as in `Product`. ``rows`` is a tensor, a `Matrix`, or rounded columns."""
+        """Compute dW and db, as in `Product`. ``rows`` is a tensor, a `Matrix`, or a matrix rounded by columns."""
         chunked = totals is not None
         wide = sum_dtype(self.dtype, chunked)
         weight = bias = None
-        # dW: a float8 product of columns, or with `rounds_dw` off a product of the unrounded dy and rows.
+        # dW is a float8 product of columns or, without `rounds_dw`, a product of the unrounded dy and rows.
         if rows is not None and needs.weight:
             if self.recipe.rounds_dw:
                 assert dy.columns is not None

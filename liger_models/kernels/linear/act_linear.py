@@ -1,11 +1,11 @@
-"""An activation followed by a linear layer; only the activation's input is saved.
+"""An activation followed by a linear layer. The activation's output is not saved, only its input.
 
-Forward, with the activation in fp32::
+The forward computes the activation in fp32::
 
     a = cast(act(x))
     y = a · Wᵀ + b
 
-Backward; the kernel that computes the activation's gradient from x also recomputes a::
+In the backward, the kernel that computes dx also recomputes a from x::
 
     da = dy · W,   dx = da · act'(x),   dW = dyᵀ · a,   db = Σ dy
 
@@ -14,7 +14,7 @@ Backward; the kernel that computes the activation's gradient from x also recompu
     quick_gelu   act(x) = x · σ(1.702 · x)               act'(x) = σ + 1.702 · x · σ · (1 − σ)
     relu2        act(x) = max(x, 0)²                     act'(x) = 2 · max(x, 0)
 
-Saved: x and W. Saving a as well would cost F more numbers per token.
+x and W are saved. Saving a, too, would take F more elements per token.
 
 Source: https://arxiv.org/abs/1606.08415, relu2 https://arxiv.org/abs/2109.08668.
 """
@@ -35,12 +35,12 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu2")
 
 BLOCK = 2048
 NUM_WARPS = 8
-"""Elements and warps of a program: one 16-byte vector of bf16 per thread."""
+"""Number of elements and of warps of a program. Each thread has one 16-byte vector of bf16."""
 
 
 def act_reference(x: Tensor, act: str) -> Tensor:
-    """The activation alone, in plain torch: [..., F] in the dtype of x."""
-    # In fp32, or in fp64 for fp64 inputs, with one rounding at the end.
+    """Compute only the activation, in plain PyTorch. The result is [..., F] in the dtype of x."""
+    # Compute in fp32, or in fp64 for fp64 inputs, and round once at the end.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if act == "quick_gelu":
         return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
@@ -50,7 +50,7 @@ def act_reference(x: Tensor, act: str) -> Tensor:
 
 
 def act_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    """`act_linear` in plain torch (differentiable; fp64 stays fp64)."""
+    """Compute `act_linear` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
     return linear(act_reference(x, act), weight, bias)
 
 
@@ -89,7 +89,7 @@ def _activate(x: Tensor, act: str) -> Tensor:
 
 
 def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[Tensor, Tensor | None]:
-    """Return ``(dx, a or None)``; a overwrites da, which this op owns."""
+    """Return dx and, with ``need_a``, the recomputed a. a overwrites da, which nothing else uses."""
     x = x.contiguous()
     da = da.contiguous().to(x.dtype)
     dx = torch.empty_like(x)
@@ -102,7 +102,7 @@ def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[T
 
 
 class ActLinearInputs(NamedTuple):
-    """Inputs of the op `act_linear`, in the order of that function's arguments."""
+    """Inputs of the op `act_linear`, in the order of the arguments of the function `act_linear`."""
 
     x: Tensor
     weight: Tensor
@@ -146,7 +146,7 @@ def _backward(inputs: ActLinearUpstream) -> ActLinearGradients:
     dy = inputs.dy.reshape(-1, weight.shape[0])  # [N, O]
     dx = a = d_weight = None
     if needs.x:
-        # One kernel computes dx and recomputes a, which dW needs and which was not saved.
+        # One kernel computes dx and recomputes a, which was not saved, and which dW needs.
         dx, a = _activate_backward((dy @ weight).view(x.shape), x, act, needs.weight)
     elif needs.weight:
         a = _activate(x, act)
@@ -182,12 +182,12 @@ FORWARD.differentiable(_save, _gradients)
 
 
 def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    """``act(x) @ weightᵀ + bias``; the activation's output is not saved.
+    """Compute ``act(x) @ weightᵀ + bias``. The activation's output is not saved.
 
     Args:
         x: [..., F], float32, float16 or bfloat16.
-        weight: [O, F]. The result has its dtype, which may differ from the dtype of x and which autocast does not
-            change.
+        weight: [O, F]. The result has the dtype of the weight, which may differ from the dtype of x. Autocast does not
+            change it.
         bias: [O] or None.
         act: "gelu", "gelu_tanh", "quick_gelu" or "relu2".
 

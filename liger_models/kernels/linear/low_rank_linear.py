@@ -2,11 +2,13 @@
 
 ::
 
-    y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ        x @ Aᵀ is rounded; with few rows the rest is summed in fp32 and rounded once
+    y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ
 
-Few rows take two launches if W has a kernel for them (`row_linear`, `nf4_linear`, `frozen_float8_linear`,
-`float8_blocks`): one for x @ Aᵀ, and one that multiplies with W and adds the low-rank term to its sums. `norm_linear`
-and `gated_mlp` do the same.
+x @ Aᵀ is rounded to the dtype of W. If x has few rows, y is then summed in fp32, and rounded once.
+
+For few rows, there are special kernels (`row_linear`, `nf4_linear`, `frozen_float8_linear`, `float8_blocks`), and the
+layer takes two launches: one computes x @ Aᵀ, and the other multiplies x by W and adds the low-rank term to its sums.
+`norm_linear` and `gated_mlp` use the same kernels.
 """
 
 from typing import NamedTuple
@@ -20,7 +22,7 @@ from liger_models.kernels.linear.projection import Projection, check_linear, che
 from liger_models.kernels.matmul.row_linear import LowRank
 
 low_rank_linear_reference = linear
-"""What `low_rank_linear` computes, in plain torch."""
+"""`low_rank_linear` in plain PyTorch."""
 
 
 class LowRankLinearInputs(NamedTuple):
@@ -43,20 +45,20 @@ FORWARD = Op("low_rank_linear", _forward, _fake)
 
 
 def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank) -> Tensor:
-    """``x @ weightᵀ + bias + (x @ Aᵀ) @ Bᵀ``, without a backward.
+    """Compute ``x @ weightᵀ + bias + (x @ Aᵀ) @ Bᵀ``. The op has no backward.
 
     Args:
-        x: [..., C], cast to the weight's dtype.
-        weight: [O, C], a tensor or a frozen `FrozenWeight`; float32, float16 or bfloat16.
-            Autocast does not change it.
+        x: [..., C], which is cast to the dtype of the weight.
+        weight: [O, C], a tensor or a `FrozenWeight`, whose dtype is float32, float16 or bfloat16. Autocast does not
+            change the dtype.
         bias: [O].
-        low_rank: ``(A [R, C], B [O, R])`` in the weight's dtype.
+        low_rank: ``(A [R, C], B [O, R])`` in the dtype of the weight.
 
     Returns:
-        [..., O] in the weight's dtype.
+        [..., O] in the dtype of the weight.
 
     Raises:
-        ValueError: the shapes do not fit together.
+        ValueError: the shapes do not match.
         TypeError: a tensor is not floating-point, or the low-rank term differs from the weight in dtype.
     """
     op = "low_rank_linear"

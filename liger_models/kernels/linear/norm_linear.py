@@ -1,33 +1,34 @@
-"""Residual addition, norm and linear layer in one op; the normed activations are not saved.
+"""Residual addition, norm and linear layer in one op. The normalized activations are not saved.
 
-Forward, with N = `rms_norm` or `layer_norm` (its cast order, then a cast to the weight's dtype)::
+In the forward, N is `rms_norm` or `layer_norm`, followed by a cast to the dtype of the weight::
 
-    h = residual + x                      rounded to the residual's dtype; without x, h = residual
-    y = N(h) @ Wᵀ + b                     in the weight's dtype
-    y = y + (N(h) @ Aᵀ) @ Bᵀ              with a low-rank term (LoRA), rounded in between
+    h = residual + x                      rounded to the dtype of the residual; without x, h = residual
+    y = N(h) @ Wᵀ + b                     in the dtype of the weight
+    y = y + (N(h) @ Aᵀ) @ Bᵀ              with a low-rank term (LoRA), where N(h) @ Aᵀ is rounded
 
-Backward, with dh the gradient of the new residual stream::
+In the backward, let dh be the gradient of the new residual stream. One kernel computes dx, the gradients of the norm's
+weights, and N(h)::
 
-    g = dy @ B,   dn = dy @ W + g @ A     one kernel then gives dx = N'(dn) + dh, the norm's weight gradients, and N(h)
+    g = dy @ B,   dn = dy @ W + g @ A,   dx = N'(dn) + dh
     dW = dyᵀ @ N(h),   db = Σ_rows dy
     dA = gᵀ @ N(h),   dB = dyᵀ @ (N(h) @ Aᵀ)
 
-Saved: h, the norm's fp32 statistics of each row (one number for RMSNorm, two for LayerNorm) and the weights. A frozen W
-with a low-rank term saves nothing more, because the backward also recomputes the normed rows for dA and dB. Gradients
-that are not needed cost nothing; every other gradient has the dtype of its input. The backward is one op, which hides
-the recomputed N(h) from compilers. A compiler that saw it would save N(h) in the forward.
+h, the weights, and the norm's fp32 statistics of each row are saved: one number per row for RMSNorm, and two for
+LayerNorm. A low-rank term does not save more, because the backward recomputes the normalized rows for dA and dB, too.
+Gradients that are not needed are not computed. Every other gradient has the dtype of its input. The backward is a
+single op, which hides the recomputed N(h) from compilers. If a compiler saw N(h), it would save N(h) in the forward.
 
-A frozen W may be in fewer bits (`FrozenWeight`). It is dequantized right before y and again right before dn, each time
-into a buffer that is freed after the product, or it is multiplied in float8. Only the stored W is saved, which takes no
-extra memory.
+A frozen W may be stored in fewer bits (`FrozenWeight`). It is then multiplied in float8, or it is dequantized before
+the product for y and again before the product for dn. Each time, the buffer is freed after the product. Only the stored
+W is saved, which takes no additional memory.
 
-With ``ranks`` each rank has its own rows of W, and dn is summed over the ranks before N'. With ``ranks.sequence`` each
-rank also has its own tokens. N(h) is then gathered before the products with W and dy, dn is reduce-scattered, and y
-covers all tokens. Nothing more is saved. B is sharded by rows, as W is. dA is a rank's part of a sum, which the caller
-completes.
+With ``ranks``, each rank has its own rows of W, and dn is summed over the ranks before N'. With
+``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before the products, dn is
+reduce-scattered, and y covers all tokens, but no more tensors are saved. B is sharded by rows, like W. dA is a rank's
+part of a sum over the ranks, and the caller must compute this sum.
 
-Source: https://arxiv.org/abs/1910.07467 (RMSNorm), https://arxiv.org/abs/1607.06450 (LayerNorm);
-https://arxiv.org/abs/2205.05198 for tokens on ranks; https://arxiv.org/abs/2106.09685 for low-rank terms.
+Source: https://arxiv.org/abs/1910.07467 (RMSNorm), https://arxiv.org/abs/1607.06450 (LayerNorm),
+https://arxiv.org/abs/2205.05198 (sequence parallelism), https://arxiv.org/abs/2106.09685 (LoRA).
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -75,7 +76,7 @@ def norm_linear_reference(
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`norm_linear` in plain torch."""
+    """Compute `norm_linear` in plain PyTorch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
     return linear(copy_to_region(norm.reference(residual), ranks), weight, bias, low_rank), residual
@@ -93,7 +94,7 @@ def rms_norm_linear_reference(
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm_linear` in plain torch."""
+    """Compute `rms_norm_linear` in plain PyTorch."""
     norm = FusedNorm(norm_weight, None, "rms_norm", eps, weight_offset, scale_in_fp32)
     return norm_linear_reference(x, residual, norm, weight, bias, ranks, low_rank)
 
@@ -109,13 +110,13 @@ def layer_norm_linear_reference(
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`layer_norm_linear` in plain torch."""
+    """Compute `layer_norm_linear` in plain PyTorch."""
     norm = FusedNorm(norm_weight, norm_bias, "layer_norm", eps)
     return norm_linear_reference(x, residual, norm, weight, bias, ranks, low_rank)
 
 
 class NormLinearInputs(NamedTuple):
-    """Inputs of the op `norm_linear`, named as that function's arguments."""
+    """Inputs of the op `norm_linear`."""
 
     x: Tensor | None
     residual: Tensor
@@ -129,8 +130,8 @@ class NormLinearOutputs(NamedTuple):
 
     Attributes:
         y: [..., O].
-        h: [..., C], the residual stream; None without x, because an op may not return one of its inputs.
-        statistics: the norm's statistics of each row.
+        h: [..., C], the residual stream. Without x it is None, because an op may not return one of its inputs.
+        statistics: statistics of each row, from which the norm can be recomputed.
     """
 
     y: Tensor
@@ -173,14 +174,14 @@ class NormLinearUpstream(NamedTuple):
 
 
 def norm_linear_forward(inputs: NormLinearInputs, product: Product) -> NormLinearOutputs:
-    """The forward with any kind of product."""
+    """Compute the forward with any implementation of `Product`."""
     x, residual, norm, _, ranks = inputs
     normed, h, statistics = product.normed(norm, x, residual)
     if ranks is not None and ranks.sequence_parallel:
-        rows = gather_rows(normed.reshape(-1, normed.shape[-1]), ranks)  # [N, C], of all ranks' tokens
+        rows = gather_rows(normed.reshape(-1, normed.shape[-1]), ranks)  # [N, C], the tokens of all ranks
         y = rows_in_order(product.forward(rows), residual.shape[:-1], ranks)
     else:
-        # [..., O] from the tokens as they are, because each rank has all of them.
+        # Each rank has all tokens, so they need not be gathered: [..., C] -> [..., O].
         y = product.forward(normed)
     return NormLinearOutputs(y, None if x is None else h, statistics)
 
@@ -189,22 +190,23 @@ def norm_linear_backward(
     dy: Any, dh: Tensor | None, saved: NormLinearSaved, product: Product, needs: NormLinearNeeds,
     totals: NormLinearGradients | None = None,
 ) -> NormLinearGradients:  # fmt: skip
-    """The backward with any kind of product, for all rows or for a chunk of them.
+    """Compute the backward with any implementation of `Product`, for all rows or for a chunk of rows.
 
     Args:
         dy: [N, O], from `Product.upstream`.
-        dh: [..., C].
-        saved: the saved tensors of the same rows; its projection is not read.
-        product: the projection's product.
-        needs: the gradients that are needed.
-        totals: for a chunk, the fp32 sums of the parameters' gradients over the chunks before it.
+        dh: [..., C], gradient of the new residual stream; None for none.
+        saved: the saved tensors of these rows. The projection in it is not used.
+        product: the product of the projection.
+        needs: which gradients are needed.
+        totals: for a chunk, the fp32 sums of the parameters' gradients over the previous chunks; None without chunks.
     """
     h, statistics, norm, _, ranks = saved
     chunked, before = totals is not None, totals or NormLinearGradients()
     need_stream = needs.x or needs.residual
     dx = g = rows = d_norm_weight = d_norm_bias = None
 
-    # Through the product and the norm, whose kernel also writes the normed rows where a gradient below needs them.
+    # Continue the backward through the product and the norm. If a gradient below needs the normalized rows, the norm's
+    # kernel writes them, too.
     if need_stream or needs.norm.weight or needs.norm.bias:
         dn, g = product.rows_gradient(dy)
         dx, d_norm_weight, d_norm_bias, rows = norm.backward(
@@ -214,7 +216,7 @@ def norm_linear_backward(
         )  # fmt: skip
         del dn
 
-    # The parameters of the projection.
+    # Compute the gradients of the projection's parameters.
     if needs.projection.by_rows:
         if rows is None:
             rows = product.normed_again(norm, h, statistics, for_weight=True)
@@ -232,7 +234,7 @@ def _add(total: Tensor | None, share: Tensor | None) -> Tensor | None:
 
 
 def norm_linear_fake(inputs: NormLinearInputs) -> NormLinearOutputs:
-    """The forward of tensors without values."""
+    """Return the outputs of the forward for tensors without values."""
     x, residual, norm, projection, ranks = inputs
     weight, tokens = projection.weight, residual.shape[:-1]
     return NormLinearOutputs(
@@ -243,7 +245,7 @@ def norm_linear_fake(inputs: NormLinearInputs) -> NormLinearOutputs:
 
 
 def norm_linear_backward_fake(inputs: NormLinearUpstream) -> NormLinearGradients:
-    """The backward of tensors without values."""
+    """Return the gradients of the backward for tensors without values."""
     saved, needs = inputs.saved, inputs.needs
     return NormLinearGradients(
         residual=saved.h.new_empty(saved.h.shape) if needs.x or needs.residual else None,
@@ -255,7 +257,7 @@ def norm_linear_backward_fake(inputs: NormLinearUpstream) -> NormLinearGradients
 def norm_linear_save(
     ctx: Any, inputs: NormLinearInputs, outputs: NormLinearOutputs, needs: NormLinearNeeds, *constants: Tensor
 ) -> NormLinearSaved:
-    """The tensors and constants for the backward. ``constants`` are further outputs without a gradient."""
+    """Return the tensors and constants that the backward needs. ``constants`` are other outputs without a gradient."""
     mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, *constants)
     h = inputs.residual if outputs.h is None else outputs.h
     return NormLinearSaved(h, outputs.statistics, inputs.norm, inputs.projection.without_bias(), inputs.ranks)
@@ -291,7 +293,7 @@ def norm_linear(
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm_linear` or `layer_norm_linear`, depending on ``norm``, which must have a weight."""
+    """Compute `rms_norm_linear` or `layer_norm_linear`, depending on ``norm``, which must have a weight."""
     op = f"{norm.kind}_linear"
     norm.check(op, x, residual)
     check_linear(op, "weight", weight, bias, residual.shape[-1])
@@ -314,30 +316,32 @@ def rms_norm_linear(
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``residual = residual + x``, then ``y = rms_norm(residual) @ weightᵀ + bias``; the normed rows are not saved.
+    """Compute ``residual = residual + x``, then ``y = rms_norm(residual) @ weightᵀ + bias``.
+
+    The normalized rows are not saved.
 
     Args:
-        x: [..., C], the output of a branch, which is added to the residual stream; None adds nothing.
+        x: [..., C], the output of a branch, which is added to the residual stream; None to add nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C].
-        weight: [O, C], a tensor or a frozen `FrozenWeight`. The result y has its dtype, which may differ from the
-            stream's and which autocast does not change.
+        weight: [O, C], a tensor or a `FrozenWeight`. y has the dtype of the weight, which may differ from the dtype of
+            the residual stream. Autocast does not change it.
         bias: [O].
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
-        ranks: tensor parallel ranks, each with its own rows of weight and bias; None for one rank. With
-            ``ranks.sequence`` x and residual hold the rank's own tokens, y covers all tokens, and the gradients of the
-            norm's weights are sums over the rank's own tokens.
-        low_rank: ``(A [R, C], B [O, R])`` in the weight's dtype; y gains ``(rms_norm(residual) @ Aᵀ) @ Bᵀ``. With
-            ranks, all ranks have the same A, B has the rank's own rows, and the gradient of A is the rank's part of a
-            sum.
+        ranks: tensor-parallel ranks, each of which has its own rows of weight and bias; None for one rank. With
+            ``ranks.sequence_parallel``, x and residual hold the rank's own tokens, y covers all tokens, and the
+            gradients of the norm's weights are sums over the rank's own tokens.
+        low_rank: ``(A [R, C], B [O, R])`` in the dtype of the weight. ``(rms_norm(residual) @ Aᵀ) @ Bᵀ`` is added to y.
+            With ranks, all ranks have the same A, B has the rank's own rows, and the gradient of A is the rank's part
+            of a sum over the ranks.
 
     Returns:
-        ``(y, residual)``: [..., O] in the dtype of the weight, and [..., C] in the dtype of the residual. Without x the
-        second is the ``residual`` that was passed.
+        ``(y, residual)``, where y is [..., O] in the dtype of the weight, and the new residual stream is [..., C] in
+        the dtype of ``residual``. Without x, the second result is the ``residual`` that was passed.
 
     Raises:
-        ValueError: the shapes do not fit together.
-        TypeError: a tensor that is not floating-point, or a low-rank term of another dtype than the weight.
+        ValueError: the shapes do not match.
+        TypeError: a tensor is not floating-point, or the low-rank term differs from the weight in dtype.
     """
     norm = FusedNorm(norm_weight, None, "rms_norm", eps, weight_offset, scale_in_fp32)
     return norm_linear(x, residual, norm, weight, bias, ranks, low_rank)
@@ -354,7 +358,9 @@ def layer_norm_linear(
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``residual = residual + x``, then ``y = layer_norm(residual) @ weightᵀ + bias``; the normed rows are not saved.
+    """Compute ``residual = residual + x``, then ``y = layer_norm(residual) @ weightᵀ + bias``.
+
+    The normalized rows are not saved.
 
     Args:
         norm_bias: [C], or None for a LayerNorm without bias.
@@ -362,10 +368,10 @@ def layer_norm_linear(
         Others: as in `rms_norm_linear`.
 
     Returns:
-        As `rms_norm_linear`.
+        ``(y, residual)``, as from `rms_norm_linear`.
 
     Raises:
-        ValueError: the shapes do not fit together, or rows are wider than 65536.
-        TypeError: a tensor that is not floating-point, or a low-rank term of another dtype than the weight.
+        ValueError: the shapes do not match, or rows are wider than 65536.
+        TypeError: a tensor is not floating-point, or the low-rank term differs from the weight in dtype.
     """
     return norm_linear(x, residual, FusedNorm(norm_weight, norm_bias, "layer_norm", eps), weight, bias, ranks, low_rank)

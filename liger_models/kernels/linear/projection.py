@@ -1,14 +1,16 @@
-"""The projection of a fused op: its product with rows, and the gradients of the rows and of its parameters.
+"""The projection in a fused op: its product with rows, and the gradients of the rows and of its parameters.
 
-For rows n [N, C], the output of a norm or an activation::
+The rows n [N, C] are the output of a norm or an activation. The low-rank term (LoRA) is optional, and n @ Aᵀ is
+rounded::
 
-    y = n @ Wᵀ + b + (n @ Aᵀ) @ Bᵀ        the low-rank term (LoRA) is optional, and n @ Aᵀ is rounded
+    y = n @ Wᵀ + b + (n @ Aᵀ) @ Bᵀ
     g = dy @ B,   dn = dy @ W + g @ A
     dW = dyᵀ @ n,   db = Σ_rows dy,   dA = gᵀ @ n,   dB = dyᵀ @ (n @ Aᵀ)
 
-`Product` computes these for a dense W and for a W that is frozen in fewer bits. `float8.float8_product` overrides the
-steps that differ in float8. The order of the steps is therefore written once: in `norm_linear` for a norm and a
-projection, and in `gated_mlp` for the MLP, whose first part is a norm and a projection.
+Each method of `Product` is one step of this computation, for a dense W or a W that is frozen in fewer bits.
+`float8.float8_product` overrides the steps that differ in float8. The order of the steps is defined once for all
+products: in `norm_linear` for a norm and a projection, and in `gated_mlp` for the MLP, which begins with a norm and a
+projection.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -49,7 +51,7 @@ class Projection(NamedTuple):
     low_rank: Annotated[LowRank | None, LOW_RANK] = None
 
     def without_bias(self) -> "Projection":
-        """The same projection without its bias."""
+        """Return the same projection without its bias."""
         return self if self.bias is None else Projection(self.weight, None, self.low_rank)
 
 
@@ -63,11 +65,11 @@ class ProjectionGradients(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether a gradient is needed that is computed from the rows that the projection multiplies."""
+        """Whether a needed gradient is computed from the rows by which the projection is multiplied."""
         return bool(self.weight or self.low_rank_A or self.low_rank_B)
 
     def to(self, dtype: torch.dtype) -> "ProjectionGradients":
-        """The gradients in ``dtype``."""
+        """Return the gradients in ``dtype``."""
         return ProjectionGradients(*(None if gradient is None else gradient.to(dtype) for gradient in self))
 
 
@@ -85,19 +87,29 @@ NormNeeds = Annotated[NormGradients, bool]
 
 
 def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Tensor | None) -> None:
-    """Mark outputs of an op as having no gradient: ``constants``, and h if neither x nor the residual needs one."""
+    """Mark outputs of an op as not differentiable.
+
+    Args:
+        ctx: autograd context of the op.
+        h: the residual stream among the outputs, which is marked unless ``need_stream``.
+        need_stream: whether x or the residual needs a gradient.
+        *constants: other outputs that are not differentiable.
+    """
     outputs = constants if need_stream else (h, *constants)
     ctx.mark_non_differentiable(*[output for output in outputs if output is not None])
 
 
 def of_stream(gradients: Gradients, dx: Tensor | None, needs: Any) -> Gradients:
-    """Set the gradients of x and of the residual to dx, the gradient of the residual stream, where they are needed."""
+    """Set the gradients of x and of the residual to dx where they are needed, and to None where they are not.
+
+    dx is the gradient of the residual stream.
+    """
     _, _, *parameters = gradients
     return type(gradients)(dx if needs.x else None, dx if needs.residual else None, *parameters)  # type: ignore
 
 
 def norm_gradients_fake(norm: FusedNorm, needs: NormNeeds) -> NormGradients:
-    """Gradients of a norm's parameters, without values, in the dtype of its weight."""
+    """Return gradients without values for a norm's parameters, in the dtype of the norm's weight."""
     weight = norm.weight
     if weight is None:
         return NormGradients()
@@ -105,7 +117,7 @@ def norm_gradients_fake(norm: FusedNorm, needs: NormNeeds) -> NormGradients:
 
 
 def projection_gradients_fake(projection: Projection, needs: ProjectionNeeds) -> ProjectionGradients:
-    """Gradients of a projection's parameters, without values, in the dtype of its weight."""
+    """Return gradients without values for a projection's parameters, in the dtypes of the weight, A and B."""
     weight, _, low_rank = projection
     A, B = low_rank or (None, None)
     return ProjectionGradients(
@@ -125,60 +137,63 @@ class Product:
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype in which the norm's backward writes normed rows for `gradients`; None if it writes none."""
+        """The dtype in which the norm's backward writes normalized rows for `gradients`; None if it writes none."""
         return self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
-        """``(rows to multiply, h, statistics)`` of the preceding norm."""
+        """Run the norm before this projection, and return ``(rows for `forward`, h, statistics)``."""
         return norm.forward(x, residual)
 
     def normed_again(self, norm: FusedNorm, h: Tensor, statistics: Tensor, *, for_weight: bool) -> Any:
-        """The normed rows [N, C] recomputed, for `forward` or for the gradient of the weight."""
+        """Recompute the normalized rows [N, C], for `forward` or, if ``for_weight``, for the gradient of the weight."""
         return norm.again(h, statistics, self.dtype).view(-1, h.shape[-1])
 
     def forward(self, rows: Any) -> Tensor:
-        """y of rows [..., C]."""
+        """Compute y [..., O] from rows [..., C]."""
         return linear_forward(rows, self.weight, self.bias, self.low_rank)
 
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
-        """y of rows [N, C], which holds gates and ups, and the gated product of y if the same kernel computes it."""
+        """Compute y from rows [N, C], where y holds gates and ups.
+
+        The second result is the gated product of y if the same kernel computes it, and otherwise None.
+        """
         rows = rows.to(self.dtype)
         both = few_rows(rows, self.weight, self.bias, act, self.low_rank)
         return (self.forward(rows), None) if both is None else both
 
     def gated(self, gate_up: Tensor, act: str) -> Any:
-        """`gated_act` of gates and ups [N, 2 F], as the rows of `forward`."""
+        """Compute `gated_act` of gates and ups [N, 2 F], in the form in which `forward` takes rows."""
         return gated_act_forward(gate_up, act)
 
     def gated_again(self, gate_up: Tensor, act: str) -> Any:
-        """The rows of `gated` recomputed, for the gradient of the weight."""
+        """Recompute the rows of `gated` for the gradient of the weight."""
         return gated_act_forward(gate_up, act)
 
     def upstream(self, dy: Tensor, *, for_rows: bool, for_weight: bool) -> Any:
-        """dy [N, O] in the form that the products for dn, dW or both take."""
+        """Return dy [N, O] in the form in which the product for dn (``for_rows``) or dW (``for_weight``) takes it."""
         return dy
 
     def rows_gradient(self, dy: Any) -> tuple[Tensor, Tensor | None]:
-        """dn [N, C], and g [N, R] with a low-rank term, of an `upstream` gradient."""
+        """Compute dn [N, C] and, with a low-rank term, g [N, R] from an `upstream` gradient."""
         dn = input_product(dy, self.weight)
         if self.low_rank is None:
             return dn, None
         A, B = self.low_rank
         g = dy @ B
-        # In place, so that no second [N, C] is held.
+        # The addition is in place, so that no second tensor [N, C] is allocated.
         return dn.addmm_(g, A), g
 
     def gated_backward(
         self, d_product: Tensor, gate_up: Tensor, act: str, down: "Product", *, for_rows: bool,
         needs: ProjectionNeeds, need_product: bool, overwrite_gate_up: bool,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """The activation's backward between this product, whose y is gate_up, and the next one, ``down``.
+        """Compute the backward of the gated activation between this product, whose y is gate_up, and ``down``.
 
         d_product [N, F] may be overwritten.
 
         Returns:
-            The `upstream` gradient of this product, and the gated product as the rows for `gradients` of ``down``. The
-            gated product may be used only with ``need_product``.
+            The `upstream` gradient of this product, and the gated product, which is the rows for ``down.gradients``.
+            The gated product may be used only with ``need_product``.
         """
         return gated_act_backward(
             d_product, gate_up, act, need_product, overwrite_dy=True, overwrite_gate_up=overwrite_gate_up
@@ -187,24 +202,24 @@ class Product:
     def gradients(
         self, dy: Any, g: Tensor | None, rows: Any, needs: ProjectionNeeds, totals: ProjectionGradients | None = None
     ) -> ProjectionGradients:
-        """dW, db, dA and dB, each None unless it is needed.
+        """Compute dW, db, dA and dB. Gradients that are not needed are None.
 
         Args:
             dy: the `upstream` gradient [N, O].
-            g: the second result of `rows_gradient`, if that was called.
+            g: the second result of `rows_gradient`; None if that was not called.
             rows: [N, C]; None if no gradient needs them.
-            needs: the gradients that are needed.
-            totals: for a chunk of the rows, the sums over the chunks before it. The gradients are then in fp32 and
-                added to them.
+            needs: which gradients are needed.
+            totals: for a chunk of the rows, the fp32 sums over the previous chunks, to which the chunk's gradients are
+                added; None without chunks.
         """
-        # With chunks, gradients are fp32 sums that are rounded once, after the last chunk.
+        # With chunks, the gradients are summed in fp32, and rounded once after the last chunk.
         chunked, before = totals is not None, totals or ProjectionGradients()
         weight = bias = low_rank_A = low_rank_B = None
         if rows is not None and needs.weight:
             weight = weight_gradient(before.weight, dy, rows, chunked)
         if rows is not None and self.low_rank is not None:
             A, B = self.low_rank
-            # dA needs g = dy @ B, which `rows_gradient` may have computed; dB needs n @ Aᵀ, which is not saved.
+            # dA needs g = dy @ B, which `rows_gradient` may have computed. dB needs n @ Aᵀ, which is recomputed.
             if needs.low_rank_A:
                 low_rank_A = weight_gradient(before.low_rank_A, dy @ B if g is None else g, rows, chunked)
             if needs.low_rank_B:
@@ -215,7 +230,10 @@ class Product:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
-    """``x @ weightᵀ + bias`` and the low-rank term, in the weight's dtype. The caller casts it under autocast."""
+    """Compute ``x @ weightᵀ + bias`` plus the low-rank term, in the dtype of the weight.
+
+    Autocast has no effect here: under autocast, the caller casts the weight.
+    """
     with _no_autocast(weight.device):
         x = x.to(weight.dtype)
         y = product(x, dense(weight), None if bias is None else bias.to(weight.dtype))
@@ -223,12 +241,12 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | N
 
 
 def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
-    """`linear` without a backward, inside an op. Few rows run a special kernel, which also adds the low-rank term."""
+    """Compute what `linear` computes, without a backward, for use inside ops. For few rows, a special kernel runs."""
     if is_batch_invariant():
         return linear(x, weight, bias, low_rank)
 
     x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
-    # A step of decoding has few rows, for which one kernel reads W once and adds the low-rank term.
+    # A decoding step has few rows. One kernel then reads W once and adds the low-rank term.
     rows = few_rows(x, weight, bias, low_rank=low_rank)
     if rows is not None:
         return rows[0]
@@ -237,7 +255,7 @@ def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Low
         y = product(x, weight, bias)
     if low_rank is not None:
         A, B = low_rank
-        # In place, so that no second [..., O] is held.
+        # The addition is in place, so that no second tensor [..., O] is allocated.
         y.view(-1, y.shape[-1]).addmm_(linear_forward(x, A, None).view(-1, A.shape[0]), B.t())
     return y
 
@@ -248,12 +266,18 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def sum_dtype(dtype: torch.dtype, chunked: bool) -> torch.dtype | None:
-    """The dtype in which gradients of chunks are summed; None (the gradient's own dtype) without chunks."""
+    """Return the dtype in which gradients of chunks are summed.
+
+    Without chunks it is None, which stands for the gradient's own dtype.
+    """
     return torch.promote_types(dtype, torch.float32) if chunked else None
 
 
 def weight_gradient(total: Tensor | None, dy: Tensor, rows: Tensor, chunked: bool) -> Tensor:
-    """``dyᵀ @ rows``. A chunk's gradient is in fp32 and is added to ``total``, the sum of the previous chunks."""
+    """Compute ``dyᵀ @ rows``.
+
+    With chunks, the gradient is in fp32, and is added to ``total``, the sum over the previous chunks.
+    """
     if not chunked:
         return dy.t() @ rows
     beta = int(total is not None)
@@ -264,13 +288,21 @@ def weight_gradient(total: Tensor | None, dy: Tensor, rows: Tensor, chunked: boo
 
 
 def bias_gradient(total: Tensor | None, dy: Tensor, chunked: bool) -> Tensor:
-    """``Σ_rows dy``, with chunks as in `weight_gradient`."""
+    """Compute ``Σ_rows dy``. Chunks are summed as in `weight_gradient`."""
     share = dy.sum(0, dtype=sum_dtype(dy.dtype, chunked))
     return share if total is None else total + share
 
 
 def check_linear(op: str, name: str, weight: Weight, bias: Tensor | None, in_features: int) -> None:
-    """Raise unless weight is [out, in_features] and bias, if any, [out]."""
+    """Raise an error unless ``weight`` is [out, in_features] and ``bias`` is [out] or None.
+
+    Args:
+        name: name of the weight in error messages.
+
+    Raises:
+        TypeError: a tensor is not floating-point.
+        ValueError: a shape does not match.
+    """
     check_floating(op, **{name: weight if isinstance(weight, Tensor) else None, f"{name}'s bias": bias})
     if weight.dim() != 2 or weight.shape[1] != in_features:
         raise ValueError(f"{op}: {name} must be [out, {in_features}], got {list(weight.shape)}.")
@@ -279,7 +311,15 @@ def check_linear(op: str, name: str, weight: Weight, bias: Tensor | None, in_fea
 
 
 def check_low_rank(op: str, name: str, low_rank: LowRank | None, weight: Weight) -> None:
-    """Raise unless A is [R, in] and B [out, R], both in the dtype of the weight [out, in]."""
+    """Raise an error unless A is [R, in] and B is [out, R], both in the dtype of ``weight`` [out, in].
+
+    Args:
+        name: name of the low-rank term in error messages.
+
+    Raises:
+        ValueError: a shape does not match.
+        TypeError: A or B does not have the dtype of the weight.
+    """
     if low_rank is None:
         return
     A, B = low_rank

@@ -1,26 +1,30 @@
-"""Cross entropy of logits that are held in full.
+"""Cross entropy, computed from all logits.
 
-Per token, over the vocabulary, in fp32, z = logit_scale · logit, with a softcap z = softcap · tanh(z / softcap)::
+For each token, let y be the target, ε the label smoothing, and w the class weights, which are 1 by default. Let z be
+logit_scale · logits or, with a softcap, softcap · tanh(logit_scale · logits / softcap). All sums are over the
+vocabulary, in fp32::
 
     lse  = log Σ_j exp(z_j)
     loss = (1 − ε) · w_y · (lse − z_y) + ε/V · Σ_j w_j · (lse − z_j) + z_loss · lse²
     logp = z_y − lse
 
-with y the target, ε the label smoothing, w the class weights (default 1). Backward, for upstream gradients a of loss
-and c of logp, and with p = exp(z − lse)::
+In the backward, let a be the upstream gradient of loss, c that of logp, and p = exp(z − lse)::
 
     t = a · (1 − ε) · w_y − c
     dz_j = p_j · (t + a · (ε/V · Σw + 2 · z_loss · lse)) − [j = y] · t − a · ε/V · w_j
-    dlogit_j = dz_j · (1 − (z_j / softcap)²) · logit_scale
+    dlogit_j = dz_j · logit_scale                               without a softcap
+    dlogit_j = dz_j · logit_scale · (1 − (z_j / softcap)²)      with a softcap
 
-Rows with target ``ignore_index`` give 0 everywhere. A target outside the vocabulary gives an error on the CPU and NaN
-on an accelerator, where a check would have to wait for the device.
+If the target of a row is ``ignore_index``, loss, logp and gradient of the row are 0. A target outside the vocabulary
+raises an error on the CPU. On an accelerator it results in NaN, because raising an error would mean waiting for the
+device.
 
-A scalar loss (reduction "mean" or "sum") computes its gradient in the forward, in one kernel, whose second read of a
-row hits the cache. Per-token results and compiled graphs read the logits again in the backward.
+If the loss is a scalar (reduction "mean" or "sum"), the forward also computes the gradient, in the same kernel. The
+kernel reads each row twice, and the second read hits the cache. Per-token results and compiled graphs compute the
+gradient in the backward, from the logits.
 
-Saved: the logits (never written to), and lse in fp32 as two numbers, max z and Σ exp(z − max z). One rounded number
-would lose the digits of p − 1 in a confident row.
+The backward needs the logits, which are never written to, and lse. lse is saved as two fp32 numbers, max z and
+Σ exp(z − max z), because a single rounded number would lose the digits of p − 1 where p is close to 1.
 
 Source: https://arxiv.org/abs/1805.02867 (online softmax), https://arxiv.org/abs/2204.02311 (z-loss).
 """
@@ -38,27 +42,30 @@ from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
 from liger_models.kernels.tiles import exp, num_warps, scale_and_cap
 
 MAX_BLOCK, WIDE_BLOCK = 8192, 16384
-"""Logits that a program holds in registers at a time; WIDE_BLOCK for rows of more than 65,536. With the wide block half
-as many rows are in progress, and these stay in the L2 cache until they are read again. On an H200: 0.85 (V 32,000),
-0.79 (128,256) and 0.72 (256,000) of the speed of one read and one write."""
+"""Number of logits that a program holds in registers at a time. WIDE_BLOCK is for rows of more than 65,536 logits: only
+half as many rows are then in progress, so that they stay in the L2 cache until they are read again. On an H200, the
+kernel reaches 0.85 of the speed of one read and one write of the logits for V = 32,000, 0.79 for V = 128,256, and 0.72
+for V = 256,000."""
 
 VECTOR = 8
-"""Neighbors that one thread holds: 16 bytes in half precision. The running maximum and sum are per such group, so
-threads of a row do not wait for each other."""
+"""Number of adjacent logits that one thread holds: 16 bytes in half precision. Each such group has its own running
+maximum and sum, so that the threads of a row do not wait for each other."""
 
 LOWEST = -1e38
-"""Initial running maximum. It is finite, so that logits of -inf give exp(-inf) = 0 and not NaN."""
+"""Initial value of the running maximum. It is finite, so that a logit of -inf gives exp(-inf) = 0 and not NaN."""
 
 
 class CrossEntropyOutput(NamedTuple):
-    """Result of the cross-entropy functions; fields that were not requested are None.
+    """Result of the cross-entropy functions. Fields that were not requested are None.
 
     Attributes:
-        loss: [], or with reduction "none" the target's shape; float32, including the z-loss.
-        z_loss: the z-loss part of ``loss``, reduced in the same way; no gradient.
-        log_probs: log-probability of each target, in the target's shape, 0 where ignored; differentiable.
-        token_accuracy: [], share of the targets that are the most probable token; no gradient.
-        predicted_tokens: the most probable token, int64, in the target's shape, −1 where ignored.
+        loss: float32, including the z-loss. Its shape is [] or, with reduction "none", the shape of the target.
+        z_loss: the part of ``loss`` that is the z-loss, reduced in the same way. It has no gradient.
+        log_probs: log-probability of each target, in the shape of the target. It is 0 for ignored targets, and is
+            differentiable.
+        token_accuracy: [], the fraction of targets that are the most probable token. It has no gradient.
+        predicted_tokens: the most probable token of each row, int64, in the shape of the target. It is −1 for ignored
+            targets.
     """
 
     loss: Tensor
@@ -69,7 +76,7 @@ class CrossEntropyOutput(NamedTuple):
 
 
 class LossOptions(NamedTuple):
-    """Constants of a token's loss, as in `cross_entropy`."""
+    """Options of a token's loss, which are described in `cross_entropy`."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -79,8 +86,12 @@ class LossOptions(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Per-token results of one pass over logits: [N] float32. ``lse`` is [N, 2], max z and Σ exp(z − max z);
-    ``predicted`` is int64, and empty if not requested."""
+    """Per-token results of one pass over the logits, [N] float32 except as noted.
+
+    Attributes:
+        lse: [N, 2] float32, max z and Σ exp(z − max z).
+        predicted: [N] int64; empty if not requested.
+    """
 
     loss: Tensor
     z_loss: Tensor
@@ -91,14 +102,17 @@ class TokenStatistics(NamedTuple):
 
 @triton.jit
 def write_zeros(ptr, columns, V, BLOCK: tl.constexpr):
-    """Fill a row [V] with zeros. ``columns`` are the first BLOCK columns, in the program's layout."""
+    """Fill a row [V] with zeros.
+
+    ``columns`` holds the numbers 0 to BLOCK − 1 in the layout in which the program stores elements.
+    """
     for start in range(0, V, BLOCK):
         tl.store(ptr + start + columns, tl.zeros(columns.shape, ptr.dtype.element_ty), mask=start + columns < V)
 
 
 @triton.jit
 def _load(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
-    """Load logits or class weights. MASKED is set only where needed, since arbitrary masks prevent vector loads."""
+    """Load logits or class weights. MASKED is set only where a mask is needed, because a mask prevents vector loads."""
     if MASKED:
         return tl.load(ptr + column, mask=column < V, other=0.0, eviction_policy=EVICT)
     return tl.load(ptr + column, eviction_policy=EVICT)
@@ -113,16 +127,16 @@ def _cross_entropy_kernel(
     HAS_C: tl.constexpr, STATISTICS: tl.constexpr, PREDICT: tl.constexpr, GRADIENT: tl.constexpr,
     LOWEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row [V] of logits per program: with STATISTICS its losses, with GRADIENT its gradient."""
+    """Process one row [V] of logits per program: with STATISTICS compute its losses, with GRADIENT its gradient."""
     GROUPS: tl.constexpr = BLOCK // VECTOR
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     gradient_ptr += row.to(tl.int64) * gradient_stride
     y = tl.load(target_ptr + row)
     columns = tl.arange(0, GROUPS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [GROUPS, VECTOR]
-    whole = V // BLOCK * BLOCK  # one partial block follows
+    whole = V // BLOCK * BLOCK  # number of columns in whole blocks; one partial block follows
 
-    # An ignored row: all results are 0, and its logits are not read.
+    # For an ignored row, all results are 0, and the logits are not read.
     if y == ignore_index:
         if STATISTICS:
             tl.store(lse_ptr + 2 * row, 0.0)
@@ -136,7 +150,7 @@ def _cross_entropy_kernel(
             write_zeros(gradient_ptr, columns, V, BLOCK)
         return
 
-    # z of the target, and its class weight. A target outside the vocabulary makes NaN.
+    # Load z and the class weight of the target. For a target outside the vocabulary, z is NaN.
     valid = (y >= 0) & (y < V)
     z_y = scale_and_cap(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
     z_y = tl.where(valid, z_y, float("nan"))
@@ -146,7 +160,7 @@ def _cross_entropy_kernel(
         w_y = tl.load(class_weight_ptr + y, mask=valid, other=0.0).to(tl.float32)
         w_sum = tl.load(class_weight_sum_ptr)
 
-    # lse of the row: the online softmax, with a running maximum and sum for each group of VECTOR columns.
+    # Compute lse by the online softmax, with a running maximum and sum for each group of VECTOR columns.
     if STATISTICS:
         maxima = tl.full([GROUPS], LOWEST, tl.float32)
         totals = tl.zeros([GROUPS], tl.float32)
@@ -155,7 +169,7 @@ def _cross_entropy_kernel(
         predicted = tl.zeros([GROUPS], tl.int32)
         for last in tl.static_range(2):
             for start in range(whole if last else 0, V if last else whole, BLOCK):
-                # Cached for the second pass: the rows in progress fit in L2.
+                # The logits are kept in the L2 cache for the second pass. The rows in progress fit into it.
                 x = _load(logits_ptr, start + columns, V, last, "evict_last")
                 z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)  # [GROUPS, VECTOR]
                 if HAS_SMOOTHING:
@@ -177,11 +191,11 @@ def _cross_entropy_kernel(
                     predicted = tl.where(better, column, predicted)
                     best = tl.where(better, highest, best)
 
-        # The groups together, and the losses.
+        # Combine the groups, and compute the losses.
         maximum = tl.max(maxima, 0)
         total = tl.sum(totals * exp(maxima - maximum), 0)
         lse = maximum + tl.log(total)
-        # Not lse − z_y: for a target near the maximum that difference would cancel.
+        # This is z_y − lse, computed without the cancellation that lse would cause for a target near the maximum.
         log_prob = (z_y - maximum) - tl.log(total)
         loss = (label_smoothing - 1.0) * w_y * log_prob
         if HAS_SMOOTHING:
@@ -198,7 +212,7 @@ def _cross_entropy_kernel(
         total = tl.load(lse_ptr + 2 * row + 1)
         lse = maximum + tl.log(total)
 
-    # dz = p · on_all − [column = y] · on_target − smoothed · w, with p = exp(z − maximum) / total.
+    # dz = exp(z − maximum) · on_all − [column = y] · on_target − smoothed · w, where on_all includes 1 / total.
     if GRADIENT:
         a = 1.0
         c = 0.0
@@ -209,10 +223,10 @@ def _cross_entropy_kernel(
         smoothed = a * label_smoothing / vocabulary
         on_target = a * (1.0 - label_smoothing) * w_y - c
         on_all = (on_target + smoothed * w_sum + 2.0 * a * z_loss * lse) / total
-        tl.debug_barrier()  # all threads have read the target's logit, which the gradient may overwrite
+        tl.debug_barrier()  # wait until all threads have read the target's logit, which the gradient may overwrite
         for step in tl.static_range(2):
             for back in range(0, V - whole if step == 0 else whole, BLOCK):
-                # From the end, which was read last and is still cached.
+                # Go from the end to the start, because the end was read last and is still cached.
                 column = (whole if step == 0 else whole - BLOCK - back) + columns
                 x = _load(logits_ptr, column, V, step == 0, "evict_first")
                 z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
@@ -230,18 +244,18 @@ def _cross_entropy_kernel(
                 else:
                     tl.store(gradient_ptr + column, dx, eviction_policy="evict_first")
 
-        # The target's column by itself: the loop above spends no comparison per column on it.
+        # The target's column is computed separately, so that the loop above needs no comparison per column.
         dz = exp(z_y - maximum) * on_all - on_target
         if HAS_SMOOTHING:
             dz -= smoothed * w_y
         if HAS_SOFTCAP:
             dz *= 1.0 - z_y * z_y * (1.0 / (softcap * softcap))
-        tl.debug_barrier()  # the loop has written the target's column
+        tl.debug_barrier()  # wait until the loop has written the target's column, which is overwritten here
         tl.store(gradient_ptr + y, (dz * logit_scale).to(gradient_ptr.dtype.element_ty), mask=valid)
 
 
 def final_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
-    """The logits [...] in fp32 or fp64, after factor and softcap."""
+    """Apply logit scale and softcap to the logits [...], in fp32, or in fp64 for fp64 logits."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
@@ -258,18 +272,18 @@ def _chunk_in_torch(
     gradient: Tensor | None,
     predict: bool,
 ) -> TokenStatistics:
-    """The kernel's formulas in plain torch, without autograd, for devices without Triton."""
+    """Compute what the kernel computes in plain PyTorch, without autograd, for devices without Triton."""
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     V = logits.shape[-1]
     z = final_logits(logits, logit_scale, softcap)
     valid = target != ignore_index
-    # The target as an index into this shard; 0 stands in for targets that are ignored or belong to another rank.
+    # y is the target's index in this shard, or 0 if the target is ignored or belongs to another rank.
     in_shard = valid & (target >= 0) & (target < V)
     y = target.where(in_shard, 0)
     w = z.new_ones(V) if class_weight is None else class_weight.to(z.dtype)
     w_sum = vocabulary if class_weight is None else w.sum()
 
-    # Log-probabilities [N, V] of all columns, and the losses [N].
+    # Compute the log-probabilities [N, V] of all columns, and the losses [N].
     if lse is None:
         all_log_probs = z.log_softmax(-1)
         maximum, log_total = z.amax(-1), -all_log_probs.amax(-1)
@@ -288,7 +302,7 @@ def _chunk_in_torch(
         c = torch.zeros_like(total) if c is None else c
         smoothed = a * label_smoothing / vocabulary
         on_target = a * (1 - label_smoothing) * w[y] - c
-        # dz [N, V]: a term of all columns, minus the smoothed targets, minus the target itself.
+        # dz [N, V] is a term for all columns, minus the smoothed targets, minus a term for the target itself.
         dz = all_log_probs.exp() * (on_target + smoothed * w_sum + 2 * a * z_loss * total)[:, None]
         dz -= smoothed[:, None] * w
         dz.scatter_add_(-1, y[:, None], -on_target.where(in_shard, 0)[:, None])
@@ -296,7 +310,7 @@ def _chunk_in_torch(
             dz *= 1 - (z / softcap).square()
         gradient.copy_((dz * logit_scale).where(valid[:, None], 0))
 
-    # Zeros for ignored rows; their lse is max 0 and sum 1.
+    # Ignored rows get zeros, and their lse is saved as maximum 1 and sum 1.
     keep = lambda tensor: tensor.where(valid, 0)
     keep_lse = torch.stack([maximum, log_total.exp()], 1).where(valid[:, None], 1)
     predicted = z.argmax(-1).where(valid, -1) if predict else target.new_empty(0)
@@ -322,10 +336,19 @@ def token_statistics(
 ) -> TokenStatistics | None:
     """Compute the statistics of ``logits`` [N, V] unless ``lse`` is given, and the gradient if ``gradient`` is given.
 
-    ``gradient`` is written to; it may be ``logits`` itself, since each element is read before it is overwritten. ``a``
-    and ``c`` [N] are the upstream gradients of the loss (None: 1) and of the log-probability (None: 0). If the logits
-    are a shard of a ``vocabulary``, ``lse`` is over the whole vocabulary, and a target outside the shard belongs to
-    another rank.
+    Args:
+        lse: [N, 2], max z and Σ exp(z − max z) over the whole vocabulary.
+        a: [N], upstream gradient of the loss; None for 1.
+        c: [N], upstream gradient of the log-probability; None for 0.
+        gradient: [N, V], to which the gradient is written. It may be ``logits`` itself, because each element is read
+            before it is overwritten.
+        predict: whether to find the most probable tokens.
+        vocabulary: size of the vocabulary of which the logits are a shard; None if the logits are not sharded. A target
+            outside the shard belongs to another rank.
+        Others: as in `cross_entropy`.
+
+    Returns:
+        The statistics, or None if ``lse`` is given.
     """
     N, V = logits.shape
     vocabulary = V if vocabulary is None else vocabulary
@@ -334,7 +357,7 @@ def token_statistics(
         results = _chunk_in_torch(logits, target, class_weight, options, vocabulary, lse, a, c, gradient, predict)
         return results if lse is None else None
 
-    # Pointers that the constants switch off point to the logits.
+    # Arguments that the kernel does not use must be tensors, too, and are set to the logits.
     statistics = None
     if lse is None:
         row = lambda: torch.empty(N, dtype=torch.float32, device=logits.device)
@@ -375,7 +398,7 @@ def cross_entropy_reference(
     reduction: str = "mean",
     num_items: Tensor | float | None = None,
 ) -> CrossEntropyOutput:
-    """`cross_entropy` in plain torch, by ``F.cross_entropy``, with every output."""
+    """Compute `cross_entropy` in plain PyTorch with ``F.cross_entropy``, and return every field."""
     z = final_logits(logits, logit_scale, softcap)
     flat, y = z.reshape(-1, z.shape[-1]), target.reshape(-1)
     valid = y != ignore_index
@@ -383,12 +406,12 @@ def cross_entropy_reference(
     token_loss = F.cross_entropy(
         flat, y, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
-    # F.cross_entropy has no z-loss, and with class weights or smoothing its result is no log-probability.
+    # F.cross_entropy has no z-loss, and with class weights or smoothing, its result is not a log-probability.
     squared = (z_loss * flat.logsumexp(-1).square()).where(valid, 0)
     log_probs = -F.cross_entropy(flat, y, ignore_index=ignore_index, reduction="none")
     predicted = flat.argmax(-1).where(valid, -1)
     hits = token_accuracy(predicted, y, ignore_index)
-    # The z-loss is a part of the loss; the part that is reported has no gradient.
+    # The z-loss is part of the loss. The z-loss that is returned separately has no gradient.
     scale = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, z.dtype)
     loss = reduce((token_loss + squared) * scale, reduction, target.shape)
     z_part = reduce((squared * scale).detach(), reduction, target.shape)
@@ -405,10 +428,11 @@ def token_scale(
     num_items: Tensor | float | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Factor [N] of each token's loss under ``reduction``: weight divided by divisor, without host synchronization.
+    """Return the weight [N] of each token's loss in the reduced loss, without waiting for the device.
 
-    The divisor of "mean" is ``num_items`` if given. Otherwise it is the sum, over non-ignored tokens, of token weight
-    times the target's class weight. Without weights it is the number of these tokens. If it is 0, the factor is 0.
+    With reduction "mean", each token weight is divided by ``num_items``. If ``num_items`` is None, the divisor is the
+    sum over the tokens that are not ignored of (token weight · class weight of the target), where missing weights are
+    1. If the divisor is 0, all weights are 0.
     """
     valid = target != ignore_index
     if reduction == "mean" and num_items is None and class_weight is None and token_weight is None:
@@ -424,7 +448,7 @@ def token_scale(
 
 
 def reduce(tokens: Tensor, reduction: str, shape: torch.Size) -> Tensor:
-    """Weighted per-token losses [N], summed, or in the target's ``shape`` for reduction "none"."""
+    """Sum weighted token losses [N] or, with reduction "none", reshape them to the target's ``shape``."""
     return tokens.view(shape) if reduction == "none" else tokens.sum()
 
 
@@ -489,7 +513,10 @@ register_autograd("cross_entropy", _backward, _setup)
 
 
 def _loss_and_gradient(logits, target, class_weight, factors, options, predict) -> tuple[Tensor, ...]:
-    """Return ``Σ factors · token losses``, its z-loss part, predictions, the gradient, and its scale for fp16."""
+    """Return Σ factors · token losses, the z-loss part of this sum, the predictions, the gradient, and its scale.
+
+    The gradient must still be multiplied by the scale, which is not 1 only for fp16; see `without_exponent`.
+    """
     logits = logits.contiguous()
     gradient = torch.empty_like(logits)
     a, scale = without_exponent(factors, logits.dtype)
@@ -515,7 +542,7 @@ def check_arguments(
     reduction: str,
     num_items: Tensor | float | None,
 ) -> None:
-    """Raise ValueError or TypeError that names the wrong argument, its requirement, and its value."""
+    """Raise ValueError or TypeError if an argument is invalid. The message has the argument's requirement and value."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -561,29 +588,30 @@ def cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> CrossEntropyOutput:
-    """Cross entropy of ``logits`` against ``target``: ``F.cross_entropy`` with the additions below.
+    """Compute the cross entropy of ``logits`` and ``target``, as ``F.cross_entropy`` does, with the options below.
 
     Args:
-        logits: [..., V], floating-point; never written to.
+        logits: [..., V], floating-point. The tensor is never written to.
         target: [...], int64 in [0, V) or ``ignore_index``.
-        class_weight: [V], weight of each class; no gradient.
-        token_weight: [...], weight of each token's loss; no gradient.
+        class_weight: [V], weight of each class. It gets no gradient.
+        token_weight: [...], weight of each token's loss. It gets no gradient.
         ignore_index: target value of tokens that are ignored.
-        label_smoothing: share of the target's probability that is spread evenly over the vocabulary.
+        label_smoothing: fraction of the target's probability that is spread evenly over the vocabulary.
         z_loss: coefficient of ``lse²``, which keeps the logits from drifting.
-        softcap: cap the logits, after ``logit_scale``, to ``softcap · tanh(logits / softcap)``; None for no cap.
-        logit_scale: factor of the logits.
-        reduction: "mean" divides by ``num_items`` if given, otherwise by the sum of the weights of the non-ignored
-            tokens; "sum" adds; "none" returns one loss per token.
-        num_items: divisor of "mean", such as the number of targets over all accumulation steps and ranks; if it is 0,
-            the loss is 0.
-        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: also return these fields.
+        softcap: if given, the logits are replaced by ``softcap · tanh(logits / softcap)``, after ``logit_scale``.
+        logit_scale: number by which the logits are multiplied.
+        reduction: "mean" sums the losses and divides by ``num_items``, or by the sum of the weights of the tokens that
+            are not ignored; "sum" only sums the losses; "none" returns the loss of each token.
+        num_items: divisor for reduction "mean", such as the number of targets over all accumulation steps and ranks. If
+            it is 0, the loss is 0.
+        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: whether to return this field.
 
     Returns:
         `CrossEntropyOutput`.
 
     Raises:
-        ValueError: shapes do not match, or an option or (on the CPU) a target is out of range.
+        ValueError: shapes do not match, an option is out of range, or a target is out of range. Targets are checked
+            only on the CPU.
         TypeError: the target is not int64, or logits or weights are not floating-point.
     """
     check_floating("cross_entropy", logits=logits, class_weight=class_weight, token_weight=token_weight)
@@ -594,14 +622,14 @@ def cross_entropy(
         "cross_entropy", tuple(logits.shape[:-1]), V, target, class_weight, token_weight,
         ignore_index, label_smoothing, softcap, reduction, num_items,
     )  # fmt: skip
-    # Rows [N, V], and the factor [N] that reduces the losses of tokens.
+    # Flatten the tokens to rows [N, V], and compute the weight [N] of each token's loss.
     flat, y = logits.reshape(-1, V), target.reshape(-1)
     predict = return_token_accuracy or return_predicted_tokens
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     wide = torch.promote_types(logits.dtype, torch.float32)
     factors = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, wide)
 
-    # A scalar loss outside compiled graphs computes its gradient in the forward.
+    # For a scalar loss outside compiled graphs, the forward computes the gradient.
     training = logits.requires_grad and torch.is_grad_enabled() and not is_traced()
     log_probs = None
     if training and reduction != "none" and not return_log_probs:
@@ -624,6 +652,9 @@ def cross_entropy(
 
 
 def token_accuracy(predicted: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Share of the non-ignored targets that were predicted, float32; 0 if all are ignored."""
+    """Return the fraction of targets that were predicted, float32. Ignored targets do not count.
+
+    If all targets are ignored, the result is 0.
+    """
     valid = target != ignore_index
     return (predicted == target).where(valid, False).sum() / valid.sum().clamp_min(1)

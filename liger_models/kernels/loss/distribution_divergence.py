@@ -1,7 +1,8 @@
-"""Divergence of a student's distribution from a teacher's, both held in full.
+"""Divergence between a student's and a teacher's distribution, computed from all (log-)probabilities.
 
-The student has log-probabilities s or probabilities q, the teacher t or p, and m is log(β · p + (1 − β) · q). D is a
-sum of terms d. Each term and its derivative depend on one pair of entries::
+The inputs are log-probabilities s of the student and t of the teacher, or probabilities q of the student and p of the
+teacher. Let m = log(β · p + (1 − β) · q). The divergence is a sum of terms d. Each term and its derivative depend only
+on one entry of the student and the same entry of the teacher::
 
     forward_kl  d = p · (t − s)                                   dd/ds = −p
     reverse_kl  d = q · (s − t)                                   dd/ds = q · (s − t) + q
@@ -10,10 +11,12 @@ sum of terms d. Each term and its derivative depend on one pair of entries::
     kl          d = p · (log max(p, ε) − s)                       dd/ds = −p
     kl_log      d = p · (t − s)                                   dd/ds = −p
 
-``kl`` and ``kl_log`` are 0 where p is 0 and infinite where only q is 0. The others replace s and t of −∞ by a finite
-number. For a scalar loss one kernel reads both tensors once, sums the terms of each block of a row, and writes the
-gradient in the dtype of the student. Unreduced terms and compiled graphs read both tensors again in the backward.
-Saved: the inputs and that gradient.
+Terms of ``kl`` and ``kl_log`` are 0 where p is 0, and infinite where q is 0 and p is not. The other divergences replace
+s and t by a finite number where they are −∞.
+
+For a scalar loss, the forward kernel reads both tensors once, sums the terms of each block of a row, and writes the
+gradient in the dtype of the student. For unreduced terms and in compiled graphs, the gradient is computed in the
+backward, which reads both tensors again. The inputs and, for a scalar loss, the gradient are saved.
 
 Source: https://arxiv.org/abs/1503.02531, generalized JSD https://arxiv.org/abs/2306.13649, tvd
 https://arxiv.org/abs/2307.15190.
@@ -33,10 +36,10 @@ DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "kl", "kl_log")
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 TERMS_BLOCK = 4096
-"""Terms that a program computes: 16 for each thread."""
+"""Largest number of terms that a program computes, 16 per thread."""
 
 LOWEST_LOG = torch.finfo(torch.float32).min / 4
-"""Replaces log-probabilities of -inf: the product with their exponential is then 0 and not NaN."""
+"""Finite number that replaces a log-probability of -inf, so that p · log p is 0 and not NaN."""
 
 
 def distribution_divergence_reference(
@@ -50,13 +53,13 @@ def distribution_divergence_reference(
     labels: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """`distribution_divergence` in plain torch (differentiable in the student; fp64 stays fp64)."""
+    """Compute `distribution_divergence` in plain PyTorch, differentiable in the student. fp64 inputs stay in fp64."""
     s, t = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (student, teacher.detach()))
     if kind == "tvd":
         terms = (s - t).abs() / 2
     elif kind in ("kl", "kl_log"):
         p, log_p = (t.exp(), t) if kind == "kl_log" else (t, t.clamp_min(eps).log())
-        positive = p > 0  # where p is 0, −inf must reach neither the product nor its gradient
+        positive = p > 0  # where p is 0, the product and its gradient must not contain −inf
         terms = (p * (log_p.where(positive, 0) - s.where(positive, 0))).where(positive, 0)
     else:
         s, t = s.clamp_min(LOWEST_LOG), t.clamp_min(LOWEST_LOG)
@@ -78,14 +81,14 @@ def distribution_divergence_reference(
 
 @triton.jit
 def _term(x, y, beta, eps, KIND: tl.constexpr, LOWEST: tl.constexpr):
-    """The term d for entries x of the student and y of the teacher, and its derivative with respect to x."""
+    """Compute the term d and its derivative with respect to x, for entries x of the student and y of the teacher."""
     if KIND == 3:
         d = 0.5 * tl.abs(x - y)
-        dx = tl.where(x > y, 0.5, tl.where(x < y, -0.5, x - y))  # 0 or NaN
+        dx = tl.where(x > y, 0.5, tl.where(x < y, -0.5, x - y))  # x − y is 0 or NaN where it is selected
     elif KIND >= 4:
         p = exp(y) if KIND == 5 else y
         log_p = y if KIND == 5 else tl.log(tl.where(y < eps, eps, y))
-        positive = p > 0.0  # elsewhere all three are 0, so that −inf is multiplied with nothing
+        positive = p > 0.0  # where p is 0, log p and x are replaced by 0, so that no product contains −inf
         p = tl.where(positive, p, 0.0)
         d = p * (tl.where(positive, log_p, 0.0) - tl.where(positive, x, 0.0))
         dx = -p
@@ -106,14 +109,17 @@ def _terms_kernel(
     KIND: tl.constexpr, SUM: tl.constexpr, TERMS: tl.constexpr, GRADIENT: tl.constexpr, HAS_UPSTREAM: tl.constexpr,
     LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK terms of a row [V] per program, and store their sum, the terms, or the student's gradient."""
+    """Compute BLOCK terms of a row [V] per program.
+
+    The program stores the sum of the terms (SUM), the terms (TERMS), and the student's gradient (GRADIENT).
+    """
     blocks = tl.cdiv(V, BLOCK)
     row = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = column < V
     start = row.to(tl.int64) * V
     factor = tl.load(factor_ptr + row)
-    if factor == 0.0:  # nothing of an ignored row is read
+    if factor == 0.0:  # the row is ignored and not read
         if SUM:
             tl.store(sum_ptr + tl.program_id(0), 0.0)
         if TERMS:
@@ -141,10 +147,17 @@ def _terms(
     student: Tensor, teacher: Tensor, factors: Tensor, kind: str, beta: float, eps: float, *,
     terms: bool = False, gradient: Tensor | None = None, upstream: Tensor | None = None, sums: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernel over distributions [N, V]; rows whose factor is 0 are skipped.
+    """Launch the kernel for distributions [N, V]. Rows whose factor is 0 are not read.
 
-    Returns the terms [N, V] (``terms``) or their sum over each row [N] (``sums``), without factors. ``gradient`` is
-    filled with the derivative times the row's factor, and times ``upstream`` [N, V] if given.
+    Args:
+        factors: [N], the weight of each row's terms in the loss.
+        terms: whether to return the terms [N, V].
+        gradient: [N, V], to which the derivative of each term, multiplied by the row's factor, is written.
+        upstream: [N, V], by which the gradient is multiplied, too.
+        sums: whether to return the sum [N] of each row's terms.
+
+    Returns:
+        The terms or the sums, not multiplied by ``factors``. Empty if neither is requested.
     """
     N, V = student.shape
     block = min(triton.next_power_of_2(V), TERMS_BLOCK)
@@ -215,7 +228,10 @@ register_autograd("distribution_divergence", _autograd, _setup)
 
 
 def _loss_and_gradient(student, teacher, factors, kind, beta, eps) -> tuple[Tensor, ...]:
-    """Return ``Σ factors · rows``, the gradient, and the gradient's scale for fp16."""
+    """Return Σ factors · (sum of each row's terms), the gradient, and its scale.
+
+    The gradient must still be multiplied by the scale, which is not 1 only for fp16; see `without_exponent`.
+    """
     student, teacher = student.contiguous(), teacher.contiguous()
     gradient = torch.empty_like(student)
     shares, scale = without_exponent(factors, student.dtype)
@@ -234,20 +250,23 @@ def distribution_divergence(
     labels: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Divergence of a student's distribution from a teacher's, both held in full.
+    """Compute the divergence between a student's and a teacher's distribution.
 
     Args:
-        student: [..., V]: log-probabilities, but probabilities for tvd.
-        teacher: [..., V]: log-probabilities, but probabilities for tvd and kl. It gets no gradient.
+        student: [..., V], log-probabilities, or probabilities if ``kind`` is "tvd".
+        teacher: [..., V], log-probabilities, or probabilities if ``kind`` is "tvd" or "kl". It gets no gradient.
         kind: "forward_kl", "reverse_kl", "jsd", "tvd", "kl" or "kl_log".
         beta: β of jsd, in (0, 1).
         eps: lower bound of p in the logarithm of kl.
-        reduction: "none", "sum", "mean" (over all terms) or "batchmean" (over rows); ignored rows do not count.
-        labels: [...], only compared with ``ignore_index``; None ignores no row.
+        reduction: "none", "sum", "mean" for the mean over all terms, or "batchmean" for the mean over rows. Ignored
+            rows do not count.
+        labels: [...]. Rows whose label is ``ignore_index`` are ignored; other labels have no effect. None ignores no
+            row.
         ignore_index: label of rows that are ignored.
 
     Returns:
-        [], or with reduction "none" [..., V], in float32 (float64 for float64 inputs on the CPU).
+        The divergence []. With reduction "none", the terms [..., V]. The dtype is float32, or float64 for float64
+        inputs on the CPU.
 
     Raises:
         ValueError: the shapes do not match, or kind or reduction is unknown.
@@ -272,7 +291,7 @@ def distribution_divergence(
     flat, other = student.reshape(-1, V), teacher.detach().reshape(-1, V)
     terms = reduction == "none"
 
-    # The factor of each row under the reduction: 0 for ignored rows.
+    # The factor of a row is its weight in the loss, which depends on the reduction, and is 0 for ignored rows.
     if labels is None:
         divisor = {"batchmean": max(len(flat), 1), "mean": max(len(flat), 1) * V}.get(reduction, 1)
         factors = flat.new_full((len(flat),), 1 / divisor, dtype=torch.float32)
@@ -283,7 +302,7 @@ def distribution_divergence(
             factors /= valid.sum().clamp_min(1) * (V if reduction == "mean" else 1)
     training = student.requires_grad and torch.is_grad_enabled() and not is_traced()
 
-    # A scalar loss computes its gradient in the forward.
+    # For a scalar loss outside compiled graphs, the forward computes the gradient.
     if training and not terms:
         loss: Tensor = HandOver.apply(_loss_and_gradient, 3, (0,), flat, other, factors, kind, beta, eps)[0]
         return loss

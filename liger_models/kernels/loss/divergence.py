@@ -1,8 +1,12 @@
-"""Divergence of a student's next-token distribution from a teacher's.
+"""Divergence between a student's and a teacher's next-token distribution.
 
-`linear_divergence` takes both models' last linear layers and never holds all logits. Per token, over the vocabulary, in
-fp32, with z the student's logits after factor and softcap, u the teacher's, τ the temperature, s = log softmax(z / τ),
-t = log softmax(u / τ), q = exp(s), p = exp(t)::
+`linear_divergence` includes the last linear layer of both models, and never holds all logits. For each token, let z be
+the student's and u the teacher's logits, after logit scale and softcap, and let τ be the temperature. All sums are over
+the vocabulary, in fp32::
+
+    s = log softmax(z / τ),  q = exp(s)        student
+    t = log softmax(u / τ),  p = exp(t)        teacher
+    m = log(β · p + (1 − β) · q)
 
     forward_kl  D = Σ p · (t − s)                                 a = −p
     reverse_kl  D = Σ q · (s − t)                                 a = q · (s − t)
@@ -10,13 +14,19 @@ t = log softmax(u / τ), q = exp(s), p = exp(t)::
     tvd         D = ½ · Σ |p − q|                                 a = ½ · q · sign(q − p)
     cosine      D = β · (1 − cos(z, u))
 
-with m = log(β · p + (1 − β) · q). Backward: dD/dz_j = (a_j − q_j · Σ a) / τ, and for cosine β · (cos · z_j / |z|² − u_j
-/ (|z| · |u|)). jsd with β = 0 means forward_kl, the limit of jsd/β, and with β = 1 reverse_kl, the limit of jsd/(1 −
-β); jsd itself would be 0 there. The loss of a token may add the cross entropy of z against a target, at temperature 1.
+The gradient is::
 
-The rows are processed in chunks as in `linear_cross_entropy`, with logits of both models. The loss is a scalar, so its
-gradients are computed in the forward: four products in all. Logits are fp32 even for half-precision inputs, because
-divergences are small differences of them. Only the student gets gradients. Saved: as in `linear_cross_entropy`.
+    cosine      dD/dz_j = β · (cos(z, u) · z_j / |z|² − u_j / (|z| · |u|))
+    others      dD/dz_j = (a_j − q_j · Σ a) / τ
+
+At β = 0 and β = 1, the formula of jsd is 0. There, jsd stands for its scaled limits: forward_kl is the limit of jsd/β
+for β → 0, and reverse_kl is the limit of jsd/(1 − β) for β → 1. On request, the cross entropy of z and a target, at
+temperature 1, is added to the loss of a token.
+
+The rows are processed in chunks, as in `linear_cross_entropy`, with a logits buffer for each model. The loss is a
+scalar, so the forward computes the gradients. This takes four matrix products in all: the logits of both models, dx and
+dweight. The logits are fp32 even for half-precision inputs, because a divergence is a small difference between them.
+Only the student gets gradients. The same tensors are saved as in `linear_cross_entropy`.
 
 Source: https://arxiv.org/abs/1503.02531, generalized JSD https://arxiv.org/abs/2306.13649, tvd
 https://arxiv.org/abs/2307.15190.
@@ -56,16 +66,17 @@ MAX_BLOCK = 8192
 NORM_FLOOR = 1e-12
 
 TOGETHER = 4
-"""Chunks whose gradients go through the products at once: a gradient takes a quarter of the memory of both logits."""
+"""Number of chunks whose gradients are multiplied in one matrix product. In half precision, the gradient of a chunk
+takes a quarter of the memory of the fp32 logits of both models."""
 
 
 class DivergenceOutput(NamedTuple):
-    """Result of `linear_divergence`: fp32 scalars.
+    """Result of `linear_divergence`. All fields are fp32 scalars [].
 
     Attributes:
         loss: ``soft_weight · soft_loss + hard_weight · hard_loss``.
-        soft_loss: mean divergence; no gradient.
-        hard_loss: mean cross entropy against the targets; no gradient.
+        soft_loss: mean divergence, without gradient.
+        hard_loss: mean cross entropy with the targets, without gradient.
     """
 
     loss: Tensor
@@ -74,7 +85,7 @@ class DivergenceOutput(NamedTuple):
 
 
 class DivergenceOptions(NamedTuple):
-    """Constants of a row's divergence, as in `linear_divergence`."""
+    """Options of a row's divergence, which are described in `linear_divergence`."""
 
     kind: str
     beta: float
@@ -89,16 +100,16 @@ class DivergenceOptions(NamedTuple):
 
 
 def over_mixture(s: Tensor, t: Tensor, beta: float) -> Tensor:
-    """``s − log(β · exp(s) + (1 − β) · exp(t))``"""
+    """Compute ``s − log(β · exp(s) + (1 − β) · exp(t))``."""
     top = torch.maximum(s, t)
     return (s - top) - torch.log(beta * torch.exp(s - top) + (1 - beta) * torch.exp(t - top))
 
 
 def token_divergence(kind: str, z: Tensor, u: Tensor, beta: float, temperature: float) -> Tensor:
-    """D [...] of logits z and u [..., V] in plain torch, differentiable."""
+    """Compute D [...] from logits z and u [..., V] in plain PyTorch. The function is differentiable."""
     if kind == "cosine":
         return beta * (1 - F.cosine_similarity(z, u, -1, NORM_FLOOR))
-    s = (z / temperature).log_softmax(-1).clamp_min(LOWEST)  # for logits of −inf, p · log p must be 0
+    s = (z / temperature).log_softmax(-1).clamp_min(LOWEST)  # finite, so that p · log p is 0 for a logit of −inf
     t = (u / temperature).log_softmax(-1).clamp_min(LOWEST)
     p, q = t.exp(), s.exp()
     if kind == "tvd":
@@ -130,7 +141,7 @@ def linear_divergence_reference(
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
 ) -> DivergenceOutput:
-    """`linear_divergence` in plain torch, with all logits of both models."""
+    """Compute `linear_divergence` in plain PyTorch, with all logits of both models."""
     wide = torch.promote_types(x.dtype, torch.float32)
     z = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     z = final_logits(z, logit_scale, softcap)
@@ -138,7 +149,7 @@ def linear_divergence_reference(
         shift = None if teacher_bias is None else teacher_bias.to(wide)
         u = F.linear(teacher_x.to(wide), teacher_weight.to(wide), shift)
         u = final_logits(u, teacher_logit_scale, teacher_softcap)
-    # Without targets every token counts.
+    # Without targets, every token counts.
     target = torch.full(x.shape[:-1], ignore_index + 1, device=x.device) if target is None else target
     valid = target != ignore_index
     count = valid.sum().clamp_min(1)
@@ -151,12 +162,12 @@ def linear_divergence_reference(
 
 
 def kind_or_limit(kind: str, beta: float) -> str:
-    """The name of the divergence; for jsd with β = 0 or 1 the name of its limit."""
+    """Return the name of the divergence or, for jsd with β = 0 or 1, the name of its limit."""
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, kind) if kind == "jsd" else kind
 
 
 def check_divergence(op: str, divergence: str, beta: float, temperature: float) -> None:
-    """Raise a ValueError if an option of a divergence is out of range."""
+    """Raise ValueError if an option of the divergence is out of range."""
     if divergence not in KINDS:
         raise ValueError(f"{op}: divergence must be one of {KINDS}, got {divergence!r}.")
     if divergence == "jsd" and not 0.0 <= beta <= 1.0:
@@ -167,7 +178,10 @@ def check_divergence(op: str, divergence: str, beta: float, temperature: float) 
 
 @triton.jit
 def summand(s, t, beta, KIND: tl.constexpr):
-    """The summand of D, and a, for log-probabilities s (student) and t (teacher); KIND indexes `KINDS`."""
+    """Compute the terms of D, and a, from log-probabilities s of the student and t of the teacher.
+
+    KIND is the index of the divergence in `KINDS`.
+    """
     q = exp(s)
     p = exp(t)
     if KIND == 0:
@@ -177,7 +191,7 @@ def summand(s, t, beta, KIND: tl.constexpr):
         d = q * (s - t)
         a = d
     elif KIND == 2:
-        top = tl.maximum(s, t)  # m is stored as m − top: rounding m itself would lose s − m
+        top = tl.maximum(s, t)  # the variable m holds m − top, because rounding m itself would lose digits of s − m
         m = tl.log(beta * exp(t - top) + (1.0 - beta) * exp(s - top))
         a = (1.0 - beta) * q * ((s - top) - m)
         d = beta * p * ((t - top) - m) + a
@@ -189,7 +203,7 @@ def summand(s, t, beta, KIND: tl.constexpr):
 
 @triton.jit
 def load_logits(ptr, columns, inside, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Load logits of a row after factor and softcap, in fp32; entries beyond the vocabulary are loaded as 0."""
+    """Load logits of a row, and apply logit scale and softcap, in fp32. Entries beyond the vocabulary are 0."""
     return scale_and_cap(tl.load(ptr + columns, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
 
 
@@ -199,11 +213,12 @@ def _row_statistics(
     NORM_FLOOR, KIND: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr,
     LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """D of a row, and for its gradient: maximum and log-sum of student and teacher, Σ a, and the log-sum without τ.
+    """Compute D of a row, and the numbers from which its gradient is computed.
 
-    For cosine the norms take the place of the log-sums, and the cosine takes the place of Σ a.
+    These are the maximum and the log-sum of the student and of the teacher, Σ a, and the student's log-sum at
+    temperature 1. For cosine, norms take the place of the log-sums, and the cosine takes the place of Σ a.
     """
-    # A first read of both rows: online softmax of each, or the three products of cosine.
+    # In a first read of both rows, compute the online softmax of each row or, for cosine, three dot products.
     columns = tl.arange(0, BLOCK)
     s_max, s_total, hard_total = LOWEST, 0.0, 0.0
     t_max, t_total = LOWEST, 0.0
@@ -233,7 +248,7 @@ def _row_statistics(
     if HARD:
         hard_log = tl.log(hard_total)
 
-    # D and Σ a, for which both rows are read again; cosine needs only the products.
+    # Compute D and Σ a. Cosine computes them from the dot products; the other kinds read both rows again.
     soft, total_a = 0.0, 0.0
     if KIND == 4:
         s_log = tl.maximum(tl.sqrt(s_square), NORM_FLOOR)
@@ -264,7 +279,11 @@ def _divergence_kernel(
     KIND: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, SAVE: tl.constexpr, SAVED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row [V] of both logits per program: both losses, unless statistics are SAVED, and the gradient."""
+    """Process one row [V] of both models' logits per program.
+
+    Unless statistics are SAVED, the program computes divergence and cross entropy. With GRADIENT, it computes the
+    gradient of the student's logits.
+    """
     row = tl.program_id(0)
     student_ptr += row.to(tl.int64) * student_stride
     teacher_ptr += row.to(tl.int64) * teacher_stride
@@ -273,7 +292,7 @@ def _divergence_kernel(
     y = tl.load(target_ptr + row)
     columns = tl.arange(0, BLOCK)
 
-    # An ignored row: all results are 0, and its logits are not read.
+    # For an ignored row, all results are 0, and the logits are not read.
     if y == ignore_index:
         if not SAVED:
             tl.store(soft_ptr + row, 0.0)
@@ -287,7 +306,7 @@ def _divergence_kernel(
         t_max, t_log = tl.load(statistics_ptr + 2), tl.load(statistics_ptr + 3)
         total_a, hard_log = tl.load(statistics_ptr + 4), tl.load(statistics_ptr + 5)
     else:
-        # The target's logit is read before the gradient may overwrite it.
+        # The target's logit is read here, because the gradient may overwrite it later.
         valid = (y >= 0) & (y < V)
         z_y = load_logits(student_ptr, y, valid, logit_scale, softcap, HAS_SOFTCAP)
         z_y = tl.where(valid, z_y, float("nan"))
@@ -305,9 +324,9 @@ def _divergence_kernel(
             tl.store(statistics_ptr + 4, total_a)
             tl.store(statistics_ptr + 5, hard_log)
 
-    # dz of the divergence, plus dz of the cross entropy: softmax − one-hot at temperature 1.
+    # dz is the sum of the divergence's gradient and the cross entropy's, which is softmax(z) − one-hot(y).
     if GRADIENT:
-        # The factors include d z / d logit without the softcap.
+        # The factors include the logit scale. The derivative of the softcap is multiplied below.
         soft_factor = soft_weight * logit_scale * tl.load(factor_ptr + row)
         hard_factor = hard_weight * logit_scale * tl.load(hard_factor_ptr + row)
         for start in range(0, V, BLOCK):
@@ -316,7 +335,7 @@ def _divergence_kernel(
             u = load_logits(
                 teacher_ptr + start, columns, inside, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP
             )
-            # Cosine has its own gradient; the other kinds share one in terms of a.
+            # Cosine has a gradient of its own. The gradients of the other kinds have the same formula in terms of a.
             if KIND == 4:
                 dz = soft_factor * beta * (total_a * z / (s_log * s_log) - u / (s_log * t_log))
             else:
@@ -335,7 +354,7 @@ def _rows_in_torch(
     student: Tensor, teacher: Tensor, gradient: Tensor | None, target: Tensor, factors: Tensor,
     options: DivergenceOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The kernel's formulas in plain torch, without autograd, for devices without Triton."""
+    """Compute what the kernel computes in plain PyTorch, without autograd, for devices without Triton."""
     kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale = options[:8]
     z = final_logits(student, scale, softcap)
     u = final_logits(teacher, options.teacher_logit_scale, options.teacher_softcap)
@@ -347,7 +366,7 @@ def _rows_in_torch(
     if gradient is None:
         return soft, hard
 
-    # dD/dz of the divergence.
+    # Compute dD/dz.
     if kind == "cosine":
         lengths = [v.norm(dim=-1, keepdim=True).clamp_min(NORM_FLOOR) for v in (z, u)]
         cosine = 1 - token_divergence(kind, z, u, 1.0, 1.0)[:, None]
@@ -365,7 +384,7 @@ def _rows_in_torch(
             a = (1 - beta) * q * over_mixture(s, t, 1 - beta)
         dz = (a - q * a.sum(-1, keepdim=True)) / temperature
 
-    # The weighted sum of both losses, down to the logits.
+    # Add the weighted gradients of both losses, and continue the backward from z to the logits.
     dz = soft_weight * dz
     if hard_weight:
         dz += hard_weight * log_probs.exp()
@@ -380,12 +399,17 @@ def divergence_of_rows(
     student: Tensor, teacher: Tensor, gradient: Tensor | None, target: Tensor, factors: Tensor,
     options: DivergenceOptions, hard_factors: Tensor | None = None, statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Divergence and cross entropy [N] of two logits [N, V], and the gradient of the student's logits.
+    """Compute divergence and cross entropy, [N] each, and the gradient of the student's logits.
 
     Args:
-        gradient: [N, V], filled with the gradient times ``factors`` [N]; None for no gradient.
-        hard_factors: [N], factors of the cross entropy's gradient, if they differ from ``factors``.
-        statistics: [N, 6]. With a gradient it is read, and the losses are not computed; otherwise it is written.
+        student, teacher: [N, V], the logits.
+        gradient: [N, V], to which the gradient, multiplied by ``factors``, is written; None for no gradient.
+        target: [N].
+        factors: [N], the weight of each row's losses.
+        options: the divergence and its options.
+        hard_factors: [N], which replace ``factors`` for the cross entropy; None for the same factors.
+        statistics: [N, 6], results of a first call that a second call needs. Without a gradient, they are written. With
+            a gradient, they are read, and the losses are not computed.
     """
     if not use_triton(student):
         return _rows_in_torch(student, teacher, gradient, target, factors, options)
@@ -441,7 +465,7 @@ def _forward(inputs: LinearDivergenceInputs) -> LinearDivergenceOutputs:
     weight, factors, options, needs = inputs.weight, inputs.factors, inputs.options, inputs.needs
     wide = torch.promote_types(x.dtype, torch.float32)
     shares, scale = without_exponent(factors, x.dtype)
-    # The teacher's logits have a buffer of their own, in fp32; it is reused by all chunks.
+    # The teacher's logits have their own fp32 buffer, which all chunks reuse.
     teacher = logits_buffer(x, len(weight), inputs.rows, wide)
 
     def divergence(student: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -489,30 +513,35 @@ def linear_divergence(
     teacher_logit_scale: float = 1.0,
     workspace_mib: int | None = None,
 ) -> DivergenceOutput:
-    """Mean divergence of the student's distributions from the teacher's, holding the logits of one chunk at a time.
+    """Compute the mean divergence between the student's and the teacher's distributions.
+
+    The logits of only one chunk of tokens are held at a time. No tensor of the teacher gets a gradient.
 
     Args:
-        x: [..., C], floating-point.
-        weight: [V, C], in the dtype of x.
-        teacher_x: [..., C'], in the dtype of x. No tensor of the teacher gets a gradient.
-        teacher_weight: [V, C'].
-        target: [...], int64 in [0, V) or ``ignore_index``. None: all tokens count, and there is no hard loss.
+        x: [..., C], floating-point, the student's hidden states.
+        weight: [V, C], in the dtype of x, the weight of the student's head.
+        teacher_x: [..., C'], in the dtype of x, the teacher's hidden states.
+        teacher_weight: [V, C'], in the dtype of x, the weight of the teacher's head.
+        target: [...], int64 in [0, V) or ``ignore_index``. If None, all tokens count, and there is no hard loss.
         divergence: "forward_kl", "reverse_kl", "jsd", "tvd" or "cosine".
-        beta: β of jsd, in [0, 1]; factor of cosine.
-        temperature: divisor of both models' logits in the divergence; cosine does not depend on it.
-        bias, teacher_bias: [V].
-        hard_weight, soft_weight: weights of the cross entropy against ``target`` and of the divergence.
+        beta: β of jsd, in [0, 1], or the coefficient of cosine.
+        temperature: divisor of both models' logits in the divergence. It has no effect on cosine.
+        bias, teacher_bias: [V], biases of the heads.
+        hard_weight: weight of the cross entropy with ``target`` (the hard loss).
+        soft_weight: weight of the divergence (the soft loss).
         ignore_index: target value of tokens that are ignored.
-        softcap, logit_scale, teacher_softcap, teacher_logit_scale: applied to each model's logits as in
-            `cross_entropy`.
-        workspace_mib: budget of the logits buffers in MiB. None: as in `linear_cross_entropy`, with at most 8 chunks.
+        softcap, logit_scale: applied to the student's logits, as in `cross_entropy`.
+        teacher_softcap, teacher_logit_scale: applied to the teacher's logits, as in `cross_entropy`.
+        workspace_mib: maximum size of the logits buffers in MiB. None for the default of `linear_cross_entropy`, but
+            with at most 8 chunks.
 
     Returns:
-        `DivergenceOutput`: means over the non-ignored tokens; 0 if all are ignored.
+        `DivergenceOutput`, with means over the tokens that are not ignored. If all tokens are ignored, all means are 0.
 
     Raises:
-        ValueError: shapes do not match, or an option or (on the CPU) a target is out of range.
-        TypeError: a dtype is wrong.
+        ValueError: shapes do not match, an option is out of range, or a target is out of range. Targets are checked
+            only on the CPU.
+        TypeError: the target is not int64, another tensor is not floating-point, or dtypes differ without autocast.
     """
     op = "linear_divergence"
     check_head(op, x, weight, bias, workspace_mib)
@@ -540,7 +569,7 @@ def linear_divergence(
     )
     y = target.flatten()
 
-    # Bytes of a row's logits and gradients, and the factor of each token's loss.
+    # Compute the size in bytes of a logit of both models and its gradients, and the weight of each token's loss.
     wide = torch.promote_types(x.dtype, torch.float32)
     size = 2 * wide.itemsize + (TOGETHER * x.element_size() if x.dtype != wide else 0)
     factors = token_scale(y, None, None, ignore_index, "mean", None, wide)

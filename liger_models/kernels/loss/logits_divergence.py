@@ -1,7 +1,7 @@
-"""A student's cross entropy and its divergence from a teacher, per token, from logits held in full.
+"""Per-token cross entropy of a student and its divergence from a teacher, computed from all logits.
 
-`divergence.py` has the formulas. The forward reads both logits twice. The backward reads them once and combines both
-gradients. Saved: the inputs, and six numbers per row.
+The formulas are in the docstring of `divergence.py`. The forward reads the logits of both models twice. The backward
+reads them once, and computes the sum of both losses' gradients. The inputs and six numbers per row are saved.
 """
 
 import torch
@@ -31,7 +31,7 @@ def logits_divergence_reference(
     temperature: float = 1.0,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor]:
-    """`logits_divergence` in plain torch (differentiable in the student; fp64 stays fp64)."""
+    """Compute `logits_divergence` in plain PyTorch, differentiable in the student. fp64 inputs stay in fp64."""
     valid = target != ignore_index
     z, u = (final_logits(x, 1.0, None).where(valid[..., None], 0) for x in (student, teacher.detach()))
     hard = F.cross_entropy(z.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
@@ -105,21 +105,23 @@ def logits_divergence(
     temperature: float = 1.0,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy and divergence of each token, from logits that are held in full.
+    """Compute cross entropy and divergence of each token from the logits of both models.
 
     Args:
-        student: [..., V], floating-point; never written to.
-        teacher: [..., V], floating-point; gets no gradient.
+        student: [..., V], floating-point. The tensor is never written to.
+        teacher: [..., V], floating-point. It gets no gradient.
         target: [...], int64 in [0, V) or ``ignore_index``.
-        divergence, beta, temperature: as in `linear_divergence`; the cross entropy has temperature 1.
-        ignore_index: target value of ignored tokens, both of whose losses are 0.
+        divergence, beta, temperature: as in `linear_divergence`. The temperature does not apply to the cross entropy.
+        ignore_index: target value of tokens that are ignored. Both losses of these tokens are 0.
 
     Returns:
-        Cross entropy and divergence, each [...] in float32 (float64 for float64 inputs on the CPU) and differentiable.
+        Cross entropy and divergence, [...] each. They are differentiable, and are float32, or float64 for float64
+        inputs on the CPU.
 
     Raises:
-        ValueError: shapes do not match, or an option or (on the CPU) a target is out of range.
-        TypeError: a dtype is wrong.
+        ValueError: shapes do not match, an option is out of range, or a target is out of range. Targets are checked
+            only on the CPU.
+        TypeError: the target is not int64, or the logits are not floating-point.
     """
     op = "logits_divergence"
     check_floating(op, student=student, teacher=teacher)
@@ -136,7 +138,7 @@ def logits_divergence(
             student, teacher, target, divergence=divergence, beta=beta, temperature=temperature,
             ignore_index=ignore_index,
         )  # fmt: skip
-    # Rows [N, V]. The third result holds the statistics that the backward needs.
+    # Flatten the tokens to rows [N, V]. The third result has the statistics for the backward.
     hard, soft, _ = torch.ops.liger_models.logits_divergence(
         student.reshape(-1, V), teacher.detach().reshape(-1, V), target.reshape(-1), kind_or_limit(divergence, beta),
         beta, temperature, ignore_index,

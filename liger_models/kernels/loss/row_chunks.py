@@ -1,10 +1,11 @@
-"""A linear layer ``x @ weightᵀ + bias`` before a loss, in chunks of rows, so that not all logits are ever held.
+"""A linear layer ``x @ weightᵀ + bias`` before a loss, computed in chunks of rows, so that all logits are never held.
 
-`walk_chunks` writes the logits of a chunk of rows into a reused buffer, lets a loss turn them into their gradient, and
-adds the chunk's part of dx, dweight and dbias.
+`walk_chunks` writes the logits of each chunk into a buffer that all chunks share, and calls a function that computes
+the loss and its gradient with respect to these logits. Then it computes dx of the chunk, and adds the chunk's part to
+dweight and dbias.
 
-dweight is summed over the chunks in fp32. Only for bf16 weights and few chunks is the sum in bf16, rounded after each
-chunk. That costs less accuracy than the rounding of the logits, and halves memory and traffic.
+dweight is summed over the chunks in fp32. The exception is a bf16 weight with few chunks: its sum is in bf16, rounded
+after each chunk. This costs less accuracy than the rounding of the logits, and halves memory and traffic.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,28 +20,39 @@ from liger_models.kernels.matmul.invariant_linear import write_invariant_linear
 from liger_models.kernels.tiles import accumulate
 
 WORKSPACE_MIB, WORKSPACE_TOKENS, MOST_TOKENS = 512, 8192, 65536
-"""Default budget in MiB for up to WORKSPACE_TOKENS tokens; it grows in proportion to the tokens above that, up to
-MOST_TOKENS. At V = 128,256 in bf16 this makes 4 chunks, large enough that reading and writing dweight for each chunk
-costs little. More tokens make more chunks of the same size, 4 GiB of logits: with 524,288 tokens 32 GiB otherwise."""
+"""Default size of the logits buffer: WORKSPACE_MIB for up to WORKSPACE_TOKENS tokens, and in proportion to the number
+of tokens between WORKSPACE_TOKENS and MOST_TOKENS. At V = 128,256 in bf16, this gives 4 chunks, which are so large that
+reading and writing dweight once per chunk costs little. More tokens than MOST_TOKENS are divided into more chunks of
+the same size, 4 GiB of logits. A buffer in proportion to the tokens would take 32 GiB for 524,288 tokens."""
 
 ROW_MULTIPLE = 128
 
 COLUMN_MULTIPLE = 64
-"""Rows of the logits buffer start at multiples of this, and the products take a multiple of this many words, then the
-few that remain. With V = 100,278 (OLMo 3) or 49,155 (Granite) as a size of the product, cuBLAS is about three times
-slower."""
+"""The row stride of the logits buffer is a multiple of COLUMN_MULTIPLE. A matrix product over the vocabulary is split
+in two: the largest multiple of COLUMN_MULTIPLE, and the few remaining entries. Without the split, cuBLAS is about three
+times slower for V = 100,278 (OLMo 3) or 49,155 (Granite)."""
 
 BF16_CHUNKS = 8
-"""With up to this many chunks a bf16 dweight is summed in bf16. By default only more than MOST_TOKENS tokens are more
-chunks."""
+"""Largest number of chunks with which a bf16 dweight is summed in bf16. By default, only more than MOST_TOKENS tokens
+take more chunks."""
 
 BLOCK_MIB = 256
-"""Otherwise it is summed in fp32, in blocks of about this size, so that the products stay large. Each block is cast and
-freed by itself: the bf16 copy never exists besides the whole sum (1 GiB less at V = 128,256 and C = 4096)."""
+"""With more chunks, a bf16 dweight is summed in fp32, in blocks of about this size, so that the matrix products stay
+large. Each block is cast to bf16 and freed before the next block, so that the bf16 copy and the whole fp32 sum never
+exist at the same time. This saves 1 GiB at V = 128,256 and C = 4096."""
 
 
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
-    """Rows per chunk: as many as fit the budget, about the same for all chunks, in multiples that suit matmuls."""
+    """Return the number of rows per chunk, such that a chunk fits the budget and all chunks have about the same size.
+
+    The result is a multiple of ROW_MULTIPLE, with which matrix products are fast.
+
+    Args:
+        N: number of rows.
+        V: size of the vocabulary.
+        itemsize: bytes per row and vocabulary entry that the buffers take.
+        workspace_mib: maximum size of the buffers in MiB; None for the default.
+    """
     tokens = min(N, MOST_TOKENS)
     budget = WORKSPACE_MIB * max(1, tokens / WORKSPACE_TOKENS) if workspace_mib is None else workspace_mib
     limit = max(int(budget * 2**20) // (V * itemsize) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
@@ -51,24 +63,24 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
 
 
 def _split_words(V: int, size: int) -> list[int]:
-    """Split V words into parts of up to ``size``; all but the last are multiples of COLUMN_MULTIPLE."""
+    """Split V vocabulary entries into parts of up to ``size``. All but the last are multiples of COLUMN_MULTIPLE."""
     aligned = V - V % COLUMN_MULTIPLE
     sizes = [min(size, aligned - start) for start in range(0, aligned, size)]
     return sizes + [V - aligned] * (aligned < V)
 
 
 def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write ``x @ weightᵀ + bias`` to ``out``, in its dtype."""
+    """Write ``x @ weightᵀ + bias`` to ``out``, in the dtype of ``out``."""
     if is_batch_invariant():
         write_invariant_linear(x, weight, bias, out)
         return
-    # The words that fill whole tiles, then the few that remain.
+    # Compute the largest multiple of COLUMN_MULTIPLE vocabulary entries, then the few that remain.
     sizes = _split_words(len(weight), len(weight))
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
     for rows, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
         if out.dtype != x.dtype:
             if x.device.type == "cuda":
-                # An fp32 result of half-precision inputs, which need no cast.
+                # On CUDA, half-precision inputs can have an fp32 result without a cast of the inputs.
                 torch.mm(x, rows.t(), out_dtype=out.dtype, out=columns)
             else:
                 torch.mm(x.to(out.dtype), rows.t().to(out.dtype), out=columns)
@@ -81,7 +93,10 @@ def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 
 
 def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write ``gradient @ weight`` to ``out``. The last few words come first, because their small sum rounds little."""
+    """Write ``gradient @ weight`` to ``out``.
+
+    The few last vocabulary entries are summed first, because rounding their small sum loses little accuracy.
+    """
     sizes = _split_words(len(weight), len(weight))
     parts = zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)
     for beta, (columns, rows) in enumerate(parts):
@@ -89,43 +104,48 @@ def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Tensor]]:
-    """Allocate the sum of dweight and return it with views of its parts, or return None and fp32 blocks for bf16."""
+    """Allocate memory for the sum of dweight.
+
+    Returns:
+        The sum as one tensor, and a list of views of its parts. For a bf16 weight with many chunks, None and a list of
+        fp32 blocks.
+    """
     V, C = weight.shape
 
-    # One tensor, whose parts the products of a chunk add to.
+    # One tensor. The products of each chunk are added to its parts.
     wide = torch.promote_types(weight.dtype, torch.float32)
     if weight.dtype != torch.bfloat16 or chunks <= BF16_CHUNKS:
         whole = weight.new_empty(V, C, dtype=weight.dtype if weight.dtype == torch.bfloat16 else wide)
         return whole, list(whole.split(_split_words(V, V)))
 
-    # Blocks in fp32, each of which is rounded by itself.
+    # fp32 blocks, each of which is cast to bf16 separately at the end.
     rows = max(BLOCK_MIB * 2**20 // (4 * C) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
     return None, [weight.new_empty(size, C, dtype=wide) for size in _split_words(V, rows)]
 
 
 def _concatenate(sums: list[Tensor]) -> Tensor:
-    """Concatenate the blocks in bf16, emptying the list."""
+    """Concatenate the blocks in bf16. The list is empty afterwards."""
     blocks = []
-    while sums:  # each block's sum is freed before the next one is cast
+    while sums:  # each fp32 block is freed before the next block is cast
         blocks.append(sums.pop(0).to(torch.bfloat16))
     return torch.cat(blocks)
 
 
 def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A buffer for the logits of up to ``rows`` rows of x, with rows aligned for matrix products."""
+    """Allocate a buffer for the logits of up to ``rows`` rows of x. Its rows are aligned for fast matrix products."""
     buffer = x.new_empty(min(rows, len(x)), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)
     if x.device.type == "cpu":
-        buffer[:, V:] = 0  # bf16 products of CPUs with AMX read beyond the last word, and 0 · NaN is NaN
+        buffer[:, V:] = 0  # on CPUs with AMX, bf16 products read this padding, and 0 · NaN would be NaN
     return buffer[:, :V]
 
 
 class Gradients:
-    """dx, dweight and dbias of ``x @ weightᵀ + bias``, accumulated from the logits' gradients chunk by chunk.
+    """The gradients dx, dweight and dbias of ``x @ weightᵀ + bias``, accumulated chunk by chunk.
 
     Args:
         x: [N, C].
         weight: [V, C].
-        need: which of dx, dweight and dbias are needed; the others are empty.
+        need: whether dx, dweight and dbias are needed. Gradients that are not needed are empty.
         chunks: number of chunks.
     """
 
@@ -137,7 +157,13 @@ class Gradients:
         self._dbias = torch.zeros(len(weight), dtype=wide, device=x.device) if need[2] else x.new_empty(0)
 
     def add(self, gradient: Tensor, x: Tensor, dx: Tensor | None) -> None:
-        """Add a chunk, given the logits' gradient [n, V] and x [n, C]; ``dx`` [n, C] is written."""
+        """Add a chunk's part of dweight and dbias, and write its dx.
+
+        Args:
+            gradient: [n, V], gradient of the chunk's logits.
+            x: [n, C], rows of the chunk.
+            dx: [n, C], to which the gradient of x is written; None if it is not needed.
+        """
         if self._need[0]:
             assert dx is not None
             _linear_backward(gradient, self._weight, dx)
@@ -148,12 +174,12 @@ class Gradients:
         self._begun = True
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply the dweight and dbias of all chunks so far by ``factor`` []."""
+        """Multiply dweight and dbias, as accumulated so far, by ``factor`` []."""
         for total in (*self._sums, self._dbias):
             scale_(total, factor)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dx, dweight in the dtype of its sum, and dbias in fp32."""
+        """Return dx, dweight in the dtype in which it was summed, and dbias in fp32."""
         if self._dweight is None:
             self._dweight = _concatenate(self._sums)
         elif not self._begun:
@@ -177,20 +203,23 @@ def walk_chunks(
         x: [N, C], contiguous.
         weight: [V, C].
         bias: [V].
-        rows: rows per chunk.
-        need: which of dx, dweight and dbias are needed; the others are returned empty.
-        of_logits: ``(logits of a chunk, its rows, gradient buffer) -> results per row, or None``. It writes the
-            gradient of the logits to the buffer, which is read only if a gradient is needed. The buffer has the dtype
-            of x; if the logits have the same dtype, they are the buffer.
+        rows: number of rows per chunk.
+        need: whether dx, dweight and dbias are needed. Gradients that are not needed are returned empty.
+        of_logits: function of a chunk's logits [n, V], the slice of its rows, and a buffer [n, V] in the dtype of x. It
+            returns a sequence of results [n], or None, and writes the gradient of the logits to the buffer. The buffer
+            is read only if a gradient is needed. If the logits have the dtype of x, the buffer and the logits are the
+            same tensor.
         logits_dtype: dtype of the logits; None for the dtype of x.
-        together: number of chunks whose gradients are multiplied at once, if gradients have their own buffer.
+        together: number of chunks whose gradients are multiplied in one matrix product, if the gradients have a buffer
+            of their own.
 
     Returns:
-        The results of all rows ([] without rows); dx; dweight in the dtype of its sum; dbias in fp32.
+        A list of the results of all rows, [N] each, which is empty if there are no results; dx; dweight in the dtype in
+        which it was summed; dbias in fp32.
     """
     N, V = x.shape[0], weight.shape[0]
 
-    # The gradient overwrites the logits, unless they differ in dtype. Then it has a buffer of several chunks.
+    # The gradient overwrites the logits if both have the same dtype. Otherwise it has a buffer for several chunks.
     logits = logits_buffer(x, V, rows, logits_dtype)
     apart = any(need) and logits.dtype != x.dtype
     step = rows * together if apart else rows
@@ -210,7 +239,7 @@ def walk_chunks(
         if any(need):
             gradients.add(gradient[: end - begin], x[begin:end], gradients.dx[begin:end] if need[0] else None)
 
-    # The buffers are freed before the blocks of dweight are concatenated.
+    # Free the buffers before the blocks of dweight are concatenated.
     if N:
         del part_logits
     del logits, gradient
@@ -220,9 +249,14 @@ def walk_chunks(
 def check_head(
     op: str, x: Tensor, weight: Tensor, bias: Tensor | None, workspace_mib: int | None, model: str = ""
 ) -> None:
-    """Raise unless x [..., C], weight [V, C] and bias [V] match and the budget is positive.
+    """Raise an error unless x [..., C], weight [V, C] and bias [V] match and ``workspace_mib`` is positive.
 
-    ``model`` is the prefix of the arguments' names: "teacher_" or "".
+    Args:
+        model: prefix of the arguments' names in the message, "teacher_" or "".
+
+    Raises:
+        TypeError: a tensor is not floating-point.
+        ValueError: the shapes do not match, or ``workspace_mib`` is not positive.
     """
     check_floating(op, **{f"{model}x": x, f"{model}weight": weight, f"{model}bias": bias})
     if weight.dim() != 2 or x.dim() == 0 or weight.shape[1] != x.shape[-1]:
@@ -237,10 +271,10 @@ def check_head(
 
 
 def matching_dtypes(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Under autocast, cast the tensors to its dtype; otherwise return them unchanged.
+    """Cast the tensors to the autocast dtype under autocast, and otherwise return them unchanged.
 
     Raises:
-        TypeError: without autocast the dtypes differ.
+        TypeError: the dtypes differ, and autocast is off.
     """
     first = next(tensor for tensor in tensors if tensor is not None)
     if torch.is_autocast_enabled(first.device.type):

@@ -1,8 +1,8 @@
 """Scalar losses whose gradients are computed in the forward.
 
-A scalar loss has one unknown upstream factor. The forward of such an op takes the factor of each token's loss and
-computes the gradients; the backward multiplies them by the upstream factor. If that factor is 1, as usual, the backward
-reads and writes nothing.
+The upstream gradient of a scalar loss is a single number, which the forward does not know. The forward of such an op
+takes the weight of each token's loss, and computes the gradients for an upstream gradient of 1. The backward multiplies
+them by the upstream gradient. If the upstream gradient is 1, as usual, the backward leaves the gradients untouched.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,13 @@ BLOCK = 4096
 
 
 def without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For fp16 divide ``factors`` by a power of two, to at most 1, and return both; otherwise return them and 1."""
+    """For fp16, divide ``factors`` by a power of two such that all are at most 1.
+
+    Small factors would otherwise underflow in fp16 gradients.
+
+    Returns:
+        The factors and the power of two. For other dtypes, ``factors`` unchanged and 1.
+    """
     one = factors.new_ones(())
     if dtype != torch.float16 or factors.numel() == 0:
         return factors, one
@@ -39,7 +45,10 @@ def _scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiply x (contiguous) by ``factor`` [] in place. The kernel skips a factor of 1 without a wait of the host."""
+    """Multiply x, which must be contiguous, by ``factor`` [] in place.
+
+    The kernel checks whether the factor is 1, and then does nothing, so the host need not wait for the factor.
+    """
     if not use_triton(x) or factor.dtype != torch.float32:
         return x.mul_(factor)
     if x.numel():
@@ -49,7 +58,10 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def scaled(gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
-    """Scale new gradients in place and cast them to ``dtypes``; a gradient already in its dtype is not copied."""
+    """Scale gradients in place, and cast them to ``dtypes``. A gradient that already has its dtype is not copied.
+
+    The gradients must be tensors that nobody else uses.
+    """
     return tuple(scale_(gradient, factor).to(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True))
 
 
@@ -58,7 +70,7 @@ LIBRARY.define("scale_cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor")
 
 @torch.library.impl(LIBRARY, "scale_cast", "CompositeExplicitAutograd")
 def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x · scale`` in ``dtype``, in one kernel without a temporary in the wide dtype."""
+    """Compute ``x · scale`` in ``dtype``, in one kernel, without a temporary tensor in a wider dtype."""
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 
@@ -89,7 +101,7 @@ class ScalarLossSaved(NamedTuple):
 
 
 def fused_loss(op: Op[Any, Any], inputs: Any) -> tuple[Any, ...]:
-    """Run the op of a scalar loss of a linear layer, and return the loss and its other results.
+    """Run the op of a scalar loss that includes a linear layer, and return the loss and the op's other results.
 
     Args:
         op: its inputs begin with all tensors, of which the first are x, weight, target and bias; they also have
@@ -107,7 +119,7 @@ def fused_loss(op: Op[Any, Any], inputs: Any) -> tuple[Any, ...]:
 
 
 def fused_loss_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> tuple[HeadGradients, Tensor]:
-    """Fake gradients of x, weight and bias for such an op, each in the dtype of its sum, and the fake scale."""
+    """Return fake gradients of x, weight and bias for such an op, each in the dtype of its sum, and the fake scale."""
     wide = torch.promote_types(x.dtype, torch.float32)
     dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
     gradients = HeadGradients(
@@ -154,12 +166,14 @@ def scalar_loss_backward(saved: ScalarLossSaved, needs: HeadNeeds, upstream: Any
 
 
 class HandOver(torch.autograd.Function):
-    """Runs the op of a scalar loss outside compiled graphs; the backward scales the gradients in place and frees them.
+    """Runs the op of a scalar loss outside compiled graphs. The backward scales the gradients in place.
 
-    ``op(*inputs, *options)`` has ``tensors`` inputs. It returns the loss, other results without a gradient, the
-    gradients of the inputs at ``indices`` (any tensor for inputs that need none), and a scale by which the gradients
-    must still be multiplied. A second backward (``retain_graph``) runs the op again; a second derivative
-    (``create_graph``) is an error.
+    The op is called as ``op(*inputs)``, and the first ``tensors`` inputs are tensors. The op returns the loss, other
+    results without a gradient, one gradient for each input in ``indices``, and a scale by which the gradients must
+    still be multiplied. The gradient of an input that needs none may be any tensor.
+
+    A second backward (``retain_graph``) runs the op again, because the first one has given the gradients away. A second
+    derivative (``create_graph``) raises an error.
     """
 
     @staticmethod
@@ -173,7 +187,7 @@ class HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph: gradients from the forward have no graph
+        if torch.is_grad_enabled():  # create_graph is True, but gradients that the forward computed have no graph
             raise RuntimeError(
                 "backward: a fused loss has no second derivative, got create_graph=True. Use a loss of the logits."
             )
@@ -182,7 +196,7 @@ class HandOver(torch.autograd.Function):
         if upstream is None:
             return tuple(result)
 
-        # The first backward takes the forward's gradients, and so frees them; another one computes them again.
+        # The first backward takes the gradients that the forward computed. Another backward must compute them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             gradients = _split_results(ctx.op(*inputs, *ctx.options), ctx.indices)[1]
@@ -194,6 +208,6 @@ class HandOver(torch.autograd.Function):
 
 
 def _split_results(outputs: Any, indices: tuple[int, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """Split an op's output into results, gradients and scale."""
+    """Split the output of an op into results, gradients and scale."""
     count = len(outputs) - len(indices) - 1
     return outputs[:count], outputs[count:-1], outputs[-1]

@@ -1,15 +1,14 @@
-"""Gumbel-max scores: their argmax is a sample from the softmax. The noise depends only on seed, step and token.
+"""Gumbel-max scores, whose argmax is a sample from softmax(z). The noise depends only on seed, step and token.
 
 ::
 
     score_t = z_t − log E_t,   E_t = −log(1 − u_t),   u_t = (hash(seed, step, t) + ½) / 2³²
 
-E is exponentially distributed. Among exponential clocks with rates exp(z), the clock of token t rings first with
-probability softmax(z)_t, and log E_t − z_t is the logarithm of its time. The random numbers are hashes, so rows are
-independent of each other, and all devices get the same numbers up to rounding.
+E is exponentially distributed. Consider one exponential clock per token, with the rate exp(z_t): the clock of token t
+rings first with probability softmax(z)_t, and log E_t − z_t is the logarithm of the time at which it rings. The random
+numbers are hashes. Rows are therefore independent of each other, and all devices get the same numbers up to rounding.
 
-The hash takes about twenty integer operations. In plain torch each of them would be a pass over [B, V] numbers in
-int64.
+The hash takes about twenty integer operations. In plain PyTorch, each operation is a pass over [B, V] numbers in int64.
 
 Source: https://arxiv.org/abs/1411.0030 (Gumbel-max), https://nullprogram.com/blog/2018/07/31/ (hash).
 """
@@ -21,24 +20,24 @@ from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 
 BLOCK = 2048
 NUM_WARPS = 8
-"""Tokens and warps of a program."""
+"""Number of tokens and of warps of a program."""
 
 _LOW = 0xFFFFFFFF
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Hash 32-bit numbers, held in int64, by a bijection without visible patterns."""
+    """Map 32-bit numbers, held in int64, to 32-bit hashes. The map is a bijection that leaves no visible patterns."""
     x = (x ^ x >> 16) * 0x7FEB352D & _LOW
     x = (x ^ x >> 15) * 0x846CA68B & _LOW
     return x ^ x >> 16
 
 
 def exponential_noise(seeds: Tensor, step: int | Tensor, vocab_size: int) -> Tensor:
-    """E [B, V] fp32, in plain torch.
+    """Compute E [B, V] fp32 in plain PyTorch.
 
     Args:
         seeds: [B] int64, not negative.
-        step: number of new tokens so far, or [B] int64.
+        step: number of tokens generated so far, as an int for all rows or as a tensor [B] int64.
         vocab_size: V.
     """
     key = _hash(_hash(_hash(seeds & _LOW) ^ (seeds >> 32)) ^ step)[:, None]
@@ -49,7 +48,7 @@ def exponential_noise(seeds: Tensor, step: int | Tensor, vocab_size: int) -> Ten
 
 @triton.jit
 def _hash_uint32(x):
-    """`_hash` of uint32."""
+    """Compute `_hash` of uint32 numbers."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -57,11 +56,11 @@ def _hash_uint32(x):
 
 @triton.jit
 def _seeded_scores_kernel(logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: tl.constexpr):
-    """BLOCK tokens of a row [V] per program."""
+    """Compute the scores of BLOCK tokens of a row [V] per program."""
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
-    # The hash of seed, step and token, as in `exponential_noise`.
+    # Hash seed, step and token, as in `exponential_noise`.
     seed = tl.load(seed_ptr + row)
     key = _hash_uint32(_hash_uint32(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
     key = _hash_uint32(key ^ tl.load(step_ptr + row).to(tl.uint32))
@@ -69,7 +68,7 @@ def _seeded_scores_kernel(logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: t
 
     # E = −log(1 − u).
     u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    # The logarithm of a number near 1 has few correct digits: Taylor's series for small u.
+    # For small u, a Taylor series is used, because 1 − u loses the digits of u.
     series = 1.0 / 6
     series = series * u + 1.0 / 5
     series = series * u + 1.0 / 4
@@ -83,17 +82,19 @@ def _seeded_scores_kernel(logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: t
 
 
 def seeded_scores_reference(logits: Tensor, seeds: Tensor, step: int | Tensor) -> Tensor:
-    """`seeded_scores` in plain torch."""
+    """Compute `seeded_scores` in plain PyTorch."""
     return logits - exponential_noise(seeds, step, logits.shape[1]).log()
 
 
 def seeded_scores(logits: Tensor, seeds: Tensor, step: int | Tensor) -> Tensor:
-    """The scores [B, V] fp32 of all tokens; the drawn token has the largest score. Not differentiable.
+    """Compute the scores [B, V] fp32 of all tokens. The argmax of a row is the sampled token.
+
+    The function is not differentiable.
 
     Args:
         logits: [B, V] fp32.
         seeds: [B] int64, not negative.
-        step: number of new tokens so far, or [B] int64.
+        step: number of tokens generated so far, as an int for all rows or as a tensor [B] int64.
     """
     if not use_triton(logits):
         return seeded_scores_reference(logits, seeds, step)

@@ -1,9 +1,10 @@
-"""Forwards in which a row's result depends neither on the other rows nor on their number.
+"""Batch-invariant forwards, in which a row's result depends neither on the other rows nor on the number of rows.
 
-Within `batch_invariant` every product with a weight runs `invariant_linear`, and attention, expert products and the
-head run implementations with this property. All other kernels of the package always have it: one program computes a
-row, and its shape follows from the width. A PyTorch mode intercepts ``F.linear`` in modules, and on the CPU also
-elementwise functions, whose last elements are computed by other instructions than the rest.
+Within `batch_invariant`, every product with a weight runs `invariant_linear`. Attention, expert products and the head
+run batch-invariant implementations. All other kernels of this package are always batch-invariant: one program computes
+a whole row, and its block size depends only on the width of the row. A PyTorch function mode intercepts ``F.linear`` in
+modules. On the CPU it also intercepts elementwise functions, because a CPU computes the last elements of a tensor with
+other instructions than the rest.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,19 +20,19 @@ from torch.overrides import TorchFunctionMode
 from liger_models.kernels.matmul.invariant_linear import each_row, invariant_linear
 
 _active: set[int] = set()
-"""The threads that are inside of `batch_invariant`."""
+"""Identifiers of the threads that are inside `batch_invariant`."""
 
 
 def is_batch_invariant() -> bool:
-    """Whether this thread is inside `batch_invariant`; always False in compiled code."""
+    """Return whether this thread is inside `batch_invariant`. In compiled code, the result is always False."""
     return bool(_active) and not torch.compiler.is_compiling() and get_ident() in _active
 
 
 @contextmanager
 def batch_invariant(active: bool = True) -> Iterator[None]:
-    """Context in which ops compute every row as if it were alone; a nested ``active=False`` switches this off.
+    """Return a context manager in which ops compute every row as if it were the only row.
 
-    It holds for the thread that enters it.
+    The context applies only to the thread that enters it. A nested context with ``active=False`` switches it off.
     """
     thread, before = get_ident(), is_batch_invariant()
     _set(thread, active)
@@ -50,7 +51,7 @@ def _set(thread: int, active: bool) -> None:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weightᵀ + bias``: by `invariant_linear` within `batch_invariant`, otherwise by ``F.linear``."""
+    """Compute ``x @ weightᵀ + bias``: with `invariant_linear` inside `batch_invariant`, otherwise with ``F.linear``."""
     return invariant_linear(x, weight, bias) if is_batch_invariant() else F.linear(x, weight, bias)
 
 
@@ -60,7 +61,7 @@ ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
 
 
 class _InvariantFunctions(TorchFunctionMode):
-    """Replaces ``F.linear``; on the CPU also runs elementwise functions row by row."""
+    """Replaces ``F.linear`` by `invariant_linear` and, on the CPU, runs elementwise functions row by row."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

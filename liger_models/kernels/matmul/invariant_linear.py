@@ -1,20 +1,21 @@
-"""A linear layer in which a row's result has the same bits in every batch.
+"""A batch-invariant linear layer: a row's result is bitwise identical in every batch.
 
 ::
 
     y = x @ Wᵀ + b                        sums in fp32, one cast at the end
 
-Libraries choose a kernel, the shape of its tiles and the parts of a sum by the number of rows, so a row in a batch of 8
-gets other bits than the same row in a batch of 4096. Here one kernel with a fixed tile computes everything: the
-products of an element are added in the order of the columns of x, by the same instructions, in one accumulator, and a
-tile with too few rows is padded. In plain torch every row is copied and multiplied alone.
+Libraries choose the kernel, its tile shape and the split of a sum by the number of rows. A row in a batch of 8 and the
+same row in a batch of 4096 therefore get results that differ in their last bits. Here, one kernel with a fixed tile
+shape computes every result. The products that make up an element are added in the order of the columns of x, by the
+same instructions, in one accumulator. A tile with too few rows is padded. In plain PyTorch, each row is copied and
+multiplied separately.
 
-Backward, by ordinary products, whose bits do depend on the batch::
+The backward uses ordinary matrix products, so gradients do depend on the batch::
 
     dx = dy @ W,   dW = dyᵀ @ x,   db = Σ_rows dy
 
-Saved: x and W. The layer is one op on every device. If autograd saw the single rows, it would round the gradient of
-each row.
+x and W are saved for the backward. The layer is one op on every device: if autograd differentiated each row's product,
+it would round the weight gradient of each row.
 
 Source: https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
 """
@@ -33,7 +34,15 @@ from liger_models.kernels.tiles import contiguous_rows, dot_precision
 
 
 class Tile(NamedTuple):
-    """Rows of x, rows of W and columns per step of a program's tile; its warps and pipeline stages."""
+    """Shape and launch options of a program.
+
+    Attributes:
+        rows: number of rows of x.
+        outputs: number of rows of W.
+        columns: number of columns of x and W per step.
+        warps: number of warps.
+        stages: number of pipeline stages.
+    """
 
     rows: int
     outputs: int
@@ -43,17 +52,18 @@ class Tile(NamedTuple):
 
 
 TILES = {2: Tile(128, 128, 64, 8, 4), 4: Tile(64, 64, 32, 4, 3)}
-"""By the bytes of an element. Nothing else may choose it, least of all the number of rows."""
+"""Maps the size of an element in bytes to the tile. The tile must not depend on anything else, such as the number of
+rows."""
 
 GROUPED_TILES = 8
-"""Tiles of rows whose programs are neighbors, so that they find the weight in the L2 cache."""
+"""Number of row tiles whose programs run next to each other, so that they share the weight in the L2 cache."""
 
 
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply ``function`` to a copy of each row [C] of x [..., C] alone, and return [..., O].
+    """Apply ``function`` separately to a copy of each row [C] of x [..., C], and return the results [..., O].
 
-    On a CPU even elementwise functions depend on an element's position: other instructions compute the last few
-    elements, which do not fill a vector.
+    On a CPU, even the result of an elementwise function depends on the element's position, because the last few
+    elements, which do not fill a vector register, are computed by other instructions.
     """
     rows = x.reshape(-1, x.shape[-1])
     if not len(rows):
@@ -62,7 +72,7 @@ def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def invariant_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The forward of `invariant_linear` in plain torch (fp64 stays fp64)."""
+    """Compute the forward of `invariant_linear` in plain PyTorch, with fp64 inputs in fp64."""
     if not (x.numel() and len(weight)):
         return F.linear(x, weight, bias)
     return each_row(lambda row: F.linear(row[None], weight, bias)[0], x)
@@ -75,7 +85,8 @@ def _invariant_linear_kernel(
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles_n, tiles_m = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
-    # Programs that run at the same time share rows of x and of W in the cache: GROUP tiles of rows go together.
+    # Programs that run at the same time share rows of x and W in the cache. For this, the tiles are visited in groups
+    # of GROUP row tiles.
     group = tl.program_id(0) // (GROUP * tiles_m)
     height = tl.minimum(tiles_n - group * GROUP, GROUP)
     place = tl.program_id(0) % (GROUP * tiles_m)
@@ -87,7 +98,7 @@ def _invariant_linear_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, K, BLOCK_K):
         x_inside, weight_inside = (row < N)[:, None], (output < M)[None, :]
-        # The last step may be partial. Zeros add nothing, so a row has the same bits with and without the mask.
+        # The last step may be partial. Its masked elements are 0 and add nothing, so they do not change the result.
         if not WHOLE_K:
             x_inside = x_inside & (start + column < K)[None, :]
             weight_inside = weight_inside & (start + column < K)[:, None]
@@ -101,13 +112,13 @@ def _invariant_linear_kernel(
 
 
 def write_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write ``x @ weightᵀ + bias`` of rows x [N, C] to out [N, O], whose last dimension must be contiguous."""
+    """Write ``x @ weightᵀ + bias`` for rows x [N, C] to out [N, O]. The last dimension of out must be contiguous."""
     if not use_triton(x):
         out.copy_(invariant_linear_reference(x, weight, bias))
         return
     x, weight = contiguous_rows(x), contiguous_rows(weight)
     (N, K), M = x.shape, len(weight)
-    # The tile depends on the dtype alone, never on the number of rows: this fixes the order of every sum.
+    # The tile depends only on the dtype, never on the number of rows. This fixes the order of every sum.
     tile = TILES[x.itemsize]
     stage_bytes = (tile.rows + tile.outputs) * tile.columns * x.itemsize
     if N and M:
@@ -155,7 +166,7 @@ register_autograd("invariant_linear", _backward, _setup)
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weightᵀ + bias``, where the bits of each result row depend only on the same row of x.
+    """Compute ``x @ weightᵀ + bias`` such that each row of the result depends only on the same row of x, bit for bit.
 
     Args:
         x: [..., C], float32, float16 or bfloat16.
@@ -163,10 +174,10 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         bias: [O] in the dtype of x, or None.
 
     Returns:
-        [..., O] in the dtype of x. The bits of the gradients do depend on the batch.
+        [..., O] in the dtype of x. Gradients are not batch-invariant.
 
     Raises:
-        ValueError: the shapes do not fit together.
+        ValueError: the shapes do not match.
         TypeError: the tensors are not floating-point or differ in dtype.
     """
     op = "invariant_linear"

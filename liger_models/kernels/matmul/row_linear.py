@@ -1,4 +1,4 @@
-"""A linear layer for few rows, as in a step of decoding; it takes about as long as reading the weight.
+"""A linear layer for few rows, as in a decoding step. It takes about as long as reading the weight.
 
 ::
 
@@ -6,14 +6,16 @@
     y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ        with a low-rank term (LoRA), whose first product is also cast
     p = act(gate) · up                    of a packed gate and up projection, cast as in `gated_act`
 
-Each program multiplies a few rows of W with x and adds up the products, so that no part of a sum goes through memory. A
-single row needs no matrix units. Library kernels reach only two thirds of the memory bandwidth if W has few rows.
+With a single row of x, each program multiplies a few rows of W elementwise by x and sums the products, so that no
+partial sum goes through memory, and no matrix units are needed. Library kernels reach only two thirds of the memory
+bandwidth if W has few rows.
 
-Products of 2 to `MOST_ROWS` rows use matrix units. Where W has too few rows for all multiprocessors, programs divide
-its columns, and a second kernel adds their sums.
+With 2 to `MOST_ROWS` rows of x, the kernel uses matrix units. If W has too few rows to occupy all multiprocessors,
+several programs divide the columns of W, and a second kernel adds their sums.
 
-The single-row kernel computes x @ Aᵀ in one launch, with a program for each rank and row. On Hopper and later GPUs the
-kernel for y of a single row starts at the same time, and waits for x @ Aᵀ only after its own sums (`overlap`).
+The single-row kernel also computes x @ Aᵀ, in one launch with one program for each rank and row. If x has a single row,
+then on Hopper and later GPUs the kernel for y starts at the same time, and waits for x @ Aᵀ only after it has computed
+its own sums (see `overlap`).
 """
 
 from typing import Any
@@ -40,50 +42,53 @@ ROWS = 4
 COLUMNS = 1024
 NUM_WARPS = 2
 STAGES = 3
-"""Rows and columns of W that a program reads in a step, its warps, and the steps in flight. The first step of a dense W
-is read while the kernel before ends, and added last; for codes this is slower. On an H200, for the projections of Llama
-3.2 1B, 3B and Llama 3 8B, this is within 1 % of the best of 32 shapes."""
+"""For a single row of x: number of rows and columns of W that a program reads per step, number of warps, and number of
+steps in flight. The first step of a dense W is loaded while the previous kernel ends, and is added last, which would be
+slower for a float8 W. On an H200, for the projections of Llama 3.2 1B and 3B and of Llama 3 8B, these numbers are
+within 1 % of the best of 32 choices."""
 
 LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
-"""Columns of A that a program reads at once (nearly always the whole row), and columns per warp."""
+"""Number of columns of A that a program reads at once, which is nearly always the whole row, and number of columns per
+warp."""
 
 MOST_ROWS = 16
-"""Up to so many rows have kernels of their own. On an H200, for the projections of Llama 3.2 3B, 16 rows take 0.95 of
-cuBLAS's time, with the activation in it; 64 rows would take as long."""
+"""Largest number of rows of x for which these kernels run. On an H200, for the projections of Llama 3.2 3B and the
+activation, 16 rows take 0.95 of the time of cuBLAS and the activation kernel, and 64 rows would take the same time."""
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
 TILE_WARPS = 4
 TILE_STAGES = 4
-"""Rows and columns of W that a program for several rows of x reads in a step, its warps, and the steps in flight. The
-columns are divided among as many programs as give each multiprocessor one. On an H200, for the projections of Llama 3.2
-3B and Llama 3 8B, this is within 4 % of the best of 35 shapes."""
+"""For several rows of x: number of rows and columns of W that a program reads per step, number of warps, and number of
+steps in flight. The columns are divided among enough programs to give each multiprocessor about one. On an H200, for
+the projections of Llama 3.2 3B and Llama 3 8B, these numbers are within 4 % of the best of 35 choices."""
 
 SUM_ROWS, SUM_WARPS = 32, 4
-"""Rows of sums in parts that a program adds, and its warps."""
+"""Number of rows of partial sums that a program of the second kernel adds, and number of its warps."""
 
 MOST_RANKS = 256
-"""A kernel adds low-rank terms of at most so many ranks; a program holds its rows of B meanwhile."""
+"""Largest rank of a low-rank term that the kernels add. A program holds its rows of B in registers."""
 
 MIN_RANKS = 16
-"""The least width of a tile of B, as matrix units want it."""
+"""Smallest width of a tile of B, which matrix units require."""
 
 LowRank = tuple[Tensor, Tensor]
-"""A [R, C] and B [O, R] of the term ``(x @ Aᵀ) @ Bᵀ`` that a linear layer adds to its product; B holds any factor."""
+"""A [R, C] and B [O, R] of the term ``(x @ Aᵀ) @ Bᵀ`` that a linear layer adds to its product. A scale such as LoRA's
+is already multiplied into B."""
 
 
 def low_rank_pair(A: Tensor | None, B: Tensor | None) -> LowRank | None:
-    """The two tensors as a pair; None if one of them is None."""
+    """Return the two tensors as a pair, or None if one of them is None."""
     return None if A is None or B is None else (A, B)
 
 
 def row_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`row_linear` in plain torch."""
+    """Compute `row_linear` in plain PyTorch."""
     return torch.nn.functional.linear(x, weight, bias)
 
 
 @triton.jit
 def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
-    """Load rows of B, with zeros beyond rank R."""
+    """Load rows of B as a tile [rows, RANKS], which is 0 beyond rank R."""
     rank = tl.arange(0, RANKS)
     mask = (row < N)[:, None] & (rank < R)[None, :]
     return tl.load(B_ptr + row.to(tl.int64)[:, None] * R + rank[None, :], mask=mask, other=0.0)
@@ -91,7 +96,10 @@ def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
 
 @triton.jit
 def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
-    """The low-rank term of a single row of x, for rows of B [ROWS, RANKS]."""
+    """Compute the low-rank term of a single row of x for the rows B [ROWS, RANKS].
+
+    ``low_ptr`` points to x @ Aᵀ. With LOW == "awaited", the kernel that computes it may still be running.
+    """
     if LOW == "awaited":
         end_previous(True)
     rank = tl.arange(0, RANKS)
@@ -103,7 +111,7 @@ def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
 def store_row(
     y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Store a program's ROWS sums of a row plus bias, and with an ACT the gated products."""
+    """Add the bias to a program's ROWS sums of one row, and store them. With an ACT, also store act(gate) · up."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
@@ -122,7 +130,10 @@ def store_rows(
     y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
     RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`store_row` for sums [ROWS, COLUMNS], whose columns are the M rows of the result, plus the low-rank term."""
+    """Add low-rank term and bias to sums [ROWS, COLUMNS], and store them. With an ACT, also store act(gate) · up.
+
+    The columns of the sums are the M rows of the result.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS).to(tl.int64)
     if RANKS:
@@ -136,7 +147,7 @@ def store_rows(
     mask = (row < N)[:, None] & (column < M)[None, :]
     tl.store(y_ptr + column[None, :] * N + row[:, None], y, mask=mask)
     if ACT != "":
-        # Rows 2f and 2f + 1 are gate f and up f: [ROWS, COLUMNS] becomes two tensors [ROWS / 2, COLUMNS].
+        # Rows 2f and 2f + 1 are gate f and up f. They are split: [ROWS, COLUMNS] -> two tensors [ROWS / 2, COLUMNS].
         pairs = tl.permute(tl.reshape(y.to(tl.float32), [ROWS // 2, 2, COLUMNS]), [0, 2, 1])
         gate, up = tl.split(pairs)
         a, _ = _activation(gate, ACT)
@@ -152,7 +163,11 @@ def _row_linear_kernel(
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, LOW: tl.constexpr,
     OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results of one row of x, the second index of the program."""
+    """Compute ROWS results for one row of x. The second program index is the index of this row.
+
+    LOW is "made" if the kernel computes x @ Aᵀ while the kernel for y already runs, "awaited" if it is that kernel for
+    y, and otherwise empty.
+    """
     if LOW != "made":
         start_next(OVERLAPS)
     x_ptr += tl.program_id(1).to(tl.int64) * K
@@ -163,12 +178,12 @@ def _row_linear_kernel(
     at = weight_ptr + row[:, None] * weight_n + column[None, :]
     if RANKS:
         B = load_B(B_ptr, row, N, R, RANKS)
-    # The first step of a dense W is read before the previous kernel ends: no kernel of the step writes weights.
+    # The first step of a dense W is loaded before the previous kernel ends, because no kernel writes to weights.
     if not HAS_SCALE:
         first = tl.load(at, mask=known & (column < K)[None, :], other=0.0, eviction_policy="evict_first")
     if LOW != "awaited":
         end_previous(OVERLAPS)
-    if LOW == "made":  # what the next kernel reads besides is complete now
+    if LOW == "made":  # all that the next kernel reads before it waits is complete now
         start_next(True)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.range(0 if HAS_SCALE else COLUMNS, K, COLUMNS, num_stages=STAGES):
@@ -176,7 +191,7 @@ def _row_linear_kernel(
         weight = tl.load(at + start, mask=known & inside[None, :], other=0.0, eviction_policy="evict_first")
         x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
         total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
-    # x is complete now, and the first step is added last.
+    # The first step, which was loaded before x was complete, is added last.
     if not HAS_SCALE:
         x = tl.load(x_ptr + column, mask=column < K, other=0.0)
         total += first.to(tl.float32) * x.to(tl.float32)[None, :]
@@ -194,7 +209,7 @@ def _rows_linear_kernel(
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results for up to COLUMNS rows of x; with several PARTS, sums over a share of the columns of W."""
+    """Compute ROWS results for up to COLUMNS rows of x. With several PARTS, sum over one part of the columns of W."""
     start_next(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, lane = tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
@@ -211,13 +226,14 @@ def _rows_linear_kernel(
         weight = tl.load(weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
         x = tl.load(rows + start, mask=inside[:, None] & (column < M)[None, :], other=0.0)
         if HAS_SCALE:
-            # By way of float32: without it the conversion takes instructions of a sixteenth of the rate. A product that
-            # is scaled ends within its step. Otherwise Triton 3.6 and 3.7 let it go on on Hopper, where it still reads
-            # registers that the conversion of the next step writes.
+            # The weight is converted by way of float32, because a direct conversion takes instructions with a sixteenth
+            # of the throughput. The scale is applied in every step, so that the product must complete in its step.
+            # Otherwise, on Hopper, Triton 3.6 and 3.7 let the product run on during the next step, while it still reads
+            # registers to which the conversion of that step writes.
             total += tl.dot(weight.to(tl.float32).to(x.dtype), x) * scale
         else:
             total = tl.dot(weight, x, total)
-    # A program with all columns stores results; otherwise its sums go to memory, for `_add_rows_kernel`.
+    # A program that has summed over all columns stores results. Otherwise it stores its sums for `_add_rows_kernel`.
     if PARTS == 1:
         store_rows(total, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
     else:
@@ -230,7 +246,7 @@ def _add_rows_kernel(
     sums_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
     RANKS: tl.constexpr, OVERLAPS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums of all PARTS in order, and store the results."""
+    """Add the sums of all PARTS in a fixed order, and store the results."""
     await_previous(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -241,16 +257,19 @@ def _add_rows_kernel(
 
 
 def are_few(x: Tensor, most: int) -> bool:
-    """Whether x [..., K] has one row, or up to ``most`` rows in half precision, outside `batch_invariant`."""
+    """Return whether x [..., K] has one row or, in half precision, up to ``most`` rows.
+
+    Inside `batch_invariant`, the result is False.
+    """
     rows = x.numel() // max(x.shape[-1], 1)
     return (rows == 1 or (1 < rows <= most and x.dtype != torch.float32)) and not is_batch_invariant()
 
 
 def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `row_linear_forward` can multiply: few rows, one dtype, and a weight stored by rows.
+    """Return whether `row_linear_forward` supports the product of x and weight.
 
-    Several rows must be in half precision. The result is False within `batch_invariant`, where rows must keep their
-    bits.
+    It supports few rows, which must be in half precision if there is more than one, a single dtype, and a weight with
+    contiguous rows. Inside `batch_invariant`, the result is False, because these kernels are not batch-invariant.
     """
     return (
         are_few(x, MOST_ROWS)
@@ -263,20 +282,20 @@ def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def takes_low_rank(x: Tensor, low_rank: LowRank | None) -> bool:
-    """Whether the kernels for few rows can add this low-rank term to their sums; True without a term."""
+    """Return whether the kernels for few rows can add this low-rank term to their sums. True if it is None."""
     return low_rank is None or (len(low_rank[0]) <= MOST_RANKS and {matrix.dtype for matrix in low_rank} == {x.dtype})
 
 
 def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Launch the kernel for ``x @ Aᵀ`` of contiguous rows x [..., K].
+    """Launch the kernel that computes ``x @ Aᵀ`` for contiguous rows x [..., K].
 
-    The next launch must be the kernel for y. With a single row, everything that it reads before it waits must be
-    complete.
+    The next kernel to be launched must be the kernel for y. If x has a single row, the kernel for y may start early.
+    All tensors that it reads before it waits must then be complete.
 
     Returns:
-        The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and its constants and options. Only the kernel for a
-        single row has the constant LOW. The kernel for several rows does not start early, because its programs would be
-        unevenly distributed over the multiprocessors.
+        The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and the constants and options of its launch. Only the
+        kernel for a single row has the constant LOW. The kernel for several rows does not start early, because its
+        programs would be distributed unevenly over the multiprocessors.
     """
     overlaps, one = overlap(x), x.numel() == x.shape[-1]
     constants = {"LOW": "", **overlaps} if one else {"OVERLAPS": overlaps["OVERLAPS"]}
@@ -285,7 +304,7 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
     A, B = (matrix.contiguous() for matrix in low_rank)
     R, K = A.shape
     low, columns = x.new_empty(x.numel() // K, R), min(max(triton.next_power_of_2(K), 32), LOW_COLUMNS)
-    beside = one and can_overlap(x.device)  # several rows are faster in turn
+    beside = one and can_overlap(x.device)  # with several rows, one kernel after the other is faster
     with on_device_of(x):
         _row_linear_kernel[(R, len(low))](
             x, A, None, None, low, None, None, None, R, K, 0, K, HAS_SCALE=False, HAS_BIAS=False, ACT="", RANKS=0,
@@ -304,9 +323,18 @@ def row_linear_forward(
     scales: Tensor | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch a kernel for ``(y [..., N], act(gate) · up [..., N / 2])``; the second is empty without an activation.
+    """Launch the kernels that compute y and, with an activation, act(gate) · up.
 
-    ``scales`` [N] in fp32 are the factors of the rows of a float8 weight. ``low_rank`` has the dtype of x.
+    Args:
+        x: [..., K], few rows; see `takes_row`.
+        weight: [N, K].
+        bias: [N].
+        act: the activation; empty for none.
+        scales: [N] fp32, the scales of the rows of a float8 weight.
+        low_rank: A and B of a low-rank term, in the dtype of x.
+
+    Returns:
+        y [..., N], and act(gate) · up [..., N / 2], which is empty without an activation.
     """
     (N, K), x = weight.shape, x.contiguous()
     M, y = x.numel() // K, x.new_empty(*x.shape[:-1], N)
@@ -317,7 +345,7 @@ def row_linear_forward(
     ends = bias, y, product, low, B
     with on_device_of(x):
         if M == 1:
-            # One row is multiplied elementwise and needs no matrix units.
+            # A single row is multiplied elementwise, without matrix units.
             columns = min(max(triton.next_power_of_2(K), 32), COLUMNS)
             _row_linear_kernel[(triton.cdiv(N, ROWS),)](
                 x, weight, scales, *ends, N, K, R, weight.stride(0), HAS_SCALE=scales is not None, ROWS=ROWS,
@@ -325,7 +353,8 @@ def row_linear_forward(
             )  # fmt: skip
             return y, product
         tiles, columns = triton.cdiv(N, TILE_ROWS), max(triton.next_power_of_2(M), 8)
-        # Few rows of W make few tiles. K is split over more programs to keep the device busy; their sums are added.
+        # If W has few rows, there are few tiles. The columns of W are then divided among several programs to occupy the
+        # device, and the programs' sums are added.
         parts = max(min(triton.cdiv(num_programs(x, 1), tiles), K // (2 * TILE_COLUMNS)), 1)
         share = triton.cdiv(triton.cdiv(K, parts), TILE_COLUMNS) * TILE_COLUMNS
         sums = None if parts == 1 else torch.empty(parts, N, columns, dtype=torch.float32, device=x.device)
@@ -358,10 +387,10 @@ def _row_linear_fake(x, weight, bias):
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weightᵀ + bias`` of few rows, without a backward.
+    """Compute ``x @ weightᵀ + bias`` for few rows. The op has no backward.
 
     Args:
-        x: [..., K], up to 16 rows in float16 or bfloat16, or one in float32.
+        x: [..., K], up to 16 rows in float16 or bfloat16, or one row in float32.
         weight: [N, K] in the dtype of x, with contiguous rows.
         bias: [N] in the dtype of x.
 
@@ -369,7 +398,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         [..., N] in the dtype of x.
 
     Raises:
-        ValueError: the shapes do not fit together, x has too many rows, or weight is stored by columns.
+        ValueError: the shapes do not match, x has too many rows, or the rows of weight are not contiguous.
         TypeError: the tensors are not floating-point or differ in dtype.
     """
     op = "row_linear"
@@ -396,7 +425,10 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``, or `row_linear` for few rows without gradients, if the weight is an ordinary tensor."""
+    """Compute ``x @ weightᵀ + bias`` with `row_linear` where possible, and otherwise with ``F.linear``.
+
+    `row_linear` needs few rows and a weight that is an ordinary tensor, with gradients and autocast off.
+    """
     plain = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
     if plain or type(weight) not in (Tensor, torch.nn.Parameter) or not takes_row(x, weight, bias):
         return torch.nn.functional.linear(x, weight, bias)

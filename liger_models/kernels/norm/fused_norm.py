@@ -1,12 +1,12 @@
 """The norm before a fused linear layer: RMSNorm, LayerNorm or none.
 
-`norm_linear` and `gated_mlp` save the residual stream h and the norm's statistics of each row, and recompute the normed
-rows in their backward. `FusedNorm` has four functions of rows [..., C], where N is the norm::
+`norm_linear` and `gated_mlp` save the residual stream h and the norm's statistics of each row, and recompute the
+normalized rows in their backward. `FusedNorm` has four methods for rows [..., C], where N is the norm::
 
-    reference    N(h) in plain torch
-    forward      h = residual + x, N(h), and the statistics of each row in fp32
-    again        N(h) from h and the statistics, bit for bit as in the forward
-    backward     dh, dweight and dbias from dN(h), and if requested N(h) in the same pass
+    reference    computes N(h) in plain PyTorch
+    forward      computes h = residual + x, N(h), and the statistics of each row in fp32
+    again        recomputes N(h) from h and the statistics, bitwise identical to the forward
+    backward     computes dh, dweight and dbias from dN(h) and, on request, N(h) in the same pass
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ KINDS = ("rms_norm", "layer_norm")
 
 
 class FusedNorm(NamedTuple):
-    """A norm's weights and constants.
+    """The weight, bias and constants of a norm.
 
     Attributes:
-        weight: [C]; None for no norm, which leaves rows unchanged.
+        weight: [C]; None for no norm, so that rows stay unchanged.
         bias: [C], the bias of a LayerNorm; None for no bias.
         kind: "rms_norm" or "layer_norm".
-        eps, weight_offset, scale_in_fp32: as in `rms_norm`; a LayerNorm uses eps alone.
+        eps, weight_offset, scale_in_fp32: as in `rms_norm`. A LayerNorm uses only ``eps``.
     """
 
     weight: Tensor | None
@@ -42,17 +42,21 @@ class FusedNorm(NamedTuple):
 
     @property
     def constants(self) -> tuple[str, float, float, bool]:
-        """The constants, as arguments of an op after the two tensors."""
+        """The four constants, in the order in which ops take them after weight and bias."""
         return self.kind, self.eps, self.weight_offset, self.scale_in_fp32
 
     def statistics_shape(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the statistics of rows [..., C]: RMSNorm [...], LayerNorm [..., 2], no norm [0]."""
+        """Return the shape of the statistics: [...] for RMSNorm, [..., 2] for LayerNorm, and [0] without a norm.
+
+        Args:
+            rows: the shape [...] of the rows, without their width C.
+        """
         if self.weight is None:
             return (0,)
         return (*rows, 2) if self.kind == "layer_norm" else tuple(rows)
 
     def reference(self, h: Tensor) -> Tensor:
-        """The normed rows, in plain torch."""
+        """Normalize the rows h in plain PyTorch."""
         if self.weight is None:
             return h
         if self.kind == "layer_norm":
@@ -60,7 +64,7 @@ class FusedNorm(NamedTuple):
         return rms_norm_reference(h, self.weight, self.eps, self.weight_offset, self.scale_in_fp32)
 
     def forward(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``(normed rows, h, statistics)``; without x, h is the residual made contiguous."""
+        """Return ``(normalized rows, h, statistics)``. If x is None, h is the residual, made contiguous."""
         if self.weight is None:
             h = residual if x is None else (residual + x).to(residual.dtype).contiguous()
             return h, h, h.new_empty(0, dtype=torch.float32)
@@ -68,7 +72,7 @@ class FusedNorm(NamedTuple):
         return norm_forward(first, second, self.weight, *self[1:])
 
     def again(self, h: Tensor, statistics: Tensor, dtype: torch.dtype) -> Tensor:
-        """The forward's normed rows, cast to ``dtype``."""
+        """Recompute the normalized rows of the forward, and cast them to ``dtype``."""
         if self.weight is None:
             return h.to(dtype)
         return normed_rows(h, statistics, dtype, self.weight, *self[1:])
@@ -77,21 +81,21 @@ class FusedNorm(NamedTuple):
         self, dn: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, *,
         need_weight: bool, need_bias: bool, rows_dtype: torch.dtype | None, sum_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """``(dx, dweight, dbias, normed rows)``, with None for what is not needed.
+        """Return ``(dx, dweight, dbias, normalized rows)``. Results that are not requested are None.
 
         Args:
-            dn: gradient of the normed rows.
-            dh: gradient of h from elsewhere, which is added to dx.
+            dn: gradient of the normalized rows.
+            dh: gradient that reaches h by other paths, which is added to dx; None for none.
             h, statistics: as `forward` returned them.
             need_weight, need_bias: whether to compute dweight and dbias.
-            rows_dtype: dtype of the normed rows; None to omit them.
-            sum_dtype: dtype of dweight and dbias; None for the weight's.
+            rows_dtype: dtype of the normalized rows; None if they are not requested.
+            sum_dtype: dtype of dweight and dbias; None for the dtype of the weight.
         """
         if self.weight is None:
             return (dn if dh is None else dn + dh).to(h.dtype).contiguous(), None, None, None
         need_rows = rows_dtype is not None
-        # The kernels round their fp32 rows once, the forward to the dtype of h and then to rows_dtype. The two agree
-        # only where h is in fp32.
+        # The forward rounds fp32 rows to the dtype of h and then to rows_dtype. The backward kernels round only once,
+        # so they may round to rows_dtype only if h is in fp32. Otherwise they round to the dtype of h.
         kernel_dtype = rows_dtype if h.dtype == torch.float32 else None
         dx, dw, db, rows = norm_backward(
             dn, dh, h, statistics, self.weight, *self[1:], need_dw=need_weight, need_db=need_bias, sum_dtype=sum_dtype,
@@ -100,10 +104,16 @@ class FusedNorm(NamedTuple):
         return dx, dw, db, None if rows is None or rows_dtype is None else rows.to(rows_dtype)
 
     def check(self, op: str, x: Tensor | None, residual: Tensor) -> None:
-        """Raise unless x has the shape of the residual stream, and weight and bias have the shape of its rows."""
+        """Raise an error if the arguments of a fused op do not match this norm.
+
+        Raises:
+            TypeError: a tensor is not floating-point.
+            ValueError: x and residual differ in shape, weight or bias is not [C], a bias is given without a LayerNorm,
+                the kind is unknown, or rows are too wide for a LayerNorm.
+        """
         check_floating(op, x=x, residual=residual, norm_weight=self.weight, norm_bias=self.bias)
         row = residual.shape[-1:]
-        if (  # the usual case, in which no message has to be made
+        if (  # the usual case returns early
             self.kind == "rms_norm"
             and self.bias is None
             and residual.dim() > 0

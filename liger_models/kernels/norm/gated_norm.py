@@ -1,17 +1,17 @@
 """RMSNorm whose result is multiplied by the SiLU of a gate (the output norm of Qwen3-Next and Qwen3.5).
 
-Forward, per row of width D, in fp32, with r = 1 / sqrt(mean(x²) + eps) and n = x · r::
+The forward computes each row of width D in fp32, with r = 1 / sqrt(mean(x²) + eps) and n = x · r::
 
     y = cast((w · cast(n)) · gate · σ(gate))
 
-cast rounds to the dtype of x; the product with w has the dtype of torch's type promotion. Backward, with a = gate ·
-σ(gate) and u = dy · a · w::
+cast rounds to the dtype of x. The product with w is rounded to the dtype that results from PyTorch's type promotion.
+The backward, with a = gate · σ(gate) and u = dy · a · w, is::
 
     dx = r · (u − n · mean(u · n)),   dw = Σ_rows dy · a · n
     dgate = dy · w · n · σ(gate) · (1 + gate · (1 − σ(gate)))
 
-Saved: x, the gate and the weight; the backward reads x and recomputes r from it. dw is summed in fp32: each program
-writes a partial row, and `sum_partials` adds the rows.
+x, the gate and the weight are saved, and the backward recomputes r from x. dw is summed in fp32: each program writes a
+partial sum [D], and `sum_partials` adds these.
 """
 
 import torch
@@ -24,14 +24,15 @@ from liger_models.kernels.dispatch import fitting_stages, num_programs, on_devic
 from liger_models.kernels.norm.partial_sums import sum_partials
 
 TILE, WARPS, STAGES = 2048, 4, 3
-"""Elements of the rows that a program takes at a time, its warps, and tiles that the backward has in flight."""
+"""Number of elements in the tile of rows that a program processes at a time, number of its warps, and number of tiles
+that a program of the backward has in flight."""
 
 WARPS_PER_SM = 16
-"""Of the backward, in which each program sums the gradient of the weight over its rows."""
+"""Number of warps per multiprocessor in the backward, where each program sums the weight gradient over its rows."""
 
 
 def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """`gated_norm` in plain torch (differentiable; fp64 stays fp64)."""
+    """Compute `gated_norm` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight * normed.to(x.dtype) * F.silu(gate.to(wide.dtype))).to(x.dtype)
@@ -39,7 +40,7 @@ def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1
 
 @triton.jit
 def _rows(ptr, rows, H, outer, inner, D: tl.constexpr, BLOCK: tl.constexpr, N):
-    """Load rows [ROWS, BLOCK] of x, a strided [N / H, H, D], in fp32."""
+    """Load rows [ROWS, BLOCK] of a strided tensor [N / H, H, D] in fp32."""
     columns = tl.arange(0, BLOCK)[None, :]
     at = (rows // H * outer + rows % H * inner)[:, None] + columns
     return tl.load(ptr + at, mask=(rows < N)[:, None] & (columns < D), other=0.0).to(tl.float32)
@@ -50,14 +51,14 @@ def _gated_norm_kernel(
     x_ptr, gate_ptr, w_ptr, y_ptr, N, H, x_outer, x_inner, gate_outer, gate_inner, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Norm and gate ROWS rows [D] per program."""
+    """Normalize ROWS rows [D] per program, and multiply them by the gate."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     x = _rows(x_ptr, rows, H, x_outer, x_inner, D, BLOCK, N)
     gate = _rows(gate_ptr, rows, H, gate_outer, gate_inner, D, BLOCK, N)
     w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
 
-    # y = w · n · silu(gate), with the casts of the formula.
+    # Compute y = w · n · silu(gate) with the casts of the formula in the module's docstring.
     dtype = y_ptr.dtype.element_ty
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
     scaled = w * (x * rstd[:, None]).to(dtype).to(tl.float32)
@@ -73,7 +74,7 @@ def _gated_norm_backward_kernel(
     dy_ptr, x_ptr, gate_ptr, w_ptr, dx_ptr, d_gate_ptr, dw_ptr, N, H, dy_outer, dy_inner, x_outer, x_inner,
     gate_outer, gate_inner, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx and dgate in tiles of ROWS rows, and a program's part of dw [D]."""
+    """Compute dx and dgate of a program's rows in tiles of ROWS rows, and the program's partial sum of dw [D]."""
     columns = tl.arange(0, BLOCK)
     w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -83,7 +84,7 @@ def _gated_norm_backward_kernel(
         x = _rows(x_ptr, rows, H, x_outer, x_inner, D, BLOCK, N)
         gate = _rows(gate_ptr, rows, H, gate_outer, gate_inner, D, BLOCK, N)
 
-        # By the formulas of the module, [ROWS, BLOCK] each; d_scaled is dy · σ(gate).
+        # The formulas are in the module's docstring; d_scaled is dy · σ(gate). All tensors are [ROWS, BLOCK].
         rstd = (1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
         n = x * rstd
         s = tl.sigmoid(gate)
@@ -107,7 +108,10 @@ LIBRARY.define(
 
 
 def _as_rows(*tensors: Tensor) -> list[Tensor]:
-    """View (or copy) [..., D] as [outer, H, D] with contiguous rows; H is 1 if all tensors are contiguous."""
+    """Return the tensors [..., D] as [outer, H, D] with contiguous rows, without a copy where possible.
+
+    H is 1 if all tensors are contiguous.
+    """
     tensors = tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
     shape = tensors[0].shape
     H = 1 if len(shape) == 1 or all(x.is_contiguous() for x in tensors) else shape[-2]
@@ -115,7 +119,7 @@ def _as_rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def _constants(D: int) -> dict[str, int]:
-    """Constants of both kernels: BLOCK columns per row, and ROWS rows per tile."""
+    """Return the constants of both kernels, such as the columns per row (BLOCK) and the rows per tile (ROWS)."""
     block = triton.next_power_of_2(D)
     return {"D": D, "BLOCK": block, "ROWS": max(TILE // block, 1), "num_warps": max(min(block // 512, 16), WARPS)}
 
@@ -143,12 +147,12 @@ def _gated_norm_backward(
     if not x.numel():
         return dx, d_gate, torch.zeros_like(weight)
 
-    # Programs walk over tiles of rows, as many as keep the device busy, and sum dw on their way.
+    # There are enough programs to occupy the device. Each program processes several tiles of rows, and sums their dw.
     constants = _constants(x.shape[-1])
     dy, x, gate = _as_rows(dy, x, gate)
     N = x.shape[0] * x.shape[1]
     programs = min(triton.cdiv(N, constants["ROWS"]), num_programs(x, max(WARPS_PER_SM // constants["num_warps"], 1)))
-    # Bytes of a tile, of which shared memory holds one per pipeline stage.
+    # Size of a tile in bytes. Shared memory holds one tile per pipeline stage.
     in_flight = constants["ROWS"] * constants["BLOCK"] * sum(tensor.element_size() for tensor in (dy, x, gate))
     stages = fitting_stages(x, STAGES, in_flight)
     partial = torch.empty(programs, x.shape[2], dtype=torch.float32, device=x.device)
@@ -185,7 +189,7 @@ register_autograd("gated_norm", _backward, _setup)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """``weight · x / sqrt(mean(x²) + eps) · silu(gate)`` over the last dimension.
+    """Compute ``weight · x / sqrt(mean(x²) + eps) · silu(gate)`` with the mean over the last dimension.
 
     Args:
         x: [..., D], float32, float16 or bfloat16.

@@ -1,17 +1,18 @@
 """LayerNorm, with or without bias, alone or after a residual addition.
 
-Forward, per row of width C, in fp32::
+The forward computes each row of width C in fp32::
 
-    h = residual + x                                  (add_layer_norm; otherwise h = x), rounded to the input dtype
+    h = residual + x                                  in add_layer_norm, rounded to the dtype of the residual
+    h = x                                             in layer_norm
     μ = mean(h),   r = 1 / sqrt(mean((h − μ)²) + eps),   n = (h − μ) · r
     y = cast(w · n + b)
 
-Backward, with g = dy · w and dh the gradient of the new residual stream::
+In the backward, let g = dy · w, and let dh be the gradient of the new residual stream::
 
     dx = r · (g − mean(g) − n · mean(g · n)) + dh,   dw = Σ_rows dy · n,   db = Σ_rows dy
 
-Saved: h in its own dtype, and each row's statistics [μ, r] in fp32. The forward normalizes by the rounded μ that it
-saves, so rows recomputed from the statistics have the same bits. `row_norm.py` has the kernels.
+h is saved in its own dtype, and the statistics [μ, r] of each row in fp32. The forward normalizes by the rounded μ that
+it saves, so that rows recomputed from the statistics are bitwise identical. The kernels are in `row_norm.py`.
 
 Source: https://arxiv.org/abs/1607.06450.
 """
@@ -25,7 +26,7 @@ from liger_models.kernels.norm.row_norm import MAX_WIDTH
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """`layer_norm` in plain torch (differentiable; fp64 stays fp64)."""
+    """Compute `layer_norm` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
     compute = torch.promote_types(x.dtype, torch.float32)
     wide_bias = None if bias is None else bias.to(compute)
     wide = torch.nn.functional.layer_norm(x.to(compute), weight.shape, weight.to(compute), wide_bias, eps)
@@ -35,7 +36,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
 def add_layer_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """`add_layer_norm` in plain torch."""
+    """Compute `add_layer_norm` in plain PyTorch."""
     residual = (residual + x).to(residual.dtype)
     return layer_norm_reference(residual, weight, bias, eps), residual
 
@@ -52,10 +53,10 @@ def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """``weight · (x − mean(x)) / sqrt(var(x) + eps) + bias`` over the last dimension.
+    """Compute ``weight · (x − mean(x)) / sqrt(var(x) + eps) + bias`` with mean and variance over the last dimension.
 
     Args:
-        x: [..., C], float32, float16 or bfloat16; C is at most 65536.
+        x: [..., C], float32, float16 or bfloat16, where C is at most 65536.
         weight: [C].
         bias: [C], or None for no bias.
         eps: added to the variance.
@@ -65,7 +66,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 
     Raises:
         ValueError: weight or bias is not [C], or rows are too wide.
-        TypeError: a tensor that is not floating-point.
+        TypeError: a tensor is not floating-point.
     """
     _check("layer_norm", x, weight, bias)
     if not use_triton(x):
@@ -77,19 +78,20 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` to the residual stream and `layer_norm` the sum in one kernel; the backward is fused likewise.
+    """Add ``x`` to the residual stream and apply `layer_norm` to the sum in one kernel. The backward is fused, too.
 
     Args:
         x: [..., C], the output of a branch, which is added to the residual stream.
-        residual: [..., C], the residual stream; both results have its dtype.
+        residual: [..., C], the residual stream.
         weight, bias, eps: as in `layer_norm`.
 
     Returns:
-        ``(normed, residual)``: both [..., C] in the dtype of the residual.
+        The normalized sum and the sum, which is the new residual stream. Both are [..., C] in the dtype of
+        ``residual``.
 
     Raises:
-        ValueError: x and residual differ in shape, or `layer_norm` would raise.
-        TypeError: a tensor that is not floating-point.
+        ValueError: x and residual differ in shape, weight or bias is not [C], or rows are too wide.
+        TypeError: a tensor is not floating-point.
     """
     _check("add_layer_norm", x, weight, bias)
     check_floating("add_layer_norm", residual=residual)

@@ -1,7 +1,7 @@
-"""The last step of a sum over rows, after each program of a kernel has written a partial sum in fp32.
+"""The last step of a sum over rows, after each program of another kernel has written a partial sum in fp32.
 
-One launch adds the partial sums in a fixed order and rounds to the dtype of the result. It can fill two results, the
-gradients of a weight and of a bias.
+One launch adds the partial sums in a fixed order, and rounds the result to its dtype. A launch can compute two results,
+the gradients of a weight and of a bias.
 """
 
 from torch import Tensor
@@ -9,14 +9,15 @@ from torch import Tensor
 from liger_models.kernels.dispatch import on_device_of, tl, triton
 
 ROWS, COLUMNS = 256, 16
-"""Partial sums and columns that a program takes at a time: few columns, so that there are many programs."""
+"""Number of partial sums and of columns that a program loads at a time. There are few columns per program, so that
+there are many programs."""
 
 
 @triton.jit
 def _sum_partials_kernel(
     partial_ptr, first_ptr, second_ptr, programs, split, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Sum COLUMNS columns of partial [programs, width]. Columns from ``split`` on belong to the second result."""
+    """Sum COLUMNS columns of partial sums [programs, width]. Columns from ``split`` on belong to the second result."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, programs, ROWS):
@@ -31,7 +32,10 @@ def _sum_partials_kernel(
 
 
 def sum_partials(partial: Tensor, *outs: Tensor) -> None:
-    """Fill one or two contiguous tensors in turn with the sum of ``partial`` [programs, ...]."""
+    """Sum ``partial`` [programs, ...] over the programs, and write the sum to one or two contiguous tensors.
+
+    With two tensors, the first elements of the sum go to the first tensor, and the rest goes to the second.
+    """
     width = sum(out.numel() for out in outs)
     with on_device_of(partial):
         _sum_partials_kernel[(triton.cdiv(width, COLUMNS),)](

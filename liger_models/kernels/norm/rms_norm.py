@@ -1,17 +1,18 @@
 """RMSNorm, alone or after a residual addition.
 
-Forward, per row of width C, in fp32::
+The forward computes each row of width C in fp32::
 
-    h = residual + x                                  (add_rms_norm; otherwise h = x), rounded to the input dtype
+    h = residual + x                                  in add_rms_norm, rounded to the dtype of the residual
+    h = x                                             in rms_norm
     r = 1 / sqrt(mean(h²) + eps),   n = h · r
     y = (weight_offset + w) · cast(n)                 scale_in_fp32=False: cast to the input dtype, then scale (Llama)
     y = cast((weight_offset + w) · n)                 scale_in_fp32=True: scale in fp32, then cast (Gemma, OLMo2)
 
-Backward, with g = dy · (weight_offset + w) and dh the gradient of the new residual stream::
+In the backward, let g = dy · (weight_offset + w), and let dh be the gradient of the new residual stream::
 
     dx = r · (g − n · mean(g · n)) + dh,   dw = Σ_rows dy · n
 
-Saved: h in its own dtype and r in fp32. `row_norm.py` has the kernels.
+h is saved in its own dtype, and r in fp32. The kernels are in `row_norm.py`.
 
 Source: https://arxiv.org/abs/1910.07467.
 """
@@ -27,7 +28,7 @@ from liger_models.kernels.norm import row_norm  # noqa: F401  (registers the ops
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, scale_in_fp32: bool = False
 ) -> Tensor:
-    """`rms_norm` in plain torch (differentiable; fp64 stays fp64)."""
+    """Compute `rms_norm` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
     compute = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(compute)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -37,7 +38,7 @@ def rms_norm_reference(
 def scale_normed(
     normed: Tensor, weight: Tensor, dtype: torch.dtype, weight_offset: float, scale_in_fp32: bool
 ) -> Tensor:
-    """The last step of the norm: multiply normed rows (fp32) with the weight, and return ``dtype``."""
+    """Perform the last step of the norm: multiply normalized fp32 rows by the weight, and cast them to ``dtype``."""
     if scale_in_fp32:
         return ((weight.to(normed.dtype) + weight_offset) * normed).to(dtype)
     scale = weight + weight_offset if weight_offset else weight
@@ -52,7 +53,7 @@ def add_rms_norm_reference(
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` in plain torch."""
+    """Compute `add_rms_norm` in plain PyTorch."""
     residual = (residual + x).to(residual.dtype)
     return rms_norm_reference(residual, weight, eps, weight_offset, scale_in_fp32), residual
 
@@ -69,21 +70,22 @@ def _check(op: str, x: Tensor, weight: Tensor) -> None:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, scale_in_fp32: bool = False
 ) -> Tensor:
-    """``(weight_offset + weight) · x / sqrt(mean(x²) + eps)`` over the last dimension.
+    """Compute ``(weight_offset + weight) · x / sqrt(mean(x²) + eps)`` with the mean over the last dimension.
 
     Args:
         x: [..., C], float32, float16 or bfloat16.
         weight: [C].
         eps: added to the mean of squares.
         weight_offset: added to the weight; 1.0 for Gemma, which stores ``w − 1``.
-        scale_in_fp32: multiply by the weight before the cast back to x's dtype (Gemma, OLMo2) instead of after (Llama).
+        scale_in_fp32: whether to multiply by the weight before the cast to the dtype of x (Gemma, OLMo2) instead of
+            after the cast (Llama).
 
     Returns:
         [..., C] in the dtype of x.
 
     Raises:
         ValueError: the weight's shape is not [C].
-        TypeError: a tensor that is not floating-point.
+        TypeError: a tensor is not floating-point.
     """
     _check("rms_norm", x, weight)
     if not use_triton(x):
@@ -100,19 +102,20 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` to the residual stream and `rms_norm` the sum in one kernel; the backward is fused likewise.
+    """Add ``x`` to the residual stream and apply `rms_norm` to the sum in one kernel. The backward is fused, too.
 
     Args:
         x: [..., C], the output of a branch, which is added to the residual stream.
-        residual: [..., C], the residual stream; both results have its dtype.
+        residual: [..., C], the residual stream.
         weight, eps, weight_offset, scale_in_fp32: as in `rms_norm`.
 
     Returns:
-        ``(normed, residual)``: both [..., C] in the dtype of the residual.
+        The normalized sum and the sum, which is the new residual stream. Both are [..., C] in the dtype of
+        ``residual``.
 
     Raises:
         ValueError: x and residual differ in shape, or the weight's shape is not [C].
-        TypeError: a tensor that is not floating-point.
+        TypeError: a tensor is not floating-point.
     """
     _check("add_rms_norm", x, weight)
     check_floating("add_rms_norm", residual=residual)

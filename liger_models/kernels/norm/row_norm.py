@@ -1,15 +1,16 @@
-"""Kernels and ops of RMSNorm and LayerNorm, which norm each row of width C.
+"""Kernels and ops of RMSNorm and LayerNorm, which normalize each row of width C.
 
-`rms_norm.py` and `layer_norm.py` have the formulas. Both norms run the same kernels: with CENTERED (LayerNorm) a row's
-mean is subtracted first, and a bias may be added. A pointer that a launch doesn't need is None, and the kernel is then
-compiled without it.
+The formulas are in `rms_norm.py` and `layer_norm.py`. Both norms run the same kernels. With CENTERED (LayerNorm), the
+mean of the row is subtracted first, and a bias may be added. A pointer that a launch does not need is None, and the
+kernel is then compiled without it.
 
-Saved: h, the input of the norm, in its own dtype, and the statistics of each row in fp32: r for RMSNorm, [μ, r] for
-LayerNorm. The gradients of weight and bias are summed in fp32: each program writes a partial row of both, and
-`sum_partials` adds the rows.
+Two tensors are saved: h, the input of the norm, in its own dtype, and the statistics of each row in fp32, which are r
+for RMSNorm and [μ, r] for LayerNorm. The gradients of weight and bias are summed in fp32: each program writes a partial
+sum of each gradient, and `sum_partials` adds the partial sums.
 
-All functions take a norm as its weight [C], its bias [C] or None, and the constants ``kind, eps, weight_offset,
-scale_in_fp32``, in the order of `FusedNorm`'s fields. LayerNorm ignores the last two constants.
+A norm is described by its weight [C], its bias [C] or None, and the constants ``kind, eps, weight_offset,
+scale_in_fp32``. All functions take these six arguments in this order, which is the order of `FusedNorm`'s fields.
+LayerNorm ignores the last two.
 """
 
 import torch
@@ -22,33 +23,38 @@ from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import num_warps
 
 MAX_TILE = 16384
-"""Widest row that a program of RMSNorm holds in registers; it walks wider rows in tiles."""
+"""Width of the widest row that a program of RMSNorm holds in registers. Wider rows are processed in tiles."""
 
 MAX_WIDTH = 65536
-"""Widest row of a LayerNorm, whose programs always hold a row in registers."""
+"""Width of the widest row of a LayerNorm, whose programs always hold the whole row in registers."""
 
 LEAST_TILE = 128
-"""Narrowest tile of the forward: at least two numbers for each thread of a warp. With one number each, compilers fuse
-the square of a thread's own number into its first sum with another thread's square. The two sums then differ by a
-rounding, and so does the r that each thread norms by. Only one r is saved, so the rows could not be recomputed."""
+"""Width of the narrowest tile of the forward, with at least two elements for each thread of a warp. If each thread had
+one element, compilers would fuse the square of this element with the first addition of another thread's square. The
+fused sums of two threads differ in rounding, so the threads would normalize by different r. Only one r is saved, so
+that the rows could not be recomputed exactly."""
 
 STAGES = 3
-"""Tiles of rows that a program of the backward has in flight, as far as shared memory holds them."""
+"""Number of tiles of rows that a program of the backward has in flight if shared memory can hold them."""
 
 BACKWARD_TILE = 4096
-"""Minimum number of elements in such a tile, which holds several rows if they are narrow."""
+"""Minimum number of elements in a tile of the backward. If rows are narrow, a tile has several rows."""
 
 WIDE_ROW_SPLITS = 64
 WIDE_ROW_COLUMNS = 1024
-"""Partial sums of a weight gradient of wide rows, and columns that a program adds."""
+"""For rows wider than a tile: number of partial sums of the weight gradient, and number of columns per program."""
 
 ELEMENTWISE_BLOCK = 4096
-"""Columns per program where saved statistics make a norm elementwise: a row of a 7B model, 16 elements per thread."""
+"""Number of columns per program of the kernel that recomputes normalized rows elementwise from saved statistics. It is
+the width of a 7B model, and gives 16 elements per thread."""
 
 
 @triton.jit
 def scale_rows(n, w, weight_offset, SCALE_IN_FP32: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm's last step: n times the weight, in fp32, or after n and the weight are rounded to ``dtype``."""
+    """Perform the last step of RMSNorm: multiply n by the weight.
+
+    With SCALE_IN_FP32 the product is in fp32. Otherwise n is first rounded to ``dtype``, and the weight to its dtype.
+    """
     if SCALE_IN_FP32:
         return (w.to(tl.float32) + weight_offset) * n
     scale = (w.to(tl.float32) + weight_offset).to(w.dtype)
@@ -57,7 +63,7 @@ def scale_rows(n, w, weight_offset, SCALE_IN_FP32: tl.constexpr, dtype: tl.const
 
 @triton.jit
 def _scale(n, w, b, weight_offset, CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, dtype: tl.constexpr):
-    """The last step of both norms; b is None without a bias."""
+    """Perform the last step of either norm. b is None if there is no bias."""
     if CENTERED:
         y = n * w.to(tl.float32)
         if b is not None:
@@ -68,7 +74,7 @@ def _scale(n, w, b, weight_offset, CENTERED: tl.constexpr, SCALE_IN_FP32: tl.con
 
 @triton.jit
 def _load_bias(b_ptr, columns, inside):
-    """Load entries of the bias; None without a bias."""
+    """Load elements of the bias, or return None if there is no bias."""
     b = None
     if b_ptr is not None:
         b = tl.load(b_ptr + columns, mask=inside, other=0.0)
@@ -77,7 +83,10 @@ def _load_bias(b_ptr, columns, inside):
 
 @triton.jit
 def _add_residual(h, residual_ptr, h_ptr, start, columns, inside):
-    """``h = residual + x``, rounded to the dtype of the residual stream and stored; without a residual h is x."""
+    """Add the residual to x, which is passed as ``h``, and store the sum in the dtype of the residual stream.
+
+    Without a residual, return x.
+    """
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + start + columns, mask=inside, other=0.0)
         h = (residual.to(tl.float32) + h.to(tl.float32)).to(residual.dtype)
@@ -91,22 +100,22 @@ def _norm_kernel(
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ONE_TILE: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm one row of x [N, C] per program."""
+    """Normalize one row of x [N, C] per program."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * C
     columns = tl.arange(0, BLOCK)  # [BLOCK]
 
     if ONE_TILE:
-        # h = residual + x, in registers until it is normed.
+        # h = residual + x stays in registers until it is normalized.
         inside = columns < C
         h = tl.load(x_ptr + row + columns, mask=inside, other=0.0)
         h = _add_residual(h, residual_ptr, h_ptr, row, columns, inside)
 
-        # Statistics of the row.
+        # Compute the statistics of the row.
         wide = h.to(tl.float32)
         if CENTERED:
             mean = tl.sum(wide, 0) / C
-            # A second pass corrects the rounding error of a mean far from zero. Lanes outside the row count as zeros.
+            # The mean of the differences corrects the rounding error of a mean far from 0. Lanes outside the row are 0.
             mean += tl.sum(tl.where(inside, wide - mean, 0.0), 0) / C
             wide = tl.where(inside, wide - mean, 0.0)
         rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / C + eps)
@@ -116,7 +125,7 @@ def _norm_kernel(
         y = _scale(wide * rstd, w, b, weight_offset, CENTERED, SCALE_IN_FP32, h.dtype)
         tl.store(y_ptr + row + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
     else:
-        # A first walk along the row adds the residual and sums the squares.
+        # A first loop over the row adds the residual and sums the squares.
         square = tl.zeros([BLOCK], tl.float32)
         for start in range(0, C, BLOCK):
             inside = start + columns < C
@@ -126,7 +135,7 @@ def _norm_kernel(
             square += wide * wide
         rstd = 1.0 / tl.sqrt(tl.sum(square, 0) / C + eps)
 
-        # A second walk norms. With a residual, each thread reads back just what it stored itself above.
+        # A second loop normalizes. With a residual, each thread reads only elements that it has stored itself above.
         for start in range(0, C, BLOCK):
             inside = start + columns < C
             h = tl.load((x_ptr if residual_ptr is None else h_ptr) + row + start + columns, mask=inside, other=0.0)
@@ -146,7 +155,7 @@ def _normed_kernel(
     h_ptr, w_ptr, b_ptr, statistics_ptr, y_ptr, C, weight_offset,
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Recompute BLOCK columns of a row [C] of the forward's result from the saved statistics."""
+    """Recompute BLOCK columns of a normalized row [C] from the saved statistics."""
     index = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = columns < C
@@ -159,7 +168,7 @@ def _normed_kernel(
         n = h.to(tl.float32) * tl.load(statistics_ptr + tl.program_id(0))
     b = _load_bias(b_ptr, columns, inside)
 
-    # Rounded to the dtype of h first, as in the forward.
+    # The row is first rounded to the dtype of h, as in the forward.
     y = _scale(n, w, b, weight_offset, CENTERED, SCALE_IN_FP32, h.dtype).to(h.dtype)
     tl.store(y_ptr + index * C + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -170,7 +179,10 @@ def _norm_backward_kernel(
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, STORE_DW: tl.constexpr, STORE_DB: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx and, if requested, y in tiles of ROWS rows, and a program's part of dw and db [C]."""
+    """Compute dx of a program's rows in tiles of ROWS rows, and the program's partial sums of dw and db [C].
+
+    y is recomputed if its pointer is given.
+    """
     columns = tl.arange(0, BLOCK)
     inside = columns < C
     w = tl.load(w_ptr + columns, mask=inside, other=0.0)[None, :]  # [1, BLOCK]
@@ -184,7 +196,7 @@ def _norm_backward_kernel(
         h = tl.load(h_ptr + at, mask=mask, other=0.0)
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
 
-        # The normed rows n, [ROWS, BLOCK], from the saved statistics.
+        # Recompute the normalized rows n [ROWS, BLOCK] from the saved statistics.
         if CENTERED:
             mean = tl.load(statistics_ptr + 2 * rows, mask=rows < N, other=0.0)[:, None]
             rstd = tl.load(statistics_ptr + 2 * rows + 1, mask=rows < N, other=0.0)[:, None]
@@ -205,7 +217,7 @@ def _norm_backward_kernel(
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
         if STORE_DW:
-            # The weight was multiplied by n as the forward rounded it.
+            # The forward multiplied the weight by the rounded n, so the gradient uses the rounded n, too.
             dw += tl.sum(dy * (n if CENTERED or SCALE_IN_FP32 else n.to(h.dtype).to(tl.float32)), 0)
         if STORE_DB:
             db += tl.sum(dy, 0)
@@ -213,8 +225,8 @@ def _norm_backward_kernel(
             y = _scale(n, w, b, weight_offset, CENTERED, SCALE_IN_FP32, h.dtype)
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
-    # Every program writes its own row, so no atomic addition is needed and the sum has the same bits in every run.
-    # The program's row of partial sums: dw, then db, as far as they are wanted.
+    # Every program writes its own row of partial sums: dw and then db, as far as they are requested. There are no
+    # atomic additions, so the sum is bitwise identical in every run.
     if STORE_DW or STORE_DB:
         partial_ptr += tl.program_id(0).to(tl.int64) * (C * (STORE_DW + STORE_DB)) + columns
     if STORE_DW:
@@ -228,11 +240,11 @@ def _rms_norm_backward_wide_kernel(
     dy_ptr, dh_ptr, h_ptr, w_ptr, rstd_ptr, dx_ptr, y_ptr, C, weight_offset,
     SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx and y of a row wider than a tile; `_rms_norm_weight_gradient_kernel` computes dw."""
+    """Compute dx and y of a row that is wider than a tile. `_rms_norm_weight_gradient_kernel` computes dw."""
     row = tl.program_id(0).to(tl.int64) * C
     rstd = tl.load(rstd_ptr + tl.program_id(0))
 
-    # A first walk along the row: mean(g · n).
+    # A first loop over the row computes mean(g · n).
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, C, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -242,7 +254,7 @@ def _rms_norm_backward_wide_kernel(
         dot += n * w * tl.load(dy_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(dot, 0) / C
 
-    # A second walk: dx and y.
+    # A second loop computes dx and y.
     for start in range(0, C, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < C
@@ -278,12 +290,12 @@ def _rms_norm_weight_gradient_kernel(
 
 
 def is_centered(kind: str) -> bool:
-    """Whether the norm subtracts the mean, as LayerNorm does."""
+    """Return whether the norm subtracts the mean, as LayerNorm does."""
     return kind == "layer_norm"
 
 
 def _tile(kind: str, width: int) -> tuple[int, int]:
-    """How many numbers of a row a program holds in registers, and its number of warps."""
+    """Return the number of elements of a row that a program holds in registers, and the number of its warps."""
     widest, most_warps = (MAX_WIDTH, 32) if is_centered(kind) else (MAX_TILE, 16)
     block = min(triton.next_power_of_2(width), widest)
     return block, num_warps(block, most_warps)
@@ -297,7 +309,10 @@ def norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: str, eps: float,
     weight_offset: float, scale_in_fp32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Norm ``h = residual + x`` and return ``(y, h, statistics)``; without a residual h is x made contiguous."""
+    """Normalize ``h = residual + x``, and return ``(y, h, statistics)``.
+
+    If the residual is None, h is x, made contiguous.
+    """
     x, weight = x.contiguous(), weight.contiguous()
     residual, bias = _contiguous(residual, bias)
     C = x.shape[-1]
@@ -306,7 +321,7 @@ def norm_forward(
     h = x if residual is None else torch.empty_like(residual)
     shape = (*x.shape[:-1], 2) if is_centered(kind) else x.shape[:-1]
     statistics = torch.empty(shape, dtype=torch.float32, device=x.device)
-    # The statistics must be reproducible from the saved rows, which a tile below LEAST_TILE would not allow.
+    # With a tile narrower than LEAST_TILE, the backward could not recompute the rows exactly.
     block, warps = _tile(kind, max(C, LEAST_TILE))
     launch = {"OVERLAPS": False} if is_centered(kind) else overlap(x)
     if N:
@@ -323,7 +338,10 @@ def normed_rows(
     h: Tensor, statistics: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | None, kind: str, eps: float,
     weight_offset: float, scale_in_fp32: bool,
 ) -> Tensor:  # fmt: skip
-    """Recompute the forward's normed rows bit for bit from the saved statistics, and cast them to ``dtype``."""
+    """Recompute the normalized rows from the saved statistics, and cast them to ``dtype``.
+
+    Before the cast, the rows are bitwise identical to those of the forward.
+    """
     h, weight = h.contiguous(), weight.contiguous()
     C = h.shape[-1]
     y = torch.empty_like(h, dtype=dtype)
@@ -343,13 +361,16 @@ def norm_backward(
     need_dw: bool, need_db: bool = False, sum_dtype: torch.dtype | None = None, need_y: bool = False,
     y_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return ``(dx, dw, db, y)``, with None for results that are not needed; y is the recomputed forward output.
+    """Return ``(dx, dw, db, y)``, where y is the recomputed output of the forward.
+
+    Results that are not needed are None.
 
     Args:
-        dy: gradient of the normed rows.
-        dh: gradient of h from elsewhere, which is added to dx.
-        need_dw, need_db, need_y: which results are needed. Only y depends on the bias.
-        sum_dtype: dtype of dw and db; None for the weight's.
+        dy: gradient of the normalized rows.
+        dh: gradient that reaches h by other paths, which is added to dx; None for none.
+        bias: the bias, on which only y depends.
+        need_dw, need_db, need_y: whether this result is needed.
+        sum_dtype: dtype of dw and db; None for the dtype of the weight.
         y_dtype: dtype of y; None for the dtype of h.
     """
     dy, h, weight = dy.contiguous(), h.contiguous(), weight.contiguous()
@@ -363,14 +384,15 @@ def norm_backward(
     block, warps = _tile(kind, C)
 
     if block >= C:
-        # Programs walk over tiles of rows, as many as keep the device busy, and sum dw and db on their way.
+        # There are enough programs to occupy the device. Each program sums dw and db over several tiles of rows.
         rows = max(BACKWARD_TILE // block, 1)
         in_flight = rows * block * sum(tensor.element_size() for tensor in (h, dy, dh) if tensor is not None)
         programs = min(triton.cdiv(N, rows), num_programs(h, max(2 * BACKWARD_TILE // block // rows, 1)))
     else:
-        # Rows too wide for registers: dx by row, then dw by columns, over a share of the rows per program.
+        # Rows are too wide for registers. One kernel computes dx, a row per program. Another kernel computes dw, where
+        # each program sums some columns over a part of the rows.
         programs = min(N, WIDE_ROW_SPLITS)
-    # The programs' sums [programs, C] of dw and db, side by side, in fp32.
+    # The programs' fp32 partial sums of dw and db, side by side: [programs, C] or [programs, 2 · C].
     partial = torch.empty(programs, len(sums) * C, dtype=torch.float32, device=h.device) if sums else None
 
     with on_device_of(h):
@@ -459,8 +481,8 @@ def _add_setup(ctx, inputs, output):
 
 
 def _gradients(ctx, dy, dh) -> tuple[Tensor | None, ...]:
-    """Gradients of h, weight, bias, and None for the constants."""
-    if dy is None:  # only the residual stream is used further on
+    """Return the gradients of h, weight and bias, and None for each of the four constants."""
+    if dy is None:  # the loss depends only on the residual stream
         return dh, *(None,) * 6
     need_weight, need_bias = ctx.needs_input_grad[-6:-4]
     dx, dw, db = torch.ops.liger_models.norm_backward(

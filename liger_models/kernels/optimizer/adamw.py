@@ -1,23 +1,25 @@
-"""AdamW for many tensors at once, in place: one launch for all tensors with the same dtypes and device.
+"""AdamW for many tensors at once, in place. One launch updates all tensors that have the same dtypes and device.
 
-With the gradient g (−g to maximize), the step number t, and m, v the moving averages of g and of g², all in fp32::
+Let g be the gradient, or −g to maximize, t the step number, m the moving average of g, and v that of g². The update is
+computed in fp32::
 
     m = β₁ · m + (1 − β₁) · g
     v = β₂ · v + (1 − β₂) · g²
     p = p − lr · λ · p
     p = p − lr / (1 − β₁ᵗ) · m / (sqrt(v) / sqrt(1 − β₂ᵗ) + eps)
 
-p is computed from the unrounded m and v. Then p, m and v are rounded to their tensors' dtypes, to nearest or
-stochastically. Stochastic rounding to bfloat16 adds r, uniform in [0, 2¹⁶), to the bits of x and keeps the upper half,
-so E[rounded x] = x. Moments need this as much as parameters do: rounded to nearest, 0.999 · v is v. r is Philox(seed;
-element, tensor, step), so it depends neither on the grid nor on the global generators. 8-bit moments are codes and
-scales, see `moments`; they are always rounded stochastically.
+p is computed from the unrounded m and v. Then p, m and v are rounded to the dtypes of their tensors, either to nearest
+or stochastically. Stochastic rounding of x to bfloat16 adds a random integer r, uniform in [0, 2¹⁶), to the 32 bits of
+x, and keeps the upper 16 bits, so that E[rounded x] = x. It is as important for moments as for parameters: rounded to
+nearest, 0.999 · v would remain v. r is Philox(seed; element, tensor, step), so r depends neither on the grid nor on the
+global generators. 8-bit moments consist of codes and scales, which `moments` describes. They are always rounded
+stochastically.
 
 The kernel finds the tensors in a table with one row per tensor. The table is copied to the device with every launch,
-because gradients have new addresses in every step. The host never waits. The op is not registered with
-`torch.library`: it writes to its arguments, and optimizers run outside compiled graphs.
+because gradients have new addresses in every step. The host never waits for the device. The function is not registered
+with `torch.library`, because it writes to its arguments, and optimizers run outside compiled graphs.
 
-Source: https://arxiv.org/abs/1711.05101; Philox with 7 rounds: https://doi.org/10.1145/2063384.2063405.
+Source: https://arxiv.org/abs/1711.05101 (AdamW), https://doi.org/10.1145/2063384.2063405 (Philox, here with 7 rounds).
 """
 
 from collections.abc import Sequence
@@ -32,15 +34,17 @@ from liger_models.kernels.optimizer.moments import WIDTH, decode, decoded, encod
 
 BLOCK = 1024
 NUM_WARPS = 4
-"""Elements per block, and warps: each thread has one 16-byte vector of each bfloat16 tensor in flight."""
+"""Number of elements per block, and number of warps. Each thread has one 16-byte vector of each bfloat16 tensor in
+flight."""
 
 BLOCKS = 2
-"""Blocks per program, one after the other, so that a program looks up its tensor once. An H200 reaches 0.93 of copy
-bandwidth, 0.91 with stochastic rounding; with one block 0.84."""
+"""Number of blocks that a program processes one after the other, having looked up its tensor once. On an H200, the
+kernel reaches 0.93 of copy bandwidth, or 0.91 with stochastic rounding. With one block per program, it would reach
+0.84."""
 
 
 class Hyper(NamedTuple):
-    """Hyper-parameters of one tensor in one step; ``step`` counts from 1."""
+    """Hyperparameters of one tensor in one step. The first ``step`` is 1."""
 
     lr: float
     beta1: float
@@ -51,7 +55,7 @@ class Hyper(NamedTuple):
     step: int
 
     def factors(self) -> tuple[float, ...]:
-        """The factors in the formulas, in fp64. Only m depends on the sign of the gradient."""
+        """Compute the coefficients of the update's formulas, in fp64. Only m depends on the sign of the gradient."""
         return (
             self.beta1,
             (self.beta1 - 1 if self.maximize else 1 - self.beta1),
@@ -68,10 +72,11 @@ class Update(NamedTuple):
     """The update of one parameter.
 
     Attributes:
-        param, grad, exp_avg, exp_avg_sq: all of one shape.
-        hyper: its hyper-parameters.
-        stream: a number that distinguishes the tensors in stochastic rounding.
-        scales: the scales of both moments, [*shape[:-1], ceil(shape[-1] / 128)] fp32, if the moments are 8-bit codes.
+        param, grad, exp_avg, exp_avg_sq: the parameter, its gradient and its moments, which all have the same shape.
+        hyper: the hyperparameters.
+        stream: a number that gives each tensor its own random numbers in stochastic rounding.
+        scales: [*shape[:-1], ceil(shape[-1] / 128)] fp32 each, the scales of both moments if the moments are 8-bit
+            codes; None otherwise.
     """
 
     param: Tensor
@@ -84,19 +89,22 @@ class Update(NamedTuple):
 
 
 def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int = 0) -> None:
-    """`adamw_` of one tensor in plain torch (fp64 stays fp64; stochastic rounding draws different numbers)."""
+    """Compute `adamw_` of one tensor in plain PyTorch, with fp64 tensors in fp64.
+
+    Stochastic rounding uses other random numbers than the kernel.
+    """
     param, grad, exp_avg, exp_avg_sq, hyper, stream, scales = update
     beta1, grad_to_m, beta2, grad_to_v, decay, step_size, root, eps = hyper.factors()
     wide = torch.promote_types(param.dtype, torch.float32)
     g, m, v = grad.to(wide), exp_avg.to(wide), exp_avg_sq.to(wide)
-    # Moments in 8 bits are codes with one scale per block.
+    # 8-bit moments are codes with one scale per block.
     if scales is not None:
         m, v = (decode(codes, scale.to(wide)) for codes, scale in zip((exp_avg, exp_avg_sq), scales, strict=True))
     m = m.mul(beta1).add(g, alpha=grad_to_m)
     v = v.mul(beta2).addcmul(g, g, value=grad_to_v)
     p = param.to(wide)
     p = p.sub(p, alpha=decay).addcdiv(m, v.sqrt().div_(root).add_(eps), value=-step_size)
-    # Write back, in the order of the kernel: codes are always rounded stochastically, other numbers only if asked.
+    # Write the results. Codes are always rounded stochastically, other tensors only on request.
     generator = torch.Generator(param.device).manual_seed(hash((seed, hyper.step, stream)) & (2**63 - 1))
     rounded = [(param, p), (exp_avg, m), (exp_avg_sq, v)]
     if scales is not None:
@@ -110,7 +118,10 @@ def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int
 
 
 def write_rounded(tensor: Tensor, new: Tensor, generator: torch.Generator | None) -> None:
-    """Write values to a narrower tensor, rounded to nearest, or with a generator to bfloat16 stochastically."""
+    """Write values to a tensor, rounded to the tensor's dtype.
+
+    Values are rounded to nearest or, with a generator and a bfloat16 tensor, stochastically.
+    """
     if generator is not None and tensor.dtype == torch.bfloat16:
         new = new.float()
         bits = new.view(torch.int32)
@@ -121,7 +132,7 @@ def write_rounded(tensor: Tensor, new: Tensor, generator: torch.Generator | None
 
 @triton.jit
 def _tensor_at(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to the tensor whose address the table holds."""
+    """Return a pointer to the tensor whose address is in the table at ``address_ptr``."""
     pointer = tl.load(address_ptr).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -130,8 +141,8 @@ def _tensor_at(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _draw(start, seed, stream, step, BLOCK: tl.constexpr):
-    """Random numbers from 0 to 65535 for BLOCK elements, starting at ``start``."""
-    # One call makes 16 bits for each of 8 neighbors, which one thread holds.
+    """Return random integers from 0 to 65535 for BLOCK elements, of which the first has the index ``start``."""
+    # One call generates 16 bits for each of 8 adjacent elements, which belong to one thread.
     eight = start // 8 + tl.arange(0, BLOCK // 8)
     low, high = eight.to(tl.uint32), (eight >> 32).to(tl.uint32)
     a, b, c, d = tl.philox(seed, low, high, stream.to(tl.uint32), step.to(tl.uint32), 7)
@@ -141,18 +152,18 @@ def _draw(start, seed, stream, step, BLOCK: tl.constexpr):
 
 @triton.jit
 def _round(x, start, seed, stream, step, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
-    """Round BLOCK elements to DTYPE, to nearest or, if DTYPE is bfloat16, stochastically."""
+    """Round BLOCK elements to DTYPE: stochastically with STOCHASTIC and bfloat16, otherwise to nearest."""
     if STOCHASTIC and DTYPE.is_bf16():
         draw = tl.reshape(_draw(start, seed, stream, step, BLOCK), x.shape)
         bits = x.to(tl.uint32, bitcast=True) + draw
-        # For a NaN the sum could carry into the sign bit.
+        # NaN is not rounded, because the addition could carry into its sign bit.
         x = tl.where(x == x, (bits & 0xFFFF0000).to(tl.float32, bitcast=True), x)
     return x.to(DTYPE)
 
 
 @triton.jit
 def _step(p, g, m, v, factors):
-    """Parameter and moments after a step, in fp32."""
+    """Return parameter and moments after a step, in fp32."""
     m = tl.load(factors) * m + tl.load(factors + 1) * g
     v = tl.load(factors + 2) * v + tl.load(factors + 3) * g * g
     p -= tl.load(factors + 4) * p
@@ -166,7 +177,7 @@ def _update(
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update up to BLOCK elements of a tensor from ``start`` on; ``remaining`` elements are left."""
+    """Update up to BLOCK of the ``remaining`` elements of a tensor, of which the first has the index ``start``."""
     at = start + tl.arange(0, BLOCK)
     p_ptr = _tensor_at(row + 4, P_DTYPE, ALIGNED) + at
     g_ptr = _tensor_at(row + 5, G_DTYPE, ALIGNED) + at
@@ -174,7 +185,7 @@ def _update(
     v_ptr = _tensor_at(row + 7, STATE_DTYPE, ALIGNED) + at
     inside = tl.arange(0, BLOCK) < remaining
 
-    # These loads bypass L1, so that the table stays there.
+    # These loads bypass the L1 cache, so that the table stays in it.
     g = tl.load(g_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     m = tl.load(m_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     v = tl.load(v_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -192,12 +203,12 @@ def _update_codes(
     row, factors, start, remaining, seed,
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`_update` for 8-bit moments. Elements are counted as if rows were padded to whole blocks of 128."""
-    # Rows and columns of R blocks of 128 elements, [R, 128].
+    """Do what `_update` does, for 8-bit moments. Elements are counted as if rows were padded to whole blocks of 128."""
+    # Compute the rows and columns of R blocks of 128 elements, [R, 128].
     R: tl.constexpr = BLOCK // 128
     columns = tl.load(row + 10).to(tl.int32)
     if ALIGNED:
-        columns = columns // 16 * 16  # tells the compiler that rows begin at vectors
+        columns = columns // 16 * 16  # changes nothing, but tells the compiler that rows are aligned for vector loads
     row_blocks = (columns + 127) // 128
     block = (start // 128).to(tl.int32) + tl.arange(0, R)
     line = block // row_blocks
@@ -237,12 +248,14 @@ def _adamw_kernel(
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Update BLOCKS blocks of one tensor. The table has a row for each tensor: 12 integers, then 8 floats.
+    """Update BLOCKS blocks of one tensor.
 
-    The integers are the tensor's first program, its number of elements, stream and step; the addresses of parameter,
-    gradient and both moments; for 8-bit moments the addresses of both scales and the number of columns; and one unused.
+    The table has a row of 12 integers and 8 floats for each tensor. The integers are: the index of the tensor's first
+    program, the number of elements, stream and step (0 to 3), the addresses of parameter, gradient and both moments (4
+    to 7), the addresses of both scales and the number of columns for 8-bit moments (8 to 10), and one unused integer.
+    The floats are `Hyper.factors`.
     """
-    # Programs are numbered across all tensors. This program's tensor is the last one that begins at or before it.
+    # Programs are numbered across all tensors. Search for the last tensor whose first program is at or before this one.
     SPAN: tl.constexpr = BLOCK * BLOCKS
     program = tl.program_id(0)
     low = 0
@@ -254,12 +267,12 @@ def _adamw_kernel(
         else:
             high = middle
 
-    row = table + low * 16  # 12 integers of 64 bits, then 8 floats in the space of 4
+    row = table + low * 16  # 12 integers of 64 bits, then 8 floats in the space of 4 integers
     factors += low * 32 + 24
     start = (program - tl.load(row)) * SPAN
     end = tl.minimum(start + SPAN, tl.load(row + 1))
 
-    # Tensors whose addresses are multiples of 16 are loaded in vectors.
+    # Tensors are loaded in vectors if their addresses are multiples of 16.
     addresses = tl.load(row + 4) | tl.load(row + 5) | tl.load(row + 6) | tl.load(row + 7)
     if STATE_DTYPE.is_int8():
         aligned = ((addresses | tl.load(row + 8) | tl.load(row + 9) | tl.load(row + 10)) % 16) == 0
@@ -280,7 +293,11 @@ def _adamw_kernel(
 
 
 def _in_layout_of(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
-    """The gradient in the memory layout of the parameter. The moments must also have this layout."""
+    """Return the gradient in the memory layout of the parameter.
+
+    Raises:
+        ValueError: the parameter has gaps in memory, or the moments have another layout.
+    """
     if not (param.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()):
         span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
         if not (span == param.numel() and param.stride() == exp_avg.stride() == exp_avg_sq.stride()):
@@ -295,7 +312,7 @@ def _in_layout_of(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tens
 
 
 def _check_codes(update: Update) -> None:
-    """Raise ValueError unless 8-bit moments have scales and other moments have none."""
+    """Raise ValueError unless 8-bit moments have scales of the right shape, and other moments have no scales."""
     param, _, *moments, _, _, scales = update
     dtypes = [moment.dtype for moment in moments]
     codes = {torch.int8, torch.uint8} & {*dtypes}
@@ -319,10 +336,10 @@ def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> 
     first = updates[0].param
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("adamw: a captured graph would repeat one step number. Capture without the optimizer.")
-    grads = [_in_layout_of(*update[:4]) for update in updates]  # keeps copies alive until the launch
+    grads = [_in_layout_of(*update[:4]) for update in updates]  # this list keeps copies alive until the launch
     factors = {hyper: hyper.factors() for hyper in {update.hyper for update in updates}}
 
-    # The rows of the table, see `_adamw_kernel`.
+    # Fill the rows of the table, which `_adamw_kernel` describes.
     programs = 0
     integers: list[int] = []
     floats: list[float] = []
@@ -351,28 +368,29 @@ def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> 
             STOCHASTIC=stochastic_rounding, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=NUM_WARPS,
         )  # fmt: skip
 
-    # As torch's in-place operations do, so that autograd detects saved tensors that were overwritten.
+    # Increment the version counters, as PyTorch's in-place operations do, so that autograd detects overwritten tensors.
     written = [tensor for u in updates for tensor in (u.param, u.exp_avg, u.exp_avg_sq, *(u.scales or ()))]
     torch.autograd.graph.increment_version(written)
 
 
 @torch.no_grad()
 def adamw_(updates: Sequence[Update], *, stochastic_rounding: bool = False, seed: int = 0) -> None:
-    """One AdamW step for every tensor, in place.
+    """Perform one AdamW step for every tensor, in place.
 
     Args:
-        updates: parameters of any shape without gaps in memory, gradients with any strides, and moments with the
-            strides of their parameter. All are float32, float16 or bfloat16; both moments have one dtype. With scales,
-            the moments are int8 and uint8 codes, and all tensors but the gradient must be contiguous.
-        stochastic_rounding: round bfloat16 parameters and moments stochastically instead of to nearest.
-        seed: seed of the stochastic rounding. The same seed, step and stream give the same numbers.
+        updates: one update per parameter. A parameter may have any shape, and its memory must have no gaps. Its
+            gradient may have any strides, and its moments must have the strides of the parameter. All tensors are
+            float32, float16 or bfloat16, and both moments have the same dtype. With scales, the moments are int8 and
+            uint8 codes, and all tensors except the gradient must be contiguous.
+        stochastic_rounding: whether to round bfloat16 parameters and moments stochastically instead of to nearest.
+        seed: seed of the stochastic rounding. The same seed, step and stream give the same random numbers.
 
     Raises:
         ValueError: shapes, devices or layouts do not match, or stochastic rounding to float16 is requested.
         TypeError: a tensor is not floating-point.
         RuntimeError: a CUDA graph is being captured.
     """
-    # Tensors of the same dtypes and devices share a launch.
+    # Tensors with the same dtypes and devices share a launch.
     groups: dict[tuple[object, ...], list[Update]] = {}
     for update in updates:
         p, g, m, v, _, _, scales = update
@@ -386,7 +404,7 @@ def adamw_(updates: Sequence[Update], *, stochastic_rounding: bool = False, seed
 
     for group in groups.values():
         param, grad, exp_avg, exp_avg_sq, _, _, scales = group[0]
-        # Codes have the dtypes that were checked above.
+        # For 8-bit moments, check the scales. The dtypes of the codes were checked above.
         m, v = (exp_avg, exp_avg_sq) if scales is None else scales
         check_floating("adamw", param=param, grad=grad, exp_avg=m, exp_avg_sq=v)
         devices = [str(tensor.device) for tensor in (*group[0][:4], *(scales or ()))]

@@ -1,14 +1,15 @@
-"""8-bit moments of AdamW: a code per element, and an fp32 scale per 128 elements of the last dimension.
+"""8-bit moments of AdamW: a code c per element, and an fp32 scale s per block of 128 elements of the last dimension.
 
-With the scale s, the largest magnitude of its block, the moments are::
+The scale is the largest magnitude in its block. The moments are::
 
     m = sign(c) · (c / 127)² · s    c from −127 to 127, int8
     v = (c / 255)⁴ · s              c from 0 to 255, uint8
 
-The powers spend the codes on small values: the square root of a second moment may be 65,025 times as small as the
-largest of its block. From step to step a moment changes by less than the distance of two codes. It is therefore rounded
-up or down at random, with the mean unchanged; rounded to nearest, 0.999 · v would be v. A positive second moment never
-gets the code 0, because the update would then be m / eps. If a block has an infinity or NaN, its scale is that value.
+The powers give small values more codes: the square root of a second moment may be 65,025 times smaller than the largest
+root in its block. In one step, a moment usually changes by less than the distance between two codes. It is therefore
+rounded up or down at random, such that the mean is preserved. If it were rounded to nearest, 0.999 · v would remain v.
+A positive second moment never gets the code 0, because the update would then be m / eps. If a block contains infinity
+or NaN, its scale is that value.
 """
 
 import math
@@ -21,25 +22,33 @@ from torch import Tensor
 from liger_models.kernels.dispatch import tl, triton
 
 WIDTH = 128
-"""Elements of a block, which share a scale."""
+"""Number of elements in a block, which share a scale."""
 LEVELS = {torch.int8: 127, torch.uint8: 255}
 POWERS = {torch.int8: 2, torch.uint8: 4}
 SMALLEST = 2.0**-126
-"""Blocks of smaller magnitudes become zeros: the inverse of their scale could be infinite."""
+"""Smallest scale of a block that is not rounded to 0. The inverse of a smaller scale could be infinite."""
 
 
 def has_blocks(shape: Sequence[int]) -> bool:
-    """Whether moments of this shape are stored as codes: two or more dimensions, and rows of at least one block."""
+    """Return whether moments of this shape are stored as codes.
+
+    They are if the shape has two or more dimensions, and rows of at least one block.
+    """
     return len(shape) > 1 and shape[-1] >= WIDTH
 
 
 def scale_shape(shape: Sequence[int]) -> list[int]:
-    """The shape of the scales of each moment."""
+    """Return the shape of the scales of one moment, given the shape of the moment."""
     return [*shape[:-1], -(-shape[-1] // WIDTH)]
 
 
 def moment_bytes(shape: Sequence[int], dtype: torch.dtype) -> list[int]:
-    """Bytes of each tensor that holds a parameter's moments; int8 stands for codes with scales."""
+    """Return the size in bytes of each tensor that a parameter's two moments consist of.
+
+    Args:
+        shape: shape of the parameter.
+        dtype: dtype of the moments; int8 stands for codes with scales.
+    """
     sizes = [math.prod(shape) * dtype.itemsize]
     if dtype == torch.int8:
         sizes.append(math.prod(scale_shape(shape)) * torch.float32.itemsize)
@@ -47,29 +56,32 @@ def moment_bytes(shape: Sequence[int], dtype: torch.dtype) -> list[int]:
 
 
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """The values of codes, [..., N] int8 or uint8 -> [..., N] in the dtype of the scales, [..., ceil(N / 128)]."""
+    """Decode codes [..., N] in int8 or uint8 with scales [..., ceil(N / 128)] to values [..., N].
+
+    The values have the dtype of the scales.
+    """
     root = codes.to(scales.dtype) / LEVELS[codes.dtype]
     value = root * root.abs() if codes.dtype == torch.int8 else root.square().square()
     return value * scales.repeat_interleave(WIDTH, -1)[..., : codes.shape[-1]]
 
 
 def encode(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Encode floating-point values [..., N] as codes of ``dtype`` and scales.
+    """Encode floating-point values [..., N] as codes [..., N] and fp32 scales [..., ceil(N / 128)].
 
     Args:
-        values: [..., N]; not negative for uint8.
-        dtype: int8 for a first moment, uint8 for a second.
-        generator: source of the random numbers for rounding; None rounds to nearest.
+        values: [..., N]. They must not be negative if ``dtype`` is uint8.
+        dtype: dtype of the codes; int8 for a first moment, uint8 for a second moment.
+        generator: generator of the random numbers for rounding; None rounds to nearest.
     """
     levels, power = LEVELS[dtype], POWERS[dtype]
 
-    # Magnitudes relative to the largest of their block.
+    # Divide the magnitudes by the largest magnitude in their block.
     blocks = F.pad(values.abs(), (0, -values.shape[-1] % WIDTH))
     scales = blocks.reshape(*scale_shape(values.shape), WIDTH).amax(-1)
     x = values.abs() / scales.where(scales >= SMALLEST, math.inf).repeat_interleave(WIDTH, -1)[..., : values.shape[-1]]
-    x = x.where(x < 1, 1)  # also for NaN
+    x = x.where(x < 1, 1)  # NaN becomes 1, too
 
-    # The values of the codes below and above, between which a random number decides.
+    # Find the nearest code below x and the next code. A random number decides between them.
     low = (x ** (1 / power) * levels).floor().clamp(max=levels - 1)
     below, above = (low / levels) ** power, ((low + 1) / levels) ** power
     draw = 0.5 if generator is None else torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
@@ -80,7 +92,10 @@ def encode(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None
 
 @triton.jit
 def decoded(codes, scale, LEVELS: tl.constexpr):
-    """[R, 128] codes with [R] scales -> [R, 128] fp32; LEVELS is 127 for a first moment and 255 for a second."""
+    """Decode codes [R, 128] with scales [R] to fp32 values [R, 128].
+
+    LEVELS is 127 for a first moment, and 255 for a second moment.
+    """
     root = codes.to(tl.float32) * (1.0 / LEVELS)
     if LEVELS == 127:
         value = root * tl.abs(root)
@@ -92,18 +107,21 @@ def decoded(codes, scale, LEVELS: tl.constexpr):
 
 @triton.jit
 def encoded(value, draw, LEVELS: tl.constexpr):
-    """[R, 128] fp32 -> codes as int32, rounded by random numbers from 0 to 65535, and [R] scales."""
+    """Encode fp32 values [R, 128] as codes [R, 128] in int32 and scales [R].
+
+    ``draw`` [R, 128] holds random integers from 0 to 65535, which decide the rounding.
+    """
     size = tl.abs(value)
-    # As integers, the bits of magnitudes are in the same order, and NaN is the largest.
+    # Compare magnitudes as integers: the bit patterns have the same order as the magnitudes, and NaN is the largest.
     scale = tl.max(size.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
     inverse = tl.where(scale >= 2.0**-126, 1.0 / tl.maximum(scale, 2.0**-126), 0.0)
     x = size * inverse[:, None]  # [R, 128], from 0 to 1
-    x = tl.where(x < 1, x, 1.0)  # also for NaN
+    x = tl.where(x < 1, x, 1.0)  # NaN becomes 1, too
     root = tl.sqrt(x)
     if LEVELS == 255:
         root = tl.sqrt(root)
 
-    # The values of the codes below and above, between which a random number decides.
+    # Find the nearest code below x and the next code. A random number decides between them.
     low = tl.minimum(tl.floor(root * LEVELS), LEVELS - 1.0)
     below = low * (1.0 / LEVELS)
     above = (low + 1) * (1.0 / LEVELS)

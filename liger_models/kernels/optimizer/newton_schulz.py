@@ -1,17 +1,17 @@
-"""Orthogonalize matrices by five Newton-Schulz steps that compute only half of each symmetric product.
+"""Orthogonalization of matrices by five Newton-Schulz steps, which compute only half of each symmetric product.
 
-A matrix with the singular values σ gets singular values near 1 and keeps its singular vectors::
+The steps move the singular values σ of a matrix close to 1, and keep its singular vectors::
 
     X = X / max(‖X‖, 1e-7)                          the Frobenius norm, so that σ <= 1
     five times:  A = X Xᵀ,   X = a X + (b A + c A²) X          a, b, c = 3.4445, -4.7750, 2.0315
 
-The coefficients have a steep slope at 0 instead of a fixed point at 1: σ above 0.002 end between 0.68 and 1.21. A
-matrix with more rows than columns is transposed first, so that A is the smaller of the two products.
+The coefficients are chosen for a steep slope at σ = 0 instead of a fixed point at σ = 1. A σ above 0.002 ends between
+0.68 and 1.21. A matrix with more rows than columns is first transposed, because X Xᵀ is then the smaller product.
 
-A and b A + c A² are symmetric. `symmetric_product` computes the tiles on and below the diagonal, and stores each tile
-and its mirror image. Products accumulate in fp32 and are rounded to the matrices' dtype.
+A and b A + c A² are symmetric. `symmetric_product` therefore computes only the tiles on and below the diagonal, and
+stores each tile and its mirror image. Products are accumulated in fp32, and rounded to the dtype of the matrices.
 
-Source: https://kellerjordan.github.io/posts/muon; halves of the products: https://github.com/nil0x9/flash-muon.
+Source: https://kellerjordan.github.io/posts/muon, https://github.com/nil0x9/flash-muon (symmetric products).
 """
 
 from collections.abc import Callable
@@ -28,19 +28,24 @@ EPS = 1e-7
 BLOCK = 16 if INTERPRET else 128
 BLOCK_K = 16 if INTERPRET else 64
 STAGES, NUM_WARPS = 3, 8
-"""Rows and columns of a tile, columns of X in a step of its sum, steps in flight, and warps."""
+"""Number of rows and columns of a tile (BLOCK), number of columns of X per step of the sum (BLOCK_K), number of steps
+in flight, and number of warps."""
 SPAN = 2 * BLOCK_K
-"""Columns of an fp32 X that are summed by themselves: one long sum would round more than the libraries' do."""
+"""Number of columns over which an fp32 X is summed before the sum is added to the total. A single long sum would have
+larger rounding errors than the products of libraries."""
 
 
 def symmetric_product_reference(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-    """`symmetric_product` in plain torch."""
+    """Compute `symmetric_product` in plain PyTorch."""
     return torch.baddbmm(x, x, x.mT, beta=beta, alpha=alpha) if beta else torch.bmm(x, x.mT).mul_(alpha)
 
 
 @triton.jit
 def _sum_of_products(left, right, K, left_exists, right_exists, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Products [BLOCK, BLOCK] of the rows at ``left`` and ``right``, summed over K columns; missing rows count as 0."""
+    """Compute the product [BLOCK, BLOCK] of the rows at ``left`` and ``right``, summed over K columns.
+
+    Rows beyond the matrix count as 0.
+    """
     step = tl.arange(0, BLOCK_K)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -56,7 +61,10 @@ def _symmetric_product_kernel(
     x_ptr, out_ptr, N, K, alpha, beta, ADDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile on or below the diagonal and its mirror image; SPAN splits the sum into runs of columns."""
+    """Compute and store one tile on or below the diagonal, and store its mirror image.
+
+    If SPAN is not 0, the sum is divided into sums over SPAN columns each.
+    """
     tiles = tl.cdiv(N, BLOCK)
     i = tl.program_id(0) // tiles
     j = tl.program_id(0) % tiles
@@ -71,7 +79,7 @@ def _symmetric_product_kernel(
     right = x_ptr + column[:, None].to(tl.int64) * K + step[None, :]
     row_exists, column_exists = (row < N)[:, None], (column < N)[:, None]
 
-    # X Xᵀ, [BLOCK, BLOCK].
+    # Compute the tile [BLOCK, BLOCK] of X Xᵀ.
     if SPAN:
         total = tl.zeros([BLOCK, BLOCK], tl.float32)
         for first in range(0, K, SPAN):
@@ -86,7 +94,7 @@ def _symmetric_product_kernel(
     if ADDS:  # X is square and symmetric
         total += beta * tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
 
-    # The tile, and its mirror image above the diagonal.
+    # Store the tile, and its mirror image above the diagonal.
     out = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, out, mask=inside)
     if i != j:
@@ -95,17 +103,20 @@ def _symmetric_product_kernel(
 
 
 def symmetric_product(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-    """alpha · X Xᵀ + beta · X of each matrix; exactly symmetric if kernels compute it. Not differentiable.
+    """Compute alpha · X Xᵀ + beta · X of each matrix X. The function is not differentiable.
+
+    The Triton kernel's result is exactly symmetric.
 
     Args:
-        x: [B, N, K], floating-point; [B, N, N] and symmetric unless ``beta`` is 0.
-        alpha, beta: the factors.
+        x: [B, N, K], floating-point. If ``beta`` is not 0, x must be [B, N, N] and symmetric.
+        alpha: coefficient of X Xᵀ.
+        beta: coefficient of X.
 
     Returns:
         [B, N, N] in the dtype of ``x``.
 
     Raises:
-        ValueError: ``x`` has other dimensions, or is not square and ``beta`` is not 0.
+        ValueError: ``x`` does not have three dimensions, or its matrices are not square and ``beta`` is not 0.
         TypeError: ``x`` is not floating-point.
     """
     check_floating("symmetric_product", x=x)
@@ -126,19 +137,19 @@ def symmetric_product(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tenso
 
 
 def newton_schulz_reference(x: Tensor) -> Tensor:
-    """`newton_schulz` in plain torch."""
+    """Compute `newton_schulz` in plain PyTorch."""
     return _iterate(x, symmetric_product_reference)
 
 
 @torch.no_grad()
 def newton_schulz(x: Tensor) -> Tensor:
-    """The nearly orthogonal factor of each matrix. Not differentiable.
+    """Approximate the nearest orthogonal matrix of each matrix. The function is not differentiable.
 
     Args:
-        x: [B, N, K], floating-point; the products are computed in its dtype.
+        x: [B, N, K], floating-point. The products are computed in the dtype of x.
 
     Returns:
-        [B, N, K] in the dtype of ``x``, with singular values of about 1; a zero matrix stays zero.
+        [B, N, K] in the dtype of ``x``, matrices with singular values of about 1. A zero matrix stays zero.
 
     Raises:
         ValueError: ``x`` does not have three dimensions.
@@ -151,7 +162,10 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def _iterate(x: Tensor, product: Callable[..., Tensor]) -> Tensor:
-    """Iterate X ← a · X + (b · A + c · A²) X with A = X Xᵀ from ``product``, on the shorter side of X."""
+    """Iterate X ← a · X + (b · A + c · A²) X, where ``product`` computes A = X Xᵀ and b · A + c · A².
+
+    A matrix with more rows than columns is transposed before and after the iteration.
+    """
     a, b, c = COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
     x = (x.mT if tall else x).contiguous()

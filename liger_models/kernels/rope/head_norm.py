@@ -1,7 +1,7 @@
-"""RMSNorm of heads held as pairs x1, x2 [ROWS, BLOCK], for `qk_norm_rope` and `qkv_norm_rope`.
+"""RMSNorm of heads that are held as pairs x1, x2 [ROWS, BLOCK], for `qk_norm_rope` and `qkv_norm_rope`.
 
-The norm is over one head (a row), or with WHOLE over all heads of a program. Backward, with s the weight times the
-gradient of the normed head::
+The norm is over one head, which is a row, or with WHOLE over all heads of a program. In the backward, let s be the
+weight multiplied by the gradient of the normalized head::
 
     dx = r · (s − x · r² · mean(s · x))
 """
@@ -13,27 +13,32 @@ from liger_models.kernels.rope.rope import store_heads
 
 HEAD_WARPS_PER_SM, HEAD_STAGES = 64, 4
 WHOLE_WARPS_PER_SM, WHOLE_STAGES = 16, 3
-"""For the backward with weight gradients, which each program sums over its tokens: warps per multiprocessor, and tokens
-that a program has in flight if shared memory holds them. HEAD is for norms of single heads, WHOLE of all heads. On an
-H200 the backward with 32 + 8 and 32 + 32 heads of 128 reaches 0.81 and 0.99 of copy bandwidth; with one token in flight
-0.73 and 0.87."""
+"""For the backward with weight gradients, which each program sums over its tokens: number of warps per multiprocessor,
+and number of tokens that a program has in flight if shared memory can hold them. HEAD is for norms over one head, and
+WHOLE for norms over all heads. On an H200, with heads of 128, the backward reaches 0.81 of copy bandwidth for 32 + 8
+heads and 0.99 for 32 + 32 heads. With one token in flight, it would reach 0.73 and 0.87."""
 
 
 @triton.jit
 def _mean(x, count, WHOLE: tl.constexpr):
-    """The mean over ``count`` entries, given their sums by pair, for each row [ROWS, 1] or with WHOLE for all rows."""
+    """Compute the mean of each row [ROWS, 1] or, with WHOLE, the mean of all rows.
+
+    Args:
+        x: [ROWS, BLOCK], for each pair the sum of its two elements.
+        count: number of elements over which the mean is taken.
+    """
     return (tl.sum(x) if WHOLE else tl.sum(x, 1)[:, None]) / count
 
 
 @triton.jit
 def inverse_rms(x1, x2, count, eps, WHOLE: tl.constexpr):
-    """r of each head [ROWS, 1], or with WHOLE of all heads."""
+    """Compute r of each head [ROWS, 1] or, with WHOLE, one r for all heads."""
     return 1.0 / tl.sqrt(_mean(x1 * x1 + x2 * x2, count, WHOLE) + eps)
 
 
 @triton.jit
 def norm_gradient(x1, x2, s1, s2, rstd, count, WHOLE: tl.constexpr):
-    """dx as pairs, [ROWS, BLOCK] each."""
+    """Compute dx as pairs, [ROWS, BLOCK] each."""
     along = rstd * rstd * _mean(s1 * x1 + s2 * x2, count, WHOLE)
     return rstd * (s1 - x1 * along), rstd * (s2 - x2 * along)
 
@@ -43,7 +48,10 @@ def store_weight_gradients(
     dw_ptr, program, is_query, is_key, dw1, dw2, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Sum a program's weight gradients over its queries and over its keys, and store them in dw [programs, 2, D]."""
+    """Sum a program's weight gradients over its query heads and over its key heads, and store both sums.
+
+    They are stored in dw [programs, 2, D].
+    """
     one = tl.arange(0, 1)[:, None]
     for part in tl.static_range(2):
         heads = is_key if part == 1 else is_query
@@ -54,12 +62,12 @@ def store_weight_gradients(
 
 
 def backward_launch(packed: Tensor, constants: dict[str, int], need_dw: bool, whole: bool = False) -> tuple[int, int]:
-    """For each chunk of heads, how many programs share the tokens, and how many tokens each has in flight.
+    """Return, for each chunk of heads, the number of programs that divide the tokens, and the tokens in flight of each.
 
     Args:
-        packed: [B, T, W].
-        constants: the launch's constants, with CHUNKS, ROWS, BLOCK and num_warps.
-        need_dw: whether programs sum a weight gradient. If not, each program takes one token.
+        packed: [B, T, W], the packed projection.
+        constants: constants of the launch, of which CHUNKS, ROWS, BLOCK and num_warps are used.
+        need_dw: whether programs sum a weight gradient. If not, there is one program per token.
         whole: whether the norm is over all heads.
     """
     tokens = packed.shape[0] * packed.shape[1]

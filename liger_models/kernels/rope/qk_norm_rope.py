@@ -1,21 +1,22 @@
 """RMSNorm and rotary embedding of queries and keys, fused with the split of the packed QKV projection.
 
-Forward, with r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
+The forward is computed in fp32, with r = 1 / sqrt(mean(x²) + eps) and n = x · r::
 
-    z = (weight_offset + w) · cast(n)    scale_in_fp32=False (Qwen3)        both rounded to the input dtype
-    z = (weight_offset + w) · n          scale_in_fp32=True (Gemma 3, OLMo 2)
-    q, k = cast(rotated(z))              as in `rope`;  v is copied
+    z = cast((weight_offset + w) · cast(n))    with scale_in_fp32=False (Qwen3)
+    z = cast((weight_offset + w) · n)          with scale_in_fp32=True (Gemma 3, OLMo 2)
+    q, k = cast(rotated(z))                    rotated as in `rope`; v is copied
 
-The mean is over one head, with one weight [D] for all queries and one for all keys. If the weights are as wide as the
-projections ([H · D] and [G · D], as in OLMo 2), the mean is over all heads of a token, separately for queries and keys.
+cast rounds to the dtype of the projection. The mean is over one head, and there is one weight [D] for all query heads
+and one for all key heads. If the weights are as wide as the projections ([H · D] and [G · D], as in OLMo 2), one mean
+is over all query heads of a token, and another over all its key heads.
 
-Backward, with dz = rotated back(dq), s = dz · (weight_offset + w), and likewise for k::
+In the backward, let dz be dq rotated back, and let s = dz · (weight_offset + w). The same holds for k::
 
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ dz · n
 
-Saved: the packed projection, which the backward reads to recompute r. The outputs, which attention saves in any case,
-are no substitute: where a weight is 0, they do not determine n. The weight gradients are summed in fp32: each program
-writes a partial result, and `sum_partials` adds these.
+The packed projection is saved, from which the backward recomputes r. The outputs, which attention saves in any case,
+cannot replace it, because they do not determine n where a weight is 0. The weight gradients are summed in fp32: each
+program writes a partial sum, and `sum_partials` adds the partial sums.
 
 Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
 (https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656).
@@ -70,7 +71,7 @@ def qk_norm_rope_reference(
     scale_in_fp32: bool = False,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`qk_norm_rope` in plain torch (differentiable; fp64 stays fp64)."""
+    """Compute `qk_norm_rope` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
     q, k, v = split_heads(qkv, num_heads, num_kv_heads, head_dim)
 
     def normed_and_rotated(x: Tensor, weight: Tensor) -> Tensor:
@@ -83,12 +84,14 @@ def qk_norm_rope_reference(
 
 @triton.jit
 def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    """A program's heads, each result [ROWS, 1]: index (queries, then keys), whether it exists, index in the packed row.
+    """Return three tensors [ROWS, 1] that describe a program's heads.
 
-    With WHOLE the first chunk is all queries, and the second is all keys.
+    The first is the index of the head, where key heads follow the query heads. The second is True if the head exists.
+    The third is the index of the head in the packed row. With WHOLE, the first chunk has all query heads, and the
+    second chunk has all key heads.
     """
     H: tl.constexpr = G * GROUP
-    # In the packed row each group has its queries, then its key, then its value.
+    # In the packed row, each group has its query heads, then its key, then its value.
     PER_CHUNK: tl.constexpr = H if WHOLE else ROWS
     row = tl.arange(0, ROWS)[:, None]
     head = chunk * PER_CHUNK + row
@@ -99,7 +102,7 @@ def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOL
 
 @triton.jit
 def _values(chunk, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """A program's share of a token's values: index [ROWS, 1], column [1, 2 BLOCK], and which values exist."""
+    """Return the indices [ROWS, 1] and columns [1, 2 · BLOCK] of a program's share of a token's values, and a mask."""
     row = tl.arange(0, ROWS)[:, None]
     value = chunk * SHARE + row
     column = tl.arange(0, 2 * BLOCK)[None, :]
@@ -114,16 +117,16 @@ def _qk_norm_rope_kernel(
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, SHARE_ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, SCALE_IN_FP32: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate a chunk of a token's heads per program, and copy a share of the token's values."""
+    """Normalize and rotate a chunk of a token's heads per program, and copy a share of the token's values."""
     await_previous(OVERLAPS)
     H: tl.constexpr = G * GROUP
-    W: tl.constexpr = D if WHOLE else 0  # stride of the heads' weights
+    W: tl.constexpr = D if WHOLE else 0  # distance between the weights of two heads
     chunk = tl.program_id(0) % CHUNKS
     token = tl.program_id(0) // CHUNKS
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
     row = token.to(tl.int64)
 
-    # Everything that the program reads: heads and their weights [ROWS, BLOCK] x 2, values, and angles [1, BLOCK].
+    # Load everything that the program reads: heads and their weights [ROWS, BLOCK] x 2, values, and angles [1, BLOCK].
     packed = packed_ptr + batch * packed_b + position * packed_t
     head, inside, packed_head = _heads(chunk, G, GROUP, ROWS, WHOLE)
     x1, x2 = load_heads(packed + packed_head * D, inside, D, HALF, BLOCK, INTERLEAVED)
@@ -133,7 +136,7 @@ def _qk_norm_rope_kernel(
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, INTERLEAVED)
     cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, False)
 
-    # z = w · n, rounded to the dtype of the projection, and its rotation.
+    # Compute z = w · n, rounded to the dtype of the projection, and rotate it.
     dtype = packed_ptr.dtype.element_ty
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     count = tl.where(chunk == 0, H, G) * D if WHOLE else D
@@ -142,7 +145,7 @@ def _qk_norm_rope_kernel(
     z2 = scale_rows(x2 * rstd, w2, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
     y1, y2 = rotate(z1, z2, cos, sin, True, HALF, BLOCK)
 
-    # Queries and keys go to tensors of their own, which are contiguous; values are copied.
+    # Store queries and keys in their own contiguous tensors, and copy the values.
     split = choose(head < H, q_ptr + row * (H * D) + head * D, k_ptr + row * (G * D) + (head - H) * D)
     store_heads(split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
     tl.store(v_ptr + row * (G * D) + value * D + column, values, mask=inside_values)
@@ -157,13 +160,13 @@ def _qk_norm_rope_backward_kernel(
     INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Backward for a chunk of the heads of several tokens per program, which also sums their weight gradients."""
+    """Compute the backward for a chunk of heads of several tokens per program, and sum the weight gradients."""
     H: tl.constexpr = G * GROUP
     W: tl.constexpr = D if WHOLE else 0
     chunk = tl.program_id(0) % CHUNKS
     program = (tl.program_id(0) // CHUNKS).to(tl.int64)
 
-    # Heads, values and weights, which are the same for all tokens. Gradients that are absent read as 0.
+    # Indices of heads and values, and weights, are the same for all tokens. Absent gradients are loaded as 0.
     head, inside, packed_head = _heads(chunk, G, GROUP, ROWS, WHOLE)
     has_gradient = inside
     if not HAS_Q:
@@ -178,7 +181,7 @@ def _qk_norm_rope_backward_kernel(
     dw1 = tl.zeros([ROWS, BLOCK], tl.float32)
     dw2 = tl.zeros([ROWS, BLOCK], tl.float32)
     for token in tl.range(tl.program_id(0) // CHUNKS, N, tl.num_programs(0) // CHUNKS, num_stages=STAGES):
-        # Gradients, heads, angles and gradients of values of the token.
+        # Load the token's gradients, heads and angles, and the gradients of its values.
         batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
         dq = dq_ptr + batch * q_b + position * q_t + head.to(tl.int64) * q_h
         dk = dk_ptr + batch * k_b + position * k_t + (head - H).to(tl.int64) * k_h
@@ -189,14 +192,14 @@ def _qk_norm_rope_backward_kernel(
         dv = dv_ptr + batch * v_b + position * v_t + value.to(tl.int64) * v_h
         values = tl.load(dv + column, mask=inside_values & HAS_V, other=0.0)
 
-        # dz = rotated back, s = dz · w, and dx, [ROWS, BLOCK] x 2 each.
+        # Compute dz, which is g rotated back, s = dz · w, and dx, [ROWS, BLOCK] x 2 each.
         g1, g2 = rotate(g1.to(tl.float32), g2.to(tl.float32), cos, sin, True, HALF, BLOCK)
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         s1, s2 = g1 * (w1.to(tl.float32) + weight_offset), g2 * (w2.to(tl.float32) + weight_offset)
         rstd = inverse_rms(x1, x2, count, eps, WHOLE)
         dx1, dx2 = norm_gradient(x1, x2, s1, s2, rstd, count, WHOLE)
 
-        # dqkv is contiguous; the gradients of values are copied.
+        # Store the gradients in dqkv, which is contiguous. The gradients of values are copied.
         d_packed = d_packed_ptr + (batch * T + position) * ((H + 2 * G) * D)
         store_heads(d_packed + packed_head * D, inside, dx1, dx2, D, HALF, BLOCK, INTERLEAVED)
         tl.store(d_packed + (value * (GROUP + 2) + GROUP + 1) * D + column, values, mask=inside_values)
@@ -214,10 +217,10 @@ def _qk_norm_rope_backward_kernel(
 
 
 def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | None, whole: bool) -> dict[str, int]:
-    """Constants of both kernels; ``CHUNKS`` is the number of programs that share a token's heads."""
+    """Return the constants of both kernels. ``CHUNKS`` is the number of programs that divide a token's heads."""
     constants = tiles(num_heads + num_kv_heads, head_dim, cos)
     if whole:
-        # One program has all queries or all keys of a token, since their norm spans them.
+        # One program has all query heads or all key heads of a token, because the norm is over all of them.
         rows = triton.next_power_of_2(num_heads)
         warps = min(rows * 2 * constants["BLOCK"] // ELEMENTS_PER_WARP, MAX_WARPS)
         constants |= {"ROWS": rows, "num_warps": max(constants["num_warps"], warps)}
@@ -281,13 +284,13 @@ def _qk_norm_rope_backward(
     B, T, _ = qkv.shape
     shares, stages = backward_launch(qkv, constants, need_dw, whole)
 
-    # Partial sums of the weight gradients: of each head, or one for the queries and one for the keys.
+    # A program has a partial sum of the weight gradient for each head, or one for query heads and one for key heads.
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     rows, q_rows = (num_heads + num_kv_heads, num_heads) if whole else (2, 1)
     partials = (shares if whole else shares * chunks) if need_dw else 0
     partial = torch.empty(partials, rows, head_dim, dtype=torch.float32, device=qkv.device)
 
-    # A part that the constants disable must still be a tensor with strides.
+    # In place of an absent gradient, which the kernel does not read, a tensor with strides must be passed.
     parts = [qkv.unsqueeze(2) if grad is None else grad for grad in grads]
     if qkv.numel():
         with on_device_of(qkv):
@@ -355,13 +358,13 @@ def qk_norm_rope(
     scale_in_fp32: bool = False,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the packed projection, norm and rotate q and k, all in one kernel. The packed tensor is saved.
+    """Split the packed projection, and normalize and rotate q and k, in one kernel. The packed tensor is saved.
 
     Args:
         qkv, cos, sin, num_heads, num_kv_heads, head_dim: as in `rope_qkv`.
-        q_norm_weight, k_norm_weight: both [D], to norm each head separately; or [H · D] and [G · D], in the order of
-            the outputs' heads, to norm all queries of a token as one vector and all keys as another. Both have one
-            dtype.
+        q_norm_weight, k_norm_weight: [D] each, to normalize each head separately. Or [H · D] and [G · D], in the order
+            of the outputs' heads, to normalize all query heads of a token as one vector, and all key heads as another.
+            Both weights have the same dtype.
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
         interleaved: as in `rope`.
 

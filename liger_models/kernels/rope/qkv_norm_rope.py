@@ -1,19 +1,22 @@
 """RMSNorm of queries, keys and values and rotary embedding of queries and keys, fused with the projection's split.
 
-The packed projection is grouped by KV head: its H / G query heads, then its key and its value. Without values, the key
-is also the value. Without keys and values, the layer uses the keys and values of another layer. Every head is normed
-separately. With r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
+The packed projection is grouped by KV head. Each group has its H / G query heads, then its key and its value. If the
+projection has no values, the key is also the value. If it has neither keys nor values, the layer uses the keys and
+values of another layer. Every head is normalized separately. The forward is computed in fp32, with
+r = 1 / sqrt(mean(x²) + eps) and n = x · r::
 
     q, k = cast(rotated(cast(n · w)))     w [D] is the weight of queries or of keys; rotated as in `rope`
     v = cast(n)
 
-Backward, with g = rotated back(dq), and likewise for k::
+In the backward, let g be dq or dk rotated back::
 
-    s = g · w for queries, g · w for keys (+ dv if the key is also the value), dv for values
+    s = g · w                             for queries and keys
+    s = g · w + dv                        for keys that are also values
+    s = dv                                for values
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ g · n
 
-Saved: the packed projection, from which the backward recomputes r. The weight gradients are summed in fp32: each
-program writes a partial result, and `sum_partials` adds these.
+The packed projection is saved, from which the backward recomputes r. The weight gradients are summed in fp32: each
+program writes a partial sum, and `sum_partials` adds the partial sums.
 
 Source: transformers ``models/gemma4``; https://arxiv.org/abs/2010.04245.
 """
@@ -61,11 +64,11 @@ def qkv_norm_rope_reference(
     *,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`qkv_norm_rope` in plain torch (differentiable; fp64 stays fp64)."""
+    """Compute `qkv_norm_rope` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
     queries = num_heads // num_kv_heads
     groups = packed.unflatten(-1, (num_kv_heads, -1, head_dim))  # [B, T, G, H / G + parts, D]
 
-    # Queries and keys are normed with a weight and rotated; values are normed without a weight.
+    # Queries and keys are normalized with a weight and rotated. Values are normalized without a weight.
     def normed(x: Tensor, weight: Tensor | None) -> Tensor:
         weight = x.new_ones(head_dim) if weight is None else weight
         return rms_norm_reference(x, weight, eps, scale_in_fp32=True)
@@ -80,7 +83,10 @@ def qkv_norm_rope_reference(
 
 @triton.jit
 def _slots(chunk, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """A program's heads in the packed row: index, KV head, index in the group, if it exists, [ROWS, 1] each."""
+    """Return four tensors [ROWS, 1] that describe a program's heads.
+
+    They are the index in the packed row, the KV head, the index in this KV head's group, and whether the head exists.
+    """
     slot = chunk * ROWS + tl.arange(0, ROWS)[:, None]
     return slot, slot // (GROUP + PARTS), slot % (GROUP + PARTS), slot < G * (GROUP + PARTS)
 
@@ -90,9 +96,9 @@ def _weights(
     slot, member, inside, wq_ptr, wk_ptr, GROUP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The norm's weight for each head in fp32, in the layout of `load_heads`; 1 for values."""
+    """Load the norm's weight for each head in fp32, in the layout of `load_heads`. The weight of a value is 1."""
     weight = choose(member < GROUP, wq_ptr + slot * 0, wk_ptr + slot * 0)
-    # Values read the weight of keys, and ignore it.
+    # For values, the weight of keys is loaded and not used.
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, False)
     scaled = member <= GROUP
     return tl.where(scaled, w1.to(tl.float32), 1.0), tl.where(scaled, w2.to(tl.float32), 1.0)
@@ -104,7 +110,7 @@ def _qkv_norm_rope_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate a chunk of one token's heads per program."""
+    """Normalize and rotate a chunk of one token's heads per program."""
     await_previous(OVERLAPS)
     H: tl.constexpr = G * GROUP
     chunk = tl.program_id(0) % CHUNKS
@@ -112,13 +118,13 @@ def _qkv_norm_rope_kernel(
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
     row = token.to(tl.int64)
 
-    # Heads and their weights [ROWS, BLOCK] x 2, and angles [1, BLOCK].
+    # Load heads and their weights [ROWS, BLOCK] x 2, and angles [1, BLOCK].
     slot, group, member, inside = _slots(chunk, G, GROUP, PARTS, ROWS)
     x1, x2 = load_heads(packed_ptr + batch * packed_b + position * packed_t + slot * D, inside, D, HALF, BLOCK, False)
     w1, w2 = _weights(slot, member, inside, wq_ptr, wk_ptr, GROUP, D, HALF, BLOCK)
     cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, False)
 
-    # The norm of every head, and the rotation of queries and keys.
+    # Normalize every head, and rotate queries and keys.
     dtype = packed_ptr.dtype.element_ty
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     rstd = inverse_rms(x1, x2, D, eps, False)
@@ -126,7 +132,7 @@ def _qkv_norm_rope_kernel(
     z1, z2 = (n1 * w1).to(dtype).to(tl.float32), (n2 * w2).to(dtype).to(tl.float32)
     y1, y2 = rotate(z1, z2, cos, sin, member <= GROUP, HALF, BLOCK)
 
-    # A key that is also the value is stored twice, the second time as n.
+    # A key that is also the value is stored twice: first rotated, as the key, then as n, the value.
     q = q_ptr + row * (H * D) + (group * GROUP + member) * D
     value = v_ptr + row * (G * D) + group * D
     if PARTS == 0:
@@ -146,7 +152,7 @@ def _qkv_norm_rope_backward_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Backward for a chunk of the heads of several tokens per program, which also sums their weight gradients."""
+    """Compute the backward for a chunk of heads of several tokens per program, and sum the weight gradients."""
     chunk = tl.program_id(0) % CHUNKS
     program = (tl.program_id(0) // CHUNKS).to(tl.int64)
     slot, group, member, inside = _slots(chunk, G, GROUP, PARTS, ROWS)
@@ -155,7 +161,7 @@ def _qkv_norm_rope_backward_kernel(
     dw1 = tl.zeros([ROWS, BLOCK], tl.float32)
     dw2 = tl.zeros([ROWS, BLOCK], tl.float32)
     for token in tl.range(tl.program_id(0) // CHUNKS, N, tl.num_programs(0) // CHUNKS, num_stages=STAGES):
-        # The gradient of each head, from dq, dk or dv; the heads; and the angles.
+        # Load the gradient of each head from dq, dk or dv, the heads, and the angles.
         batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
         source = dq_ptr + batch * q_b + position * q_t + (group * GROUP + member) * q_h
         value = dv_ptr + batch * v_b + position * v_t + group * v_h
@@ -167,7 +173,7 @@ def _qkv_norm_rope_backward_kernel(
         x1, x2 = load_heads(packed, inside, D, HALF, BLOCK, False)
         cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, True)
 
-        # s and dx, [ROWS, BLOCK] x 2 each. A key that is also the value has a second gradient.
+        # Compute s and dx, [ROWS, BLOCK] x 2 each. A key that is also the value has a second gradient, from dv.
         g1, g2 = rotate(g1.to(tl.float32), g2.to(tl.float32), cos, sin, member <= GROUP, HALF, BLOCK)
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         s1, s2 = g1 * w1, g2 * w2
@@ -178,11 +184,11 @@ def _qkv_norm_rope_backward_kernel(
         rstd = inverse_rms(x1, x2, D, eps, False)
         dx1, dx2 = norm_gradient(x1, x2, s1, s2, rstd, D, False)
 
-        # d_packed is contiguous, unlike packed.
+        # d_packed is contiguous, but packed may have strides.
         d_packed = d_packed_ptr + (batch * T + position) * (G * (GROUP + PARTS) * D) + slot * D
         store_heads(d_packed, inside, dx1, dx2, D, HALF, BLOCK, False)
         if STORE_DW:
-            # Each lane sums its element of dw over the program's tokens: dw = Σ dz · n.
+            # Each lane sums its element of dw = Σ g · n over the program's tokens.
             dw1 += g1 * (x1 * rstd)
             dw2 += g2 * (x2 * rstd)
 
@@ -193,7 +199,10 @@ def _qkv_norm_rope_backward_kernel(
 
 
 def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor) -> dict[str, int]:
-    """Constants of both kernels; ``PARTS`` counts keys and values, and ``CHUNKS`` the programs that share a token."""
+    """Return the constants of both kernels.
+
+    ``PARTS`` is the number of keys and values per group, 0 to 2, and ``CHUNKS`` is the number of programs per token.
+    """
     slots = packed.shape[-1] // head_dim
     constants = tiles(slots, head_dim, cos)
     return constants | {
@@ -205,7 +214,7 @@ def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
 
 
 def _heads(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate q, k and v."""
+    """Allocate q, k and v. Without keys and values in the projection, k and v are empty."""
     shared = num_kv_heads if packed.shape[-1] > num_heads * head_dim else 0
     q, k, v = (packed.new_empty(*packed.shape[:2], heads, head_dim) for heads in (num_heads, shared, shared))
     return q, k, v
@@ -252,7 +261,7 @@ def _qkv_norm_rope_backward(
     chunks = constants["CHUNKS"]
     cos, sin, table_b, table_t = tables(cos, sin, packed)
     B, T, _ = packed.shape
-    # Programs take a share of the tokens and a chunk of the heads, and each sums its part of dw.
+    # Each program has a share of the tokens and a chunk of the heads, and sums its part of dw.
     shares, stages = backward_launch(packed, constants, need_dw)
     d_packed = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
     partial = torch.empty(shares * chunks if need_dw else 0, 2, head_dim, dtype=torch.float32, device=packed.device)
@@ -313,20 +322,24 @@ def qkv_norm_rope(
     *,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the packed projection, norm every head, and rotate q and k, all in one kernel. The packed tensor is saved.
+    """Split the packed projection, normalize every head, and rotate q and k, in one kernel. The packed tensor is saved.
 
     Args:
-        packed: [B, T, (H + 2 G) · D], with the query heads, the key and the value of each KV head; or [B, T, (H + G) ·
-            D] without values, where the keys before their norm are the values; or [B, T, H · D] with queries alone.
+        packed: [B, T, (H + 2 G) · D], where each KV head has its query heads, its key and its value. Or
+            [B, T, (H + G) · D] without values, where the unnormalized keys are also the values. Or [B, T, H · D]
+            without keys and values.
         cos, sin: [B or 1, T, R / 2], as in `rope`.
-        num_heads, num_kv_heads, head_dim: H, G and D; H is a multiple of G, D is even.
+        num_heads: H, a multiple of G.
+        num_kv_heads: G.
+        head_dim: D, an even number.
         q_norm_weight: [D].
-        k_norm_weight: [D] in the dtype of q_norm_weight; None for queries alone. The norm of values has no weight.
+        k_norm_weight: [D] in the dtype of q_norm_weight; None without keys and values. The norm of values has no
+            weight.
         eps: added to the mean of squares.
 
     Returns:
-        ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of packed. With
-        queries alone, k and v are [B, T, 0, D].
+        ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], all contiguous and in the dtype of packed. Without
+        keys and values, k and v are [B, T, 0, D].
 
     Raises:
         ValueError: the sizes do not match.

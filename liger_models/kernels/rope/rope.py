@@ -1,19 +1,21 @@
-"""Rotary position embedding of one tensor, or of the packed QKV projection fused with its split.
+"""Rotary position embedding (RoPE) of one tensor, or of the packed QKV projection, fused with its split.
 
-Forward, per token and head, for each pair (x1, x2) of the first R (rotary width) of D entries, in fp32::
+In each head of each token, the first R of D elements are rotated in pairs (x1, x2), in fp32. R is called the rotary
+width. The other elements, and the values v, are copied::
 
     y1 = x1 · cos − x2 · sin
-    y2 = x2 · cos + x1 · sin                      the entries from R on, and the values v, are copied
+    y2 = x2 · cos + x1 · sin
 
-A pair is (i, i + R/2), the half-split order of most Hugging Face checkpoints, or (2i, 2i + 1) if ``interleaved`` (GLM).
-Without tables (layers without rotation) the packed projection is only split.
+A pair consists of the elements i and i + R/2, in the half-split order of most Hugging Face checkpoints, or of the
+elements 2i and 2i + 1 if ``interleaved`` (GLM). Layers without rotation have no tables of cos and sin, and only split
+the packed projection.
 
 The backward is the rotation by the opposite angle, ``dx = rope(dy, cos, −sin)``. No activation is saved, only the
-tables, which get no gradient. Tables hold one entry per pair (half width). The result is rounded once, to the input
-dtype.
+tables, which get no gradient. A table has one entry per pair, so its width is R / 2. The result is rounded once, to the
+dtype of the input.
 
-The packed projection is grouped by KV head: for each KV head its H / G query heads, then k, then v. In the kernels
-GROUP is H / G, and x_b, x_t and x_h are the strides of x along batch, tokens and heads.
+The packed projection is grouped by KV head. Each group has its H / G query heads, then k, then v. In the kernels, GROUP
+is H / G, and x_b, x_t and x_h are the strides of x along batch, tokens and heads.
 
 Source: https://arxiv.org/abs/2104.09864.
 """
@@ -29,15 +31,16 @@ from liger_models.kernels.tiles import contiguous_rows
 
 MIN_WARPS, MAX_WARPS = 4, 16
 ELEMENTS_PER_WARP = 512
-"""Number of elements of one token's heads that a warp takes: 16 heads of 128 per program, so that 32 + 2 · 8 heads fill
-all lanes. In bf16 a thread loads 16 bytes of each half, into 32 registers."""
+"""Number of elements of one token's heads that a warp processes. A program then has 16 heads of 128, so that 32 + 2 · 8
+heads fill all lanes. In bf16, a thread loads 16 bytes of each half into 32 registers."""
 
 PAIRS_PER_WARP = 16
-"""Upper limit: with more angles per token than threads, Triton sends the angles through shared memory."""
+"""Largest number of a head's pairs per warp. If a program had fewer threads than a token has angles, Triton would pass
+the angles through shared memory."""
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """`rope` in plain torch (differentiable in x; fp64 stays fp64)."""
+    """Compute `rope` in plain PyTorch. The function is differentiable in x, and keeps fp64 inputs in fp64."""
     compute = torch.promote_types(x.dtype, torch.float32)
     half = cos.shape[-1]
     cos, sin = (table.detach().to(compute).unsqueeze(2) for table in (cos, sin))  # [B, T, 1, R / 2]
@@ -50,7 +53,7 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fals
 
 
 def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the packed projection in plain torch: q [B, T, H, D], k and v [B, T, G, D], new and contiguous."""
+    """Split the packed projection in plain PyTorch into new, contiguous q [B, T, H, D], k and v [B, T, G, D]."""
     queries = num_heads // num_kv_heads
     groups = qkv.unflatten(-1, (num_kv_heads, queries + 2, head_dim))  # [B, T, G, H / G + 2, D]
     parts = groups.split([queries, 1, 1], 3)
@@ -68,7 +71,7 @@ def rope_qkv_reference(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`rope_qkv` in plain torch."""
+    """Compute `rope_qkv` in plain PyTorch."""
     q, k, v = split_heads(qkv, num_heads, num_kv_heads, head_dim)
     if cos is None or sin is None:
         return q, k, v
@@ -77,11 +80,11 @@ def rope_qkv_reference(
 
 @triton.jit
 def choose(condition, a, b):
-    """Pointers ``a`` where ``condition`` holds and ``b`` elsewhere, selected as integer addresses.
+    """Return the pointers ``a`` where ``condition`` holds and ``b`` elsewhere, selected as integer addresses.
 
-    AMD's compiler rejects ``tl.where`` of pointers into two tensors. An offset from one tensor to the other does not
-    work either: in a tensor of less than 2 GB it is truncated to 32 bits. On other GPUs addresses compile to the same
-    instructions as pointers.
+    AMD's compiler rejects ``tl.where`` of pointers into two tensors. An offset from one tensor to the other is not
+    possible either, because offsets in a tensor of less than 2 GB are truncated to 32 bits. On other GPUs, addresses
+    compile to the same instructions as pointers.
     """
     return tl.where(condition, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
 
@@ -90,7 +93,7 @@ def choose(condition, a, b):
 def load_angles(
     cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF: tl.constexpr, BLOCK: tl.constexpr, INVERSE: tl.constexpr
 ):
-    """Load cos and sin of a token, [1, BLOCK] in fp32; with INVERSE for the opposite angle."""
+    """Load cos and sin of a token or, with INVERSE, of the opposite angle, [1, BLOCK] each, in fp32."""
     pair = tl.arange(0, BLOCK)[None, :]
     entry = batch * table_b + position * table_t + pair
     cos = tl.load(cos_ptr + entry, mask=pair < HALF, other=1.0).to(tl.float32)
@@ -100,9 +103,12 @@ def load_angles(
 
 @triton.jit
 def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """A head's D / 2 pairs in half-split order: columns of x1 and of x2, and which pairs exist, [1, BLOCK] each."""
+    """Return the columns of x1 and of x2 for the D / 2 pairs of a head in half-split order, and a mask of the pairs.
+
+    All results are [1, BLOCK].
+    """
     pair = tl.arange(0, BLOCK)[None, :]
-    rotated = pair < HALF  # the other pairs take the entries after the rotary width, one from each half
+    rotated = pair < HALF  # the other pairs consist of elements after the rotary width, one from each half of these
     return pair + tl.where(rotated, 0, HALF), pair + tl.where(rotated, HALF, D // 2), pair < D // 2
 
 
@@ -110,11 +116,14 @@ def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
 def load_heads(
     source, mask, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """Load all pairs x1, x2 [ROWS, BLOCK], one head per row of ``source`` [ROWS, 1]; masked rows read as 0."""
+    """Load all pairs of heads as x1 and x2 [ROWS, BLOCK].
+
+    ``source`` [ROWS, 1] has a pointer to each head. Heads whose ``mask`` is False are loaded as 0.
+    """
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
         x = tl.load(source + column, mask=mask & (column < D), other=0.0)
-        # Neighbors are a pair: [ROWS, 2 · BLOCK] -> [ROWS, BLOCK] twice.
+        # Adjacent elements are a pair: [ROWS, 2 · BLOCK] -> two tensors [ROWS, BLOCK].
         x1, x2 = tl.split(tl.reshape(x, [source.shape[0], BLOCK, 2]))
     else:
         first, second, inside = _columns(D, HALF, BLOCK)
@@ -127,7 +136,10 @@ def load_heads(
 def store_heads(
     target, mask, y1, y2, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """The inverse of `load_heads`, rounding to the pointers' dtype; masked rows are not written."""
+    """Store pairs y1 and y2 [ROWS, BLOCK] to heads, rounded to the dtype of the pointers. This inverts `load_heads`.
+
+    Heads whose ``mask`` is False are not written.
+    """
     y1, y2 = y1.to(target.dtype.element_ty), y2.to(target.dtype.element_ty)
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
@@ -140,9 +152,9 @@ def store_heads(
 
 @triton.jit
 def rotate(x1, x2, cos, sin, rotary, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotate the first HALF pairs of the rows marked ``rotary``; all other numbers keep their bits."""
+    """Rotate the first HALF pairs of the rows where ``rotary`` is True. All other elements are returned unchanged."""
     rotated = rotary
-    # Pairs after the first HALF are copied: partial rotary, or the padding of a block.
+    # Pairs after the first HALF are not rotated. They lie beyond the rotary width, or are the padding of the block.
     if HALF < BLOCK:
         rotated = rotary & (tl.arange(0, BLOCK)[None, :] < HALF)
     return tl.where(rotated, x1 * cos - x2 * sin, x1), tl.where(rotated, x2 * cos + x1 * sin, x2)
@@ -154,7 +166,7 @@ def _rope_kernel(
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate ROWS heads of one token per program; INVERSE rotates by the opposite angle."""
+    """Rotate ROWS heads of one token per program. With INVERSE, rotate by the opposite angle."""
     await_previous(OVERLAPS)
     CHUNKS: tl.constexpr = (H + ROWS - 1) // ROWS
     token = tl.program_id(0) // CHUNKS
@@ -163,7 +175,7 @@ def _rope_kernel(
     inside = head < H
     cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, INVERSE)
 
-    # [ROWS, BLOCK] x 2, from x with any strides to y, which is contiguous.
+    # Load and store [ROWS, BLOCK] x 2. x may have any strides, and y is contiguous.
     x = x_ptr + batch * x_b + position * x_t + head.to(tl.int64) * x_h
     y = y_ptr + token.to(tl.int64) * (H * D) + head * D
     x1, x2 = load_heads(x, inside, D, HALF, BLOCK, INTERLEAVED)
@@ -179,7 +191,10 @@ def _rope_qkv_kernel(
     ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Split and rotate ROWS heads of one token per program; BACKWARD goes from dq, dk and dv to the packed gradient."""
+    """Split and rotate ROWS heads of one token per program.
+
+    With BACKWARD, compute the packed gradient from dq, dk and dv, and rotate by the opposite angle.
+    """
     await_previous(OVERLAPS)
     SLOTS: tl.constexpr = G * (GROUP + 2)
     CHUNKS: tl.constexpr = (SLOTS + ROWS - 1) // ROWS
@@ -187,10 +202,10 @@ def _rope_qkv_kernel(
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
     slot = tl.program_id(0) % CHUNKS * ROWS + tl.arange(0, ROWS)[:, None]
     group = (slot // (GROUP + 2)).to(tl.int64)
-    member = slot % (GROUP + 2)  # the group's queries, then its key, then its value
+    member = slot % (GROUP + 2)  # index in the group: query heads, then the key, then the value
     cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, BACKWARD)
 
-    # Where the heads lie in the packed row, and in the parts: [ROWS, 1] each.
+    # Compute pointers [ROWS, 1] to the heads in the packed row, and in q, k and v.
     packed = packed_ptr + batch * packed_b + position * packed_t + slot * D
     q = q_ptr + batch * q_b + position * q_t + (group * GROUP + member) * q_h
     k = k_ptr + batch * k_b + position * k_t + group * k_h
@@ -198,7 +213,7 @@ def _rope_qkv_kernel(
     split = choose(member < GROUP, q, choose(member == GROUP, k, v))
     inside = slot < SLOTS
 
-    # Gradients that are absent read as 0.
+    # Absent gradients are loaded as 0.
     present = inside
     if not HAS_Q:
         present = present & (member >= GROUP)
@@ -206,20 +221,21 @@ def _rope_qkv_kernel(
         present = present & (member != GROUP)
     if not HAS_V:
         present = present & (member <= GROUP)
-    # [ROWS, BLOCK] twice, in fp32 for the rotation. Values are copied.
+    # Rotate [ROWS, BLOCK] x 2 in fp32. Values are copied.
     x1, x2 = load_heads(split if BACKWARD else packed, present, D, HALF, BLOCK, INTERLEAVED)
     y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin, member <= GROUP, HALF, BLOCK)
     store_heads(packed if BACKWARD else split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
 
 
 def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Return ``(cos, sin, batch stride, position stride)``; both tables share the strides, and 1 row is broadcast.
+    """Return ``(cos, sin, batch stride, position stride)``. The strides are the same for both tables.
 
-    Without tables the launch gets ``stand_in`` in their place, which it never reads, since there are no pairs.
+    The batch stride is 0 if the tables have one row for the whole batch. Without tables, ``stand_in`` is returned in
+    their place. The kernel does not read it, because there are no pairs to rotate.
     """
     if cos is None or sin is None:
         return stand_in, stand_in, 0, 0
-    # A kernel takes one pair of strides for both tables.
+    # The kernels take only one pair of strides, so both tables must have the same strides.
     cos, sin = contiguous_rows(cos), contiguous_rows(sin)
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -227,8 +243,8 @@ def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Te
 
 
 def tiles(heads: int, head_dim: int, cos: Tensor | None) -> dict[str, int]:
-    """Constants of a launch over a token's heads: each program takes BLOCK pairs of ROWS heads."""
-    # Warps that suit the width of a head, and as many heads as fill them.
+    """Return the constants of a launch over a token's heads, in which each program has BLOCK pairs of ROWS heads."""
+    # The number of warps depends on the width of a head. A program has as many heads as its warps can hold.
     block = triton.next_power_of_2(head_dim // 2)
     warps = min(max(block // PAIRS_PER_WARP, MIN_WARPS), MAX_WARPS)
     return {
@@ -241,7 +257,7 @@ def tiles(heads: int, head_dim: int, cos: Tensor | None) -> dict[str, int]:
 
 
 def rope_forward(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
-    """Launch the kernel; ``inverse`` rotates by the opposite angle."""
+    """Launch the kernel that rotates x. With ``inverse``, it rotates by the opposite angle."""
     x = contiguous_rows(x)
     cos, sin, table_b, table_t = tables(cos, sin, x)
     B, T, H, D = x.shape
@@ -265,7 +281,7 @@ def _launch_qkv(
     cos, sin, table_b, table_t = tables(cos, sin, packed)
     B, T, _ = packed.shape
 
-    # A part that the constants disable must still be a tensor with strides.
+    # In place of an absent gradient, which the kernel does not read, a tensor with strides must be passed.
     parts = [packed.unsqueeze(2) if part is None else part for part in (q, k, v)]
     if packed.numel():
         with on_device_of(packed):
@@ -294,7 +310,7 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool)
 
 
 def empty_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized q, k and v for the packed projection ``qkv``."""
+    """Allocate uninitialized q, k and v for the packed projection ``qkv``."""
     q, k, v = (
         torch.empty(*qkv.shape[:2], heads, head_dim, dtype=qkv.dtype, device=qkv.device)
         for heads in (num_heads, num_kv_heads, num_kv_heads)
@@ -320,7 +336,7 @@ def _rope_qkv_backward(
 ) -> Tensor:  # fmt: skip
     dq, dk, dv = (None if grad is None else contiguous_rows(grad) for grad in (dq, dk, dv))
     like = next(grad for grad in (dq, dk, dv) if grad is not None)
-    # The kernel writes every element of dqkv, with zeros where a gradient is absent.
+    # The kernel writes every element of dqkv, and writes 0 where a gradient is absent.
     width = (num_heads + 2 * num_kv_heads) * head_dim
     dqkv = torch.empty(*like.shape[:2], width, dtype=like.dtype, device=like.device)
     queries = num_heads // num_kv_heads
@@ -377,23 +393,23 @@ register_autograd("rope", _backward, _setup)
 register_autograd("rope_qkv", _qkv_backward, _qkv_setup)
 
 
-# Sizes are put into a message only when it is raised: in a graph they may be symbolic, which Dynamo cannot format.
+# The checks below format a message only when they raise it, because Dynamo cannot format symbolic sizes.
 
 
 def check_heads(op: str, num_heads: int, num_kv_heads: int) -> None:
-    """Raise unless the query heads can be grouped by KV head."""
+    """Raise ValueError unless the number of query heads is a multiple of the number of KV heads."""
     if num_kv_heads <= 0 or num_heads % num_kv_heads:
         raise ValueError(f"{op}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).")
 
 
 def check_even(op: str, head_dim: int) -> None:
-    """Raise unless a head can be split into pairs."""
+    """Raise ValueError unless ``head_dim`` is even, so that a head can be split into pairs."""
     if head_dim % 2:
         raise ValueError(f"{op}: head_dim must be even, got {head_dim}.")
 
 
 def check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
-    """Raise unless the tables match the tokens of x [B, T, ...] and the heads."""
+    """Raise ValueError unless the tables match the tokens of x [B, T, ...] and the width of the heads."""
     B, T = x.shape[:2]
     if not (cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, B) and cos.shape[1] == T):
         raise ValueError(
@@ -409,7 +425,12 @@ def check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) ->
 def check_qkv(
     op: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
-    """Raise unless the packed projection, the tables (or None) and the sizes match."""
+    """Raise an error unless the packed projection, the tables (or None) and the sizes match.
+
+    Raises:
+        TypeError: a tensor is not floating-point.
+        ValueError: the sizes do not match, or only one of cos and sin is given.
+    """
     check_heads(op, num_heads, num_kv_heads)
     width = (num_heads + 2 * num_kv_heads) * head_dim
     if qkv.dim() != 3 or qkv.shape[-1] != width:
@@ -428,9 +449,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
     """Rotate every pair of every head: ``(x1 · cos − x2 · sin, x2 · cos + x1 · sin)``.
 
     Args:
-        x: [B, T, H, D], float32, float16 or bfloat16, with any strides (a transposed [B, H, T, D] is read in place).
-        cos, sin: [B or 1, T, R / 2], preferably float32: cos and sin at each token's position. Entries of a head from R
-            on are copied. The tables get no gradient.
+        x: [B, T, H, D], float32, float16 or bfloat16, with any strides. A transposed [B, H, T, D] need not be copied.
+        cos, sin: [B or 1, T, R / 2], cos and sin of the angles at each token's position, preferably in float32. The
+            elements of a head from R on are copied. The tables get no gradient.
         interleaved: whether pairs are (2i, 2i + 1) instead of (i, i + R/2).
 
     Returns:
@@ -461,13 +482,13 @@ def rope_qkv(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the packed projection and rotate q and k, all in one kernel. The packed tensor is not saved.
+    """Split the packed projection, and rotate q and k, in one kernel. The packed tensor is not saved.
 
     Args:
-        qkv: [B, T, (H + 2 G) · D]; each of the G KV heads has its H / G query heads, then k, then v.
-        cos, sin: as in `rope`, or None for no rotation.
-        num_heads: H, query heads.
-        num_kv_heads: G, a divisor of H.
+        qkv: [B, T, (H + 2 G) · D]. Each of the G KV heads has its H / G query heads, then k, then v.
+        cos, sin: as in `rope`; None for no rotation.
+        num_heads: H, the number of query heads.
+        num_kv_heads: G, the number of KV heads, a divisor of H.
         head_dim: D.
         interleaved: as in `rope`.
 
@@ -494,20 +515,20 @@ def liger_rotary_pos_emb(
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rope` with the arguments of Liger's function and of transformers' ``apply_rotary_pos_emb``.
+    """Rotate queries and keys, with the arguments of Liger's function and of transformers' ``apply_rotary_pos_emb``.
 
     Args:
-        q: [B, H, T, D] ([B, T, H, D] with unsqueeze_dim 2).
-        k: [B, G, T, D] ([B, T, G, D] with unsqueeze_dim 2).
-        cos, sin: [B or 1, T, R] or [T, R], with two equal halves, as transformers' rotary embeddings return them; the
-            second half is not read.
-        position_ids: ignored, as in transformers: the tables already belong to the positions.
+        q: [B, H, T, D], or [B, T, H, D] if ``unsqueeze_dim`` is 2.
+        k: [B, G, T, D], or [B, T, G, D] if ``unsqueeze_dim`` is 2.
+        cos, sin: [B or 1, T, R] or [T, R], as transformers' rotary embeddings return them. Their two halves are equal,
+            and only the first half is read.
+        position_ids: ignored, as in transformers, because the tables already belong to the positions.
         unsqueeze_dim: the dimension of q and k that holds the heads, 1 or 2.
-        rotary_dim: R, the number of leading entries of a head that are rotated; None for the width of the tables. It is
-            needed only if the tables have just the first half (GPT-OSS).
+        rotary_dim: R, the number of leading elements of a head that are rotated; None for the width of the tables. It
+            is needed only if the tables have only their first half (GPT-OSS).
 
     Returns:
-        ``(q, k)`` rotated: new tensors of the same shapes and dtypes.
+        The rotated q and k, as new tensors of the same shapes and dtypes.
 
     Raises:
         ValueError: the shapes do not match, unsqueeze_dim is neither 1 nor 2, or rotary_dim is odd or too large.
