@@ -12,5 +12,6 @@ def _current_accelerator(check_available: bool = False) -> torch.device | None:
     return None if check_available else torch.device("cuda")
 
 
-if not torch.accelerator.is_available():
+# `torch.accelerator.is_available` would start CUDA here, and processes that are forked later could not use it.
+if torch.cuda.device_count() == 0:
     torch.accelerator.current_accelerator = _current_accelerator
