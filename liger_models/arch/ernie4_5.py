@@ -88,10 +88,4 @@ def weight_map(config: Ernie4_5Config) -> WeightMap:
     return decoder_map(config, qkv_bias=config.use_bias, o_bias=config.use_bias, mlp_bias=config.use_bias)
 
 
-add_family(
-    LigerErnie4_5,
-    model_type="ernie4_5",
-    hf_class="Ernie4_5ForCausalLM",
-    weight_map=weight_map,
-    to_json=to_json,
-)
+add_family(LigerErnie4_5, model_type="ernie4_5", hf_class="Ernie4_5ForCausalLM", weight_map=weight_map, to_json=to_json)

@@ -117,9 +117,5 @@ def weight_map(config: Exaone4Config) -> WeightMap:
 
 
 add_family(
-    LigerExaone4,
-    model_type="exaone4",
-    hf_class="Exaone4ForCausalLM",
-    weight_map=weight_map,
-    from_json=from_json,
+    LigerExaone4, model_type="exaone4", hf_class="Exaone4ForCausalLM", weight_map=weight_map, from_json=from_json
 )

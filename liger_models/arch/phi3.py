@@ -117,10 +117,4 @@ def weight_map(config: Phi3Config) -> WeightMap:
     )
 
 
-add_family(
-    LigerPhi3,
-    model_type="phi3",
-    hf_class="Phi3ForCausalLM",
-    weight_map=weight_map,
-    ignored_keys=IGNORED_KEYS,
-)
+add_family(LigerPhi3, model_type="phi3", hf_class="Phi3ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS)

@@ -80,9 +80,5 @@ def weight_map(config: Qwen2Config) -> WeightMap:
 
 
 add_family(
-    LigerQwen2,
-    model_type="qwen2",
-    hf_class="Qwen2ForCausalLM",
-    weight_map=weight_map,
-    ignored_keys=IGNORED_KEYS,
+    LigerQwen2, model_type="qwen2", hf_class="Qwen2ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS
 )

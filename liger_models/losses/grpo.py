@@ -20,12 +20,28 @@ from liger_models.losses.base import FusedLinearLoss
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 TOKEN_MEANS = ("dapo", "cispo", "vespo")
-"""Loss types that divide by the number of tokens of all ranks."""
-ONLY_PER_TOKEN = ("cispo", "sapo", "vespo")
-"""Loss types that do not use the clipped minimum and do not support one ratio per sequence."""
-UNCLIPPED = ("sapo", "vespo")
-"""Loss types without clipping."""
-KL_ESTIMATORS = ("k1", "k2", "k3")
+"""Loss types that divide by the number of tokens on all ranks."""
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Loss types with the clipped minimum, which may have one ratio per sequence."""
+CHOICES = {
+    "loss_type": LOSS_TYPES,
+    "importance_sampling_level": ("token", "sequence"),
+    "kl_estimator": ("k1", "k2", "k3"),
+}
+"""Options with names as values -> the values."""
+OPTIONS_OF_TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "importance_sampling_level": ("token", CLIPPED),
+    "delta": (None, CLIPPED),
+    "epsilon_low": (0.2, CLIPPED),
+    "epsilon_high": (0.2, (*CLIPPED, "cispo")),
+    "sapo_temperature_pos": (1.0, ("sapo",)),
+    "sapo_temperature_neg": (1.05, ("sapo",)),
+    "vespo_k_pos": (2.0, ("vespo",)),
+    "vespo_lambda_pos": (3.0, ("vespo",)),
+    "vespo_k_neg": (3.0, ("vespo",)),
+    "vespo_lambda_neg": (2.0, ("vespo",)),
+}
+"""Options that only some loss types read -> the default, and these types."""
 IGNORED = -100
 LOG_MAX, LOG_MIN = 20.0, -18.420680743952367
 """Bounds of log W of vespo, so that W lies between 1e-8 and e^20."""
@@ -138,58 +154,31 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
     def _check_ranges(self) -> None:
         """Raise ValueError if a choice is unknown or a number is out of range."""
-        name = self._name
-        for argument, choices in (
-            ("loss_type", LOSS_TYPES),
-            ("importance_sampling_level", ("token", "sequence")),
-            ("kl_estimator", KL_ESTIMATORS),
-        ):
+        for argument, choices in CHOICES.items():
             if getattr(self, argument) not in choices:
-                raise ValueError(f"{name}: {argument} must be one of {choices}, got {getattr(self, argument)!r}.")
+                raise ValueError(f"{self._name}: {argument} must be one of {choices}, got {getattr(self, argument)!r}.")
         for argument in ("sapo_temperature_pos", "sapo_temperature_neg", "temperature", "delta"):
             value = getattr(self, argument)
             if value is not None and not value > 0:
-                raise ValueError(f"{name}: {argument} must be positive, got {value}.")
+                raise ValueError(f"{self._name}: {argument} must be positive, got {value}.")
         for argument in ("beta", "epsilon_low", "epsilon_high"):
             if not getattr(self, argument) >= 0:
-                raise ValueError(f"{name}: {argument} must not be negative, got {getattr(self, argument)}.")
+                raise ValueError(f"{self._name}: {argument} must not be negative, got {getattr(self, argument)}.")
 
     def _check_combinations(self) -> None:
         """Raise ValueError if two options can't be combined."""
         name, loss_type = self._name, self.loss_type
-        # A loss type must not silently ignore the options of another loss type.
-        if self.importance_sampling_level != "token" and loss_type in ONLY_PER_TOKEN:
-            raise ValueError(
-                f"{name}: importance_sampling_level must be 'token' with loss_type {loss_type!r}, got "
-                f"{self.importance_sampling_level!r}."
-            )
+        # Options of one loss type must not be silently ignored by another.
+        for option, (default, loss_types) in OPTIONS_OF_TYPES.items():
+            if loss_type not in loss_types and getattr(self, option) != default:
+                raise ValueError(
+                    f"{name}: {option} must be left at {default!r} with loss_type {loss_type!r}, which does not read "
+                    f"it, got {getattr(self, option)!r}."
+                )
         if loss_type == "dr_grpo" and not (self.max_completion_length is not None and self.max_completion_length > 0):
             raise ValueError(
                 f"{name}: loss_type 'dr_grpo' needs a positive max_completion_length, got {self.max_completion_length}."
             )
-        if self.delta is not None and loss_type in ONLY_PER_TOKEN:
-            raise ValueError(
-                f"{name}: delta must be None with loss_type {loss_type!r}, which does not clip that way, got "
-                f"{self.delta}."
-            )
-
-        sapo = self.sapo_temperature_pos, self.sapo_temperature_neg
-        vespo = self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg
-        for owner, values, defaults in (("sapo", sapo, (1.0, 1.05)), ("vespo", vespo, (2.0, 3.0, 3.0, 2.0))):
-            if loss_type != owner and values != defaults:
-                raise ValueError(
-                    f"{name}: options of {owner} must be left at {defaults} with loss_type {loss_type!r}, got {values}."
-                )
-
-        # The same holds for the bounds of clipping. An argument with its default value counts as left out.
-        unused = {"epsilon_low": self.epsilon_low} if loss_type in ONLY_PER_TOKEN else {}
-        unused |= {"epsilon_high": self.epsilon_high} if loss_type in UNCLIPPED else {}
-        if not all(value == 0.2 for value in unused.values()):
-            raise ValueError(
-                f"{name}: {' and '.join(unused)} must be left at 0.2 with loss_type {loss_type!r}, which does not clip "
-                f"that way, got {unused}."
-            )
-
         if self.beta == 0.0 and (self.kl_estimator != "k3" or self.use_bias_correction_kl):
             raise ValueError(
                 f"{name}: kl_estimator and use_bias_correction_kl must be left out with beta 0, got "
@@ -404,9 +393,9 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         return torch.expm1(-difference) + difference
 
     def _clipped(self, ratio: Tensor, A: Tensor) -> Tensor:
-        """Return a bool tensor in the shape of ``ratio`` that is True where clipping stops the gradient."""
-        # Clipping stops the gradient only where a step along it would move w further out of the bounds.
-        if self.loss_type in UNCLIPPED:
+        """Where clipping stops the gradient, bool in the shape of ``ratio``."""
+        # Clipping stops the gradient only where the step would move w further out of the bounds.
+        if self.loss_type in ("sapo", "vespo"):
             return torch.zeros_like(ratio, dtype=torch.bool)
         if self.loss_type == "cispo":
             return (ratio > self.epsilon_high) & (A > 0)

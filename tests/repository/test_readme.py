@@ -203,10 +203,12 @@ def test_every_op_is_documented():
     package = ROOT / "liger_models"
     files = {path.relative_to(package).as_posix() for path in (package / "kernels").rglob("[!_]*.py")}
     shared = {
+        "kernels/attention/causal_attention_kernels.py",
         "kernels/attention/heads.py",
         "kernels/attention/workspace.py",
         "kernels/dispatch.py",
         "kernels/float8/float8_product.py",
+        "kernels/frozen/products.py",
         "kernels/linear/projection.py",
         "kernels/linear_attention/documents.py",
         "kernels/loss/row_chunks.py",

@@ -70,65 +70,19 @@ def hybrid_map(
         fused: whether each projection is one tensor for all experts of a layer.
         also, over: as in `decoder_map`.
     """
-    block = f"{prefix}.layers."
-    linear, full, sparse = f"{block}{{linear}}.linear_attn", f"{block}{{full}}.self_attn", f"{block}{{sparse}}.mlp"
-    heads, keys, values = _linear_sizes(config)
-    scalars = config.linear_num_value_heads // heads  # number of update rates, and of decays, per key head
-
-    # Linear attention has one projection here. These are its parts, with the number of rows per key head of each.
-    projections: list[Expression | str]
-    if apart:
-        qkv, others = _qkv_by_head(f"{linear}.in_proj_qkv.weight", config), ("z", "b", "a")
-        projections = [qkv, *(f"{linear}.in_proj_{name}.weight" for name in others)]
-        sizes = [2 * keys + values, values, scalars, scalars]
-    else:
-        projections = [f"{linear}.in_proj_{name}.weight" for name in ("qkvz", "ba")]
-        sizes = [2 * (keys + values), 2 * scalars]
-    entries: dict[str, Expression | str] = {
-        "layers.{linear}.linear_attn.in_proj.weight": _by_head(projections, sizes, heads),
-        "layers.{linear}.linear_attn.conv_weight": _qkv_by_head(f"{linear}.conv1d.weight", config),
-        **{
-            f"layers.{{linear}}.linear_attn.{name}": f"{linear}.{name}"
-            for name in ("dt_bias", "A_log", "norm.weight", "out_proj.weight")
-        },
-        **{f"layers.{{full}}.self_attn.{name}.weight": f"{full}.{name}.weight" for name in ("q_norm", "k_norm")},
-    }
-
-    # Full attention has one projection for queries with their gates, keys and values.
-    for kind in ("weight", "bias") if config.attention_bias else ("weight",):
-        entries[f"layers.{{full}}.self_attn.qkv_proj.{kind}"] = gated_qkv_rows(
-            *(f"{full}.{part}_proj.{kind}" for part in "qkv"),
-            heads=config.num_attention_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_size,
-        )
-        entries[f"layers.{{full}}.self_attn.o_proj.{kind}"] = f"{full}.o_proj.{kind}"
-
-    # A mixture of experts has, in addition, a shared expert with its own gate.
-    experts = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
-    mlps: dict[str, Mapping[str, Any]] = {}
-    if experts:
-        gate, up, down = (f"{sparse}.experts.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        together = f"{sparse}.experts.gate_up_proj", f"{sparse}.experts.down_proj"
-        count = getattr(config, "num_experts", 0)
-        stacked = fused_expert_rows(*together) if fused else expert_rows(gate, up, down, count)
-        mlps = sparse_mlps(experts, config.num_hidden_layers, prefix, *stacked)
-        routed = {name.replace("{sparse}.mlp.", "{sparse}.mlp.experts."): e for name, e in mlps["also"].items()}
-        mlps["also"] = routed
-        shared, ours = f"{sparse}.shared_expert", "layers.{sparse}.mlp.shared_expert"
-        entries |= {
-            f"{ours}.gate_up_proj.weight": gate_up_rows(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
-            f"{ours}.down_proj.weight": f"{shared}.down_proj.weight",
-            f"{ours}_gate.weight": f"{shared}_gate.weight",
-        }
-
-    # `decoder_map` has the remaining entries. The entries above replace its entries for attention.
+    mlps = _mlp_entries(config, prefix, fused)
     layers = range(config.num_hidden_layers)
+    # `decoder_map` has the rest; its names of attention are replaced.
     return decoder_map(
         config,
         prefix=prefix,
         instead={"self_attn.qkv_proj.weight": None, "self_attn.o_proj.weight": None, **mlps.get("instead", {})},
-        also={**entries, **mlps.get("also", {}), **(also or {})},
+        also={
+            **_linear_attention_entries(config, f"{prefix}.layers.{{linear}}.linear_attn", apart),
+            **_full_attention_entries(config, f"{prefix}.layers.{{full}}.self_attn"),
+            **mlps.get("also", {}),
+            **(also or {}),
+        },
         over={
             "linear": [i for i in layers if config.is_linear(i)],
             "full": [i for i in layers if not config.is_linear(i)],
@@ -137,6 +91,65 @@ def hybrid_map(
         },
         kept=KEPT,
     )
+
+
+def _linear_attention_entries(config: HybridConfig, theirs: str, apart: bool) -> dict[str, Expression | str]:
+    """Linear attention: one projection of the parts of the checkpoint's, grouped by key head, and the other tensors."""
+    heads, keys, values = _linear_sizes(config)
+    scalars = config.linear_num_value_heads // heads  # update rates, and decays, of a key head
+    projections: list[Expression | str]
+    if apart:
+        projections = [_qkv_by_head(f"{theirs}.in_proj_qkv.weight", config)]
+        projections += [f"{theirs}.in_proj_{name}.weight" for name in ("z", "b", "a")]
+        sizes = [2 * keys + values, values, scalars, scalars]
+    else:
+        projections = [f"{theirs}.in_proj_{name}.weight" for name in ("qkvz", "ba")]
+        sizes = [2 * (keys + values), 2 * scalars]
+    ours, same = "layers.{linear}.linear_attn", ("dt_bias", "A_log", "norm.weight", "out_proj.weight")
+    return {
+        f"{ours}.in_proj.weight": _by_head(projections, sizes, heads),
+        f"{ours}.conv_weight": _qkv_by_head(f"{theirs}.conv1d.weight", config),
+        **{f"{ours}.{name}": f"{theirs}.{name}" for name in same},
+    }
+
+
+def _full_attention_entries(config: HybridConfig, theirs: str) -> dict[str, Expression | str]:
+    """Full attention: queries with their gates, keys and values, and the norms of queries and keys."""
+    ours = "layers.{full}.self_attn"
+    entries: dict[str, Expression | str] = {
+        f"{ours}.{name}.weight": f"{theirs}.{name}.weight" for name in ("q_norm", "k_norm")
+    }
+    for parameter in ("weight", "bias") if config.attention_bias else ("weight",):
+        entries[f"{ours}.qkv_proj.{parameter}"] = gated_qkv_rows(
+            *(f"{theirs}.{part}_proj.{parameter}" for part in "qkv"),
+            heads=config.num_attention_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_size,
+        )
+        entries[f"{ours}.o_proj.{parameter}"] = f"{theirs}.o_proj.{parameter}"
+    return entries
+
+
+def _mlp_entries(config: HybridConfig, prefix: str, fused: bool) -> dict[str, Mapping[str, Any]]:
+    """Arguments of `decoder_map` for mixtures of experts beside a shared expert with a gate; {} without mixtures."""
+    sparse_layers = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
+    if not sparse_layers:
+        return {}
+    theirs = f"{prefix}.layers.{{sparse}}.mlp"
+    if fused:
+        stacked = fused_expert_rows(f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj")
+    else:
+        gate, up, down = (f"{theirs}.experts.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        stacked = expert_rows(gate, up, down, getattr(config, "num_experts", 0))
+    mlps = sparse_mlps(sparse_layers, config.num_hidden_layers, prefix, *stacked)
+    shared, ours = f"{theirs}.shared_expert", "layers.{sparse}.mlp.shared_expert"
+    mlps["also"] = {
+        **{name.replace("{sparse}.mlp.", "{sparse}.mlp.experts."): rows for name, rows in mlps["also"].items()},
+        f"{ours}.gate_up_proj.weight": gate_up_rows(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
+        f"{ours}.down_proj.weight": f"{shared}.down_proj.weight",
+        f"{ours}_gate.weight": f"{shared}_gate.weight",
+    }
+    return mlps
 
 
 def check_gate(hf: Mapping[str, Any]) -> dict[str, Any]:
