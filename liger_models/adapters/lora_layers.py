@@ -258,7 +258,7 @@ class LinearAdapters(nn.ModuleDict):
         return self.group if is_sharded(next(self.parameters())) else None
 
     def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Arrange the rows of matrices in the order of the packed weight, or of this rank's rows of it.
+        """Arrange the rows of matrices in the packed order of the weight or, if it is sharded, of this rank's rows.
 
         Args:
             rows: maps the name of each checkpoint matrix to all rows of the matrix, or to this rank's rows of it.

@@ -1,4 +1,4 @@
-"""Storage of the frozen weights of linear layers (with or without adapters, as in QLoRA) and experts in fewer bits."""
+"""Storage of frozen weights in fewer bits, for linear layers with adapters (QLoRA) or without, and for experts."""
 
 from typing import Any, TypeVar
 

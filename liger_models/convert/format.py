@@ -17,8 +17,8 @@ class CheckpointFormat:
         weight_map: function from a config to the `WeightMap` of the layout that is written, and preferred in reading.
         other_maps: function from a config to the `WeightMap` of each further layout. These layouts are read but never
             written.
-        quantized_maps: maps ``quant_method`` in config.json of quantized checkpoints to a function from a config to the
-            `WeightMap` of their layout. The weights are dequantized when they are read.
+        quantized_maps: functions from a config to the `WeightMap` of a quantized checkpoint, by the checkpoint's
+            ``quant_method`` in config.json. The weights are dequantized when they are read.
         from_json: function that renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.

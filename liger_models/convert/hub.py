@@ -163,7 +163,7 @@ def push(
     Args:
         model: the model; see `liger_models.convert.save.save_pretrained`.
         repo_id: "owner/name" of the repository, which is created if it does not exist.
-        private: whether the repository is private if it is created.
+        private: whether a newly created repository is private.
         commit_message: message of the commit.
         token: access token. Default: the client's.
         revision: the branch, which is created if it does not exist.

@@ -25,7 +25,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """Return 2 to the power of each exponent [..., I / 32], as fp32 [..., I / 32, 1] to multiply blocks by."""
+    """Compute 2^e for the exponents e [..., I / 32]. Returns fp32 [..., I / 32, 1], with one number per block."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).unsqueeze(-1)
 
 

@@ -92,8 +92,8 @@ def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iter
 
     Call this function after the backward and before the gradients are set to None. Parameters without a gradient, such
     as frozen ones, are skipped, and so are adapters, which have no name in a checkpoint. If the model is sharded, all
-    ranks must call this function and read the iterator to the end. Every rank gets whole gradients, with the averaging
-    that the optimizer sees.
+    ranks must call this function and read the iterator to the end. Every rank gets whole gradients, averaged over the
+    ranks in the same way as for the optimizer.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.

@@ -214,8 +214,8 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
     """Context with a step for B rows of up to ``tokens`` tokens, which is one that the model has kept if possible.
 
     Args:
-        model: the model. It keeps the step afterwards if it is on one GPU and no module is in training mode. Under
-            tensor parallelism no step is kept, because a process group can't be destroyed while a graph uses it.
+        model: the model. The step is kept for later calls if the model is on one GPU and no module is in training mode.
+            Under tensor parallelism no step is kept, because a process group can't be destroyed while a graph uses it.
         B: number of rows.
         tokens: number of tokens per row that the cache must hold.
     """

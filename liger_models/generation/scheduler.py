@@ -110,7 +110,7 @@ class Row:
 
     @property
     def num_recorded(self) -> int:
-        """Number of tokens with recorded experts. It may exceed ``cached``, as a row keeps them in the queue."""
+        """Number of tokens with recorded experts. Rows in the queue keep these records, so it may exceed ``cached``."""
         return sum(map(len, self.experts))
 
 

@@ -172,8 +172,8 @@ class FrozenParameters(nn.Module):
 
         Args:
             codes: the layer's parameter with the codes.
-            read: function of the first row and the last row + 1 that returns these rows [n, C] of the dense weight; for
-                experts, function of the first expert and the last + 1 that returns these experts [n, O, C].
+            read: function ``(first, last)`` that returns the rows (or, for experts, the experts) ``first`` to ``last``
+                − 1 of the dense weight: [n, C], or [n, O, C] for experts.
         """
         first, count = offset_of(codes)[0], len(local(codes))
 

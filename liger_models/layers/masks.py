@@ -29,8 +29,8 @@ class Segments:
         max_seqlen: upper bound of the length of a segment.
         lengths: length of each segment; None if they were not read from the device.
         at: [N] int64, the index of each token in the flattened batch; None if the tokens are in the order of the batch.
-        keys: the segments of the keys if queries and keys are different tokens. Segment i of the queries attends to
-            segment i of ``keys``.
+        keys: the segments of the keys if queries and keys are different tokens, otherwise None. Segment i of the
+            queries attends to segment i of ``keys``.
         recurring: whether the segments have the same lengths in every batch.
     """
 

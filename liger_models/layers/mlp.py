@@ -59,7 +59,7 @@ class MLPConfig(Protocol):
 
 
 class GatedMLP(Layer):
-    """``down(act(gate(x)) · up(x))``, where one projection holds the rows of gate and up, interleaved.
+    """``down(act(gate(x)) · up(x))``, where gate and up are one projection with interleaved rows.
 
     Args:
         hidden_size: C.
