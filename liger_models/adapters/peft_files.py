@@ -62,7 +62,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
     Args:
         model: a model with adapters. It may be sharded.
         folder: the folder, which is created if it does not exist.
-        base: folder of the base model, or its name on the hub, which is written for PEFT and vLLM.
+        base: folder of the base model, or its name on the hub. PEFT and vLLM read it.
 
     Raises:
         ValueError: the model has no adapters.
@@ -150,7 +150,7 @@ def _misread(model: CausalLM) -> set[str]:
 
 
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
-    """Add adapters from a folder that PEFT or `save_adapter` has written to a model, in place.
+    """Add adapters to a model in place, from a folder that PEFT or `save_adapter` has written.
 
     Args:
         model: as in `apply_lora`.

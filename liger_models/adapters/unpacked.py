@@ -123,7 +123,7 @@ class UnpackedLinear(Layer):
 
 
 class UnpackedLMHead(Layer):
-    """A `LigerLMHead` that is not an `nn.Linear`, because PEFT would replace it by a layer without the loss."""
+    """A `LigerLMHead` that is not an `nn.Linear`. PEFT would replace an `nn.Linear` by a layer without the loss."""
 
     forward = LigerLMHead.forward
     operands, product = LigerLMHead.operands, LigerLMHead.product

@@ -157,8 +157,8 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
     Raises:
         FileNotFoundError: there are no safetensors files, or a file in the index is missing.
-        ValueError: a file is truncated or not a safetensors file, the index is wrong about a tensor or has a file
-            outside of the folder, or a tensor differs between shards.
+        ValueError: a file is truncated or not a safetensors file, the index has a wrong or missing entry or lists a
+            file outside of the folder, or a tensor differs between shards.
     """
     # Find the files: several files with an index, or a single one.
     index = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}  # maps the name of a tensor to its file
@@ -275,7 +275,7 @@ def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last:
     if tensor.scales is None:
         return rows
 
-    # Read the scales of the rows: those of each matrix of a stack, or those of each row of blocks.
+    # For a stack, read the scales of each matrix; otherwise, read the scales of each row of blocks.
     file, scales_name, _, block = tensor.scales
     scales = files[file].get_slice(scales_name)
     if len(tensor.shape) > 2:  # the rows are whole matrices

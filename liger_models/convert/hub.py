@@ -38,7 +38,7 @@ _TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
 
 @contextlib.contextmanager
 def naming(repo_id: str) -> Iterator[None]:
-    """Context that adds the name of the model to errors of the client, and a hint if there is such a local folder.
+    """Context that adds the name of the model to errors of the client, and a hint if a local folder has this name.
 
     Raises:
         FileNotFoundError: ``repo_id`` is not a valid name, or it is the path of a local folder and not a name on the
@@ -83,7 +83,7 @@ def download(
     strict: bool = False,
     progress: bool = True,
 ) -> Path:
-    """Download the files that are needed to load a model from the hub to the client's cache.
+    """Download the files of a model that loading needs, from the hub to the client's cache.
 
     config.json is checked before the weights are downloaded, so an unsupported model fails early.
 

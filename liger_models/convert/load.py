@@ -83,9 +83,9 @@ def load_pretrained(
         kernels: which parts run on fused kernels; by default all of them.
         shard: function that distributes the parameters of the model in place while the model is on the meta device:
             ``parallel.apply_fsdp``, or a function that calls ``apply_fsdp``.
-        keep_float8: whether linear layers and routed experts whose weights are in float8 with block scales keep these
-            codes and scales. Such weights are frozen, take 8 bits per number, and are dequantized during matrix
-            products.
+        keep_float8: whether weights of linear layers and routed experts that the checkpoint stores in float8 with block
+            scales stay in this format. These weights are frozen, take 8 bits per number, and are dequantized during
+            matrix products.
         hf_config: content that replaces that of config.json.
 
     Returns:
@@ -392,7 +392,7 @@ def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
 def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by the names that they have in the model with a head.
 
-    If a model was saved without its language-model head, such as Qwen3-Embedding, the names of its tensors lack the
+    If a model, such as Qwen3-Embedding, was saved without its language-model head, the names of its tensors lack the
     prefix ``model.``.
 
     Args:

@@ -109,7 +109,7 @@ class Rearrange(Expression):
 
 
 class Cat(Expression):
-    """Several tensors that are concatenated along ``dim``, along which they have the lengths ``sizes``."""
+    """Several tensors that are concatenated along ``dim``. Their lengths along ``dim`` are ``sizes``."""
 
     def __init__(self, children: Sequence[Expression | str], dim: int, sizes: Sequence[int]) -> None:
         self.children = [_expression(child) for child in children]

@@ -133,7 +133,7 @@ class FrozenParameters(nn.Module):
             ranks: number of slices.
 
         Returns:
-            A mapping from the path of each parameter to shard to the dimension along which it is sharded.
+            A dict from the path of each parameter that must be sharded to the parameter's sharded dimension.
 
         Raises:
             ValueError: a slice would end inside a block that shares a scale.

@@ -310,7 +310,7 @@ def _from_blocks(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For ``blocks`` [B, queries, keys] bool, return the number of True keys per query, and the keys, True first.
+    """Count the True keys of each query in ``blocks`` [B, queries, keys], and sort the keys so that True is first.
 
     Both results have an additional dimension for heads after the first one.
     """

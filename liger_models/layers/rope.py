@@ -40,7 +40,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN: divides frequencies with few turns over the original length, keeps those with many, and interpolates."""
+    """YaRN: divides low frequencies, keeps high ones and interpolates in between.
+
+    The two limits are numbers of turns over the original length.
+    """
 
     factor: float
     original_max_position_embeddings: int
