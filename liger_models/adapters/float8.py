@@ -1,8 +1,8 @@
 """Training with float8 matrix products.
 
-The linear layers of the blocks round the inputs, weights and gradients of their three products to float8. Each tensor,
-or each of its rows, has a scale that is computed from its current values. Parameters and saved checkpoints keep their
-dtype.
+The linear layers of the blocks round the operands of their three products (inputs, weights and gradients) to float8.
+Depending on the recipe, there is one scale per tensor or one per row, computed from the current values. Parameters and
+saved checkpoints keep their dtype.
 
 Source: https://arxiv.org/abs/2209.05433 (formats); https://github.com/pytorch/ao/tree/main/torchao/float8.
 """
@@ -32,12 +32,12 @@ MIN_CAPABILITY = (8, 9)
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer with float8 products. Fused ops take its weight and `float8_recipe` instead of calling it.
+    """A linear layer that multiplies in float8. Fused ops read its weight and `float8_recipe` instead of calling it.
 
     Attributes:
-        float8_recipe: name of one of `liger_models.kernels.float8.float8.RECIPES`.
-        gathered: the rounded weight, if ranks have rounded their shards (`apply_fsdp`). While it is gathered, the
-            values of ``weight`` itself are unknown.
+        float8_recipe: name of a recipe in `liger_models.kernels.float8.float8.RECIPES`.
+        gathered: the gathered float8 weight if `apply_fsdp` lets each rank round its own shard; otherwise None. While
+            it is set, the values of ``weight`` are undefined.
     """
 
     float8_recipe: str
@@ -51,37 +51,37 @@ class Float8Linear(nn.Linear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> [..., O]."""
+        """Map x [..., C] to [..., O]."""
         weight, bias = autocast_weights(x, self.weight, self.bias)
         assert weight is not None
         return float8_linear(x, weight, bias, self.float8_recipe, self.gathered)
 
     def extra_repr(self) -> str:
-        """Sizes and recipe, for ``print(model)``."""
+        """Return sizes and recipe for ``print(model)``."""
         return f"{super().extra_repr()}, float8_recipe={self.float8_recipe}"
 
 
 def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensorwise") -> Model:
     """Make the linear layers of the blocks multiply in float8, in place.
 
-    Convert first, then shard if needed (`fully_shard`). The model need not be compiled. Devices other than GPUs round
-    in the same way, and multiply the rounded values in fp32.
+    Convert the model before it is sharded (`fully_shard`). The model need not be compiled. On devices other than GPUs,
+    the values are rounded in the same way and multiplied in fp32.
 
     Args:
-        model: a float32 or bfloat16 model on any device, including meta. Its parameters and their names do not change.
-        recipe: "tensorwise" (the fastest), "rowwise" or "rowwise_with_gw_hp" (the most accurate), as in torchao; or a
-            ``torchao.float8.Float8LinearConfig`` for other settings, such as ``enable_fsdp_float8_all_gather``. With
-            such a config torchao computes the layers, which is fast only in compiled blocks.
+        model: a float32 or bfloat16 model on any device, including meta. Parameters and their names do not change.
+        recipe: "tensorwise" (the fastest), "rowwise", or "rowwise_with_gw_hp" (the most accurate), as in torchao. For
+            other settings, such as ``enable_fsdp_float8_all_gather``, it is a ``torchao.float8.Float8LinearConfig``;
+            the layers are then those of torchao, which are fast only in compiled blocks.
 
     Returns:
-        ``model``. Linear layers whose sizes are not multiples of 16 are not converted; a warning names them.
+        ``model``. Linear layers whose sizes are not multiples of 16 are not converted; a warning lists them.
 
     Raises:
-        RuntimeError: the model is on an NVIDIA GPU without float8 (older than sm_89).
+        RuntimeError: the model is on an NVIDIA GPU that does not support float8 (older than sm_89).
         TypeError: the weights are neither float32 nor bfloat16, or ``recipe`` has another type.
         ValueError: the recipe is unknown, or there is no linear layer to convert.
     """
-    # The recipe, and the model and its device.
+    # Check the recipe, the model and its device.
     if isinstance(recipe, str):
         if recipe not in RECIPES:
             raise ValueError(f"convert_to_float8: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}.")
@@ -92,7 +92,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
         )
     _check_model(model, not isinstance(recipe, str) and recipe.emulate)
 
-    # The plain linear layers of the blocks, and those of them with sizes that the kernels do not take.
+    # Find the plain linear layers of the blocks, and those among them whose sizes the kernels do not support.
     linears = {
         f"layers.{path}.{name}": (layer, name, linear)
         for path, layer in named_layers(model.layers)
@@ -116,7 +116,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
             stacklevel=2,
         )
 
-    # Convert the others: by this package, or by torchao for its own configuration.
+    # Convert the other layers: by torchao if its configuration is given, and otherwise by this package.
     supported = linears.keys() - unsupported.keys()
     if isinstance(recipe, str):
         for path in supported:

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a model: adding them, switching them off, and merging them into the weights."""
+"""Functions that add low-rank adapters to a model, switch them off, and merge them into the weights."""
 
 import contextlib
 import dataclasses
@@ -37,22 +37,23 @@ Model = TypeVar("Model", bound=CausalLM)
 def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
     """Freeze a model and add trainable adapters in place. B starts at 0, so the model's output does not change.
 
-    Call it before `apply_fsdp` and before compiling. Adapters are float32 (float64 in a float64 model), and the forward
-    casts them to the dtype of the activations. Routers and the embedding get no adapters. Routed experts get adapters
-    only if ``config`` names them, because adapters of all experts are many parameters.
+    Call this function before `apply_fsdp` and before compiling. Adapters are float32 (float64 in a float64 model), and
+    the forward casts them to the dtype of the activations. Routers and the embedding get no adapters. Routed experts
+    get adapters only if ``config`` includes them explicitly, because adapters for all experts have many parameters.
 
     Args:
-        model: the model. Equal ``torch.manual_seed`` on all ranks gives equal adapters. A model on the meta device
-            works inside ``from_pretrained(folder, shard=lambda model: apply_fsdp(apply_lora(model, config)))``, where
-            each rank reads only its own shards and the adapters are drawn afterwards.
-        config: settings of the adapters. Default: rank 8 for all linear layers of the blocks.
+        model: the model. If all ranks call ``torch.manual_seed`` with the same seed, they get the same adapters. The
+            model may be on the meta device in ``from_pretrained(folder, shard=lambda model:
+            apply_fsdp(apply_lora(model, config)))``, where each rank reads only its own shards and the adapters are
+            initialized afterwards.
+        config: settings of the adapters, by default rank 8 for all linear layers of the blocks.
 
     Returns:
         ``model``. `adapter_config` returns the settings of its adapters.
 
     Raises:
-        ValueError: a name in ``config`` matches no linear layer and no experts, ``config`` has DoRA for experts, or the
-            model already has adapters or is sharded.
+        ValueError: a name in ``config`` matches neither a linear layer nor experts, ``config`` combines DoRA with
+            experts, or the model already has adapters or is sharded.
     """
     config = config or LoRAConfig()
     name = type(model).__name__
@@ -74,7 +75,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
             "Call pack() on what unpack_projections returned."
         )
 
-    # The matrices that get adapters.
+    # Find the matrices that get adapters.
     linears, experts = adaptable_layers(model), adaptable_experts(model)
     chosen = _choose([name for _, expression in linears.values() for name in expression.names()], model, config)
     if config.use_dora and any(name in chosen for weights in experts.values() for name, _ in weights.values()):
@@ -83,7 +84,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
             "out."
         )
 
-    # Freeze the model before trainable parameters are added.
+    # Freeze the model before the trainable parameters are added.
     for parameter in model.parameters():
         parameter.requires_grad_(False)
 
@@ -92,7 +93,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         if names:
             model.set_submodule(path, ADAPTED[type(linear)].around(linear, expression, names, config))
 
-    # Experts keep their layer, which gets the adapters as a submodule.
+    # The layer of the experts stays, and gets the adapters as a submodule.
     for path, weights in experts.items():
         moe: Any = model.get_submodule(path)
         adapters = {
@@ -123,8 +124,8 @@ def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear
         targets: names as in ``LoRAConfig.target_modules``.
 
     Returns:
-        Whole names for ``LoRAConfig(target_modules=...)``: names in the Hugging Face checkpoint, and for routed experts
-        names of parameters in transformers.
+        Full names for ``LoRAConfig(target_modules=...)``. For linear layers they are the names in the Hugging Face
+        checkpoint, and for routed experts the names of the parameters in transformers.
 
     Raises:
         ValueError: a name matches no linear layer.
@@ -136,15 +137,15 @@ def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Context in which a model computes without its adapters, for example as the reference of a preference loss.
+    """Context in which a model runs without its adapters, for example as the reference model of a preference loss.
 
-    If a forward in the context has a backward, it must run in the context, too. Usually it has none.
+    If a forward in the context is followed by a backward, the backward must also run in the context.
 
     Raises:
         ValueError: the model has no adapters.
     """
     _check_adapted("without_adapters", model)
-    # Contexts may be nested, so the former state is restored.
+    # Contexts may be nested, so the state before this context is restored.
     adapters = [adapters_of(layer) for layer in adapted_layers(model).values()]
     before = [adapter.active for adapter in adapters]
     for adapter in adapters:
@@ -157,9 +158,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merge_lora(model: Model, *, reversible: bool = False) -> Model:
-    """Add the adapters to the weights in place. The result is a plain model, as fast as before `apply_lora`.
+    """Add the adapters to the weights in place. The result is a plain model that is as fast as before `apply_lora`.
 
-    It can be saved as a checkpoint. Its parameters stay frozen. Merging unties a tied head that has an adapter.
+    The merged model can be saved as a checkpoint. Its parameters stay frozen. If a tied head has an adapter, merging
+    unties the head from the embedding.
 
     Args:
         model: a model with adapters that is not sharded.
@@ -177,7 +179,7 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
     config = model.config
     originals: dict[str, Original] = {}
 
-    # Experts become plain parameters, even if they were quantized.
+    # The matrices of experts become plain parameters, even if they were quantized.
     for path, moe in _experts(model).items():
         adapters, stored, names = moe.lora, moe.stored, {*moe.adapted, *frozen_parts(moe)}
         weights = {name: getattr(moe, name).detach() for name in names}
@@ -190,7 +192,7 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
                 adapters, {name: weight.cpu() for name, weight in weights.items()}, stored and stored.cpu()
             )
 
-    # Linear layers. After merging, a tied head with an adapter differs from the embedding.
+    # Merge linear layers. A tied head that had an adapter now differs from the embedding.
     for path, layer in adapted_layers(model).items():
         assert isinstance(layer, LoRALinear)
         if path == "lm_head" and config.tie_word_embeddings:
@@ -200,12 +202,12 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
             originals[path] = Original(layer, {"weight": layer.weight.detach().cpu()})
             layer.register_parameter("weight", None)  # frees the memory
 
-    vars(model)["_unmerged"] = config, originals  # not by setattr, which would register the layers
+    vars(model)["_unmerged"] = config, originals  # setattr would register the layers as submodules
     return model
 
 
 def unmerge_lora(model: Model) -> Model:
-    """Undo ``merge_lora(model, reversible=True)``: restore adapters and weights, bit for bit.
+    """Undo ``merge_lora(model, reversible=True)``, so that adapters and weights are bitwise identical to before.
 
     Raises:
         ValueError: the model was not merged with ``reversible=True``.
@@ -215,7 +217,7 @@ def unmerge_lora(model: Model) -> Model:
         raise ValueError("unmerge_lora: the model must come from merge_lora(model, reversible=True), got another.")
     model.config = config
 
-    # Put back the weights and the adapters, on the device to which the merged layer may have been moved.
+    # Restore weights and adapters, on the device of the merged layer, which may have been moved.
     for path, (layer, weights, stored) in originals.items():
         merged: Any = model.get_submodule(path)
         device = next(merged.parameters()).device
@@ -238,9 +240,9 @@ class Original(NamedTuple):
     """The state that `unmerge_lora` restores.
 
     Attributes:
-        layer: a linear layer with adapters, or the adapters of experts; None for experts without adapters.
+        layer: a linear layer with adapters, the adapters of experts, or None for experts without adapters.
         weights: the frozen weights, on the CPU.
-        stored: the submodule with the other tensors of experts in fewer bits; None for dense experts.
+        stored: the submodule with the tensors of quantized experts except the codes; None for dense experts.
     """
 
     layer: LoRALinear | LoRAExperts | None
@@ -249,18 +251,18 @@ class Original(NamedTuple):
 
 
 def unsupported_linears(model: nn.Module) -> list[str]:
-    """Names of the classes of linear layers that can't have adapters, because a tool has wrapped or replaced them."""
+    """Return the class names of linear layers that can't have adapters because a tool has wrapped or replaced them."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return sorted({type(linear).__name__ for linear in linears if linear._parameters and type(linear) not in ADAPTED})
 
 
 def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
-    """Path -> linear layer that can have adapters, with the entry of its weight in the weight map."""
+    """Map the path of each adaptable linear layer to the layer and its weight's entry in the weight map."""
     entries = _entries(model)
     routers = [layer.router for layer in layers_of(model) if layer.router is not None]
     of_routers = {id(module) for router in routers for module in router.modules()}
     layers = {}
-    # A matrix must consist of whole rows of the checkpoint's, so that B has the same rows.
+    # The weight must consist of whole rows of the checkpoint's matrices, so that B can have the same rows.
     for path, linear in model.named_modules():
         if isinstance(linear, nn.Linear) and type(linear) in ADAPTED and id(linear) not in of_routers:
             expression = entries.get(f"{path}.weight", Name(f"{path}.weight"))  # a tied head has no entry
@@ -270,15 +272,15 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
 
 
 def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
-    """Path of a layer with routed experts -> its parameters that can have adapters.
+    """Map the path of each layer with routed experts to its parameters that can have adapters.
 
-    Each parameter is given by its name, with its name in transformers and its entry in the weight map.
+    The parameters are a dict from our name to the name in transformers and the entry in the weight map.
     """
     entries = format_of(type(model)).expert_map(model.config).entries
     experts: dict[str, dict[str, tuple[str, Expression]]] = {}
     for path in _experts(model):
         expressions = {name: entries.get(f"{path}.{name}") for name in MATRICES}
-        # A user's own map may have a tensor for each expert. PEFT has no names for adapters of such experts.
+        # In a custom architecture, each expert may have its own tensor. PEFT has no names for adapters of such experts.
         experts[path] = {
             name: (expression.names()[0], expression)
             for name, expression in expressions.items()
@@ -288,12 +290,12 @@ def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Express
 
 
 def _experts(model: CausalLM) -> dict[str, LigerMoE]:
-    """Path -> layer with routed experts."""
+    """Map the path of each layer with routed experts to the layer."""
     return {path: layer for path, layer in named_layers(model) if isinstance(layer, LigerMoE)}
 
 
 def matches(module: str, target: str) -> bool:
-    """Whether ``target`` is a module's name in the checkpoint, or the end of this name."""
+    """Whether ``target`` is the name of a module in the checkpoint, or the last part of this name."""
     return module == target or module.endswith("." + target)
 
 
@@ -303,15 +305,15 @@ def _check_adapted(function: str, model: nn.Module) -> None:
 
 
 def _entries(model: CausalLM) -> dict[str, Expression]:
-    """The entries of the weight map with the names that PEFT's files use."""
+    """Return the entries of the weight map whose names PEFT's files use."""
     return format_of(type(model)).module_map(model.config).entries
 
 
 def expert_names(model: CausalLM) -> dict[str, str]:
-    """Name of matrices of experts -> name of the parameter in transformers that holds them.
+    """Map each name of experts' matrices to the name of the parameter in transformers that holds the matrices.
 
-    The names come from all layouts of a checkpoint, without the number of the expert: ``experts.gate_proj``,
-    ``experts.up_proj`` and ``experts.gate_up_proj`` name the same parameter.
+    The names are those of all layouts of checkpoints, without the number of the expert: ``experts.gate_proj``,
+    ``experts.up_proj`` and ``experts.gate_up_proj`` belong to the same parameter.
     """
     maps = format_of(type(model)).weight_maps(model.config)
     names: dict[str, str] = {}
@@ -326,10 +328,12 @@ def expert_names(model: CausalLM) -> dict[str, str]:
 
 
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
-    """Resolve the targets of ``config`` to the checkpoint's names of linear layers and transformers' names of experts.
+    """Resolve the targets of ``config``.
+
+    The result has names of linear layers in the checkpoint, and names of experts' parameters in transformers.
 
     Args:
-        names: the checkpoint's names of the weights of all linear layers.
+        names: the names, in the checkpoint, of the weights of all linear layers.
         model: the model.
         config: settings of the adapters.
     """
@@ -337,7 +341,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     experts = expert_names(model)
     targets = config.target_modules
 
-    # Parameters of experts.
+    # Resolve the parameters of experts.
     chosen: set[str] = set()
     for target in config.target_parameters:
         parameters = {name for name in experts.values() if matches(name, target)}
@@ -348,7 +352,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
             )
         chosen |= parameters
 
-    # All linear layers of the blocks.
+    # Take all linear layers of the blocks.
     if targets == "all-linear":
         return chosen | {name for module, name in modules.items() if module != "lm_head"}
 
@@ -356,7 +360,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
         endings = ", ".join(sorted(set(map(short_name, names))))
         raise ValueError(f"apply_lora: target_modules must name linear layers ({endings}), got none.")
 
-    # A pattern for whole names, or a list of names and endings, which may also mean experts.
+    # A string is a pattern for full names; a list has names or their last parts, which may also refer to experts.
     for target in [targets] if isinstance(targets, str) else targets:
         if isinstance(targets, str):
             matched = _matched(target, modules)
@@ -384,8 +388,8 @@ def _matched(target: str, modules: Mapping[str, str]) -> set[str]:
 
 
 def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalLM, is_pattern: bool) -> str:
-    """Advice about a target without a match."""
-    # Targets that name experts or modules without adapters, patterns that miss, and misspellings.
+    """Return advice for the error about a target that matches nothing."""
+    # The target may refer to experts or to modules without adapters, be a pattern, or be misspelled.
     endings = sorted(set(map(short_name, names)))
     short_names = {short_name(name) for expression in _entries(model).values() for name in expression.names()}
     last = target.rpartition(".")[2]
@@ -400,5 +404,5 @@ def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalL
 
 
 def _some_experts(experts: Mapping[str, str]) -> str:
-    """The names of the experts' parameters without their layers, for errors."""
+    """Return the names of the experts' parameters without their layers, for an error message."""
     return ", ".join(sorted({".".join(name.split(".")[-2:]) for name in experts.values()})) or "none here"

@@ -1,13 +1,14 @@
-"""Medusa: extra heads that predict the tokens after the next one, for speculative decoding.
+"""Medusa: additional heads that predict the tokens after the next one, for speculative decoding.
 
-With h the last hidden states, head k = 1 ... K predicts the token k + 1 positions ahead. Head 0 is the model's own
+Let h be the last hidden states. Head k = 1 ... K predicts the token k + 1 positions ahead. Head 0 is the model's own
 head::
 
     p_k = softmax(W_k · block(... block(h))),  block(x) = x + SiLU(A · x + b)
     loss = [L_0 +] heads_weight · Σ decay^k · L_k
 
 L_k is the mean cross entropy of head k over all tokens whose target, k + 1 positions ahead, is in the same document and
-not ignored. Training builds no logits. A and b start at 0. W_k starts as a copy of the model's own head.
+not ignored. Training does not materialize the logits. A and b are initialized to 0, and W_k to a copy of the model's
+own head.
 
 Source: https://arxiv.org/abs/2401.10774
 """
@@ -46,13 +47,13 @@ class MedusaOutput(NamedTuple):
 
     Attributes:
         loss: [] fp32.
-        base_loss: [] L_0, without gradient. None if the model is frozen, or if all heads share a projection and the
-            loss is a single sum.
+        base_loss: [] L_0, without gradient. None if the model is frozen, or if all heads share a projection, because
+            then only the sum of the losses is computed.
         head_losses: [K] L_1 ... L_K, without gradient. None if all heads share a projection.
         aux_loss: [] auxiliary loss of mixture-of-experts layers; part of ``loss`` unless the model is frozen.
-        log_probs: [1 + K, B, T] fp32, log-probabilities of the targets, first of the model's own head; 0 without a
-            target.
-        logits: [1 + K, B, T, V], first of the model's own head.
+        log_probs: [1 + K, B, T] fp32, log-probabilities of the targets, beginning with the model's own head; 0 for
+            tokens without a target.
+        logits: [1 + K, B, T, V], beginning with the model's own head.
     """
 
     loss: Tensor | None = None
@@ -64,7 +65,7 @@ class MedusaOutput(NamedTuple):
 
 
 class ResidualBlock(nn.Module):
-    """``x + SiLU(A · x + b)``, initialized to the identity.
+    """``x + SiLU(A · x + b)``, which is initialized to the identity.
 
     Args:
         hidden_size: C.
@@ -77,20 +78,20 @@ class ResidualBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> [..., C]."""
+        """Map x [..., C] to [..., C]."""
         return x + F.silu(self.linear(x))
 
 
 class MedusaHead(nn.Sequential):
-    """Residual blocks, and a projection to the vocabulary unless the heads share a projection.
+    """Residual blocks, followed by a projection to the vocabulary unless the heads share a projection.
 
-    A Sequential has the parameter names of the file format. The projection runs inside this forward, during which FSDP
-    has gathered its weight.
+    It is a Sequential, because this gives the parameters the names of the file format. The projection runs inside the
+    forward of this module, because FSDP has gathered the projection's weight there.
 
     Args:
         hidden_size: C.
         num_layers: number of residual blocks.
-        projection: the projection from [C] to [V]; None if the heads share it.
+        projection: the projection from [C] to [V]; None if the heads share a projection.
     """
 
     def __init__(self, hidden_size: int, num_layers: int, projection: LigerLMHead | None = None) -> None:
@@ -99,25 +100,25 @@ class MedusaHead(nn.Sequential):
         self.num_layers = num_layers
 
     def forward(self, x: Tensor, *target: Tensor, **options: Any) -> Any:  # type: ignore[override]
-        """Pass x [..., C] through the blocks, and then, with the other arguments, through the projection."""
+        """Pass x [..., C] through the blocks, and then through the projection, which gets the other arguments."""
         for block in itertools.islice(self, self.num_layers):
             x = block(x)
         return self[-1](x, *target, **options) if len(self) > self.num_layers else x
 
 
 class LigerMedusa(nn.Module):
-    """A model with Medusa heads. Its forward trains the heads; ``model`` stays usable by itself.
+    """A model with Medusa heads. The forward trains the heads. ``model`` can still be used by itself.
 
     Args:
-        model: any model of this package, with its weights loaded. `apply_fsdp` may shard it before, or together with
-            the heads.
+        model: any model of this package whose weights are loaded. `apply_fsdp` may be applied to the model before, or
+            to this module afterwards.
         num_heads: K.
         num_layers: number of residual blocks in each head.
-        share_lm_head: whether the heads project with the model's own head, which saves K · V · C weights.
-        freeze: whether to train only the heads, without L_0 in the loss (Medusa-1). False also trains the model
-            (Medusa-2), or only its adapters if it has any (LoRA).
+        share_lm_head: whether the heads use the projection of the model's own head, which saves K · V · C weights.
+        freeze: whether to train only the heads, without L_0 in the loss (Medusa-1). If False, the model is also trained
+            (Medusa-2); of a model with LoRA adapters, only the adapters are trained.
         decay: the weight of head k's loss is ``decay ** k``.
-        heads_weight: weight of the sum of the heads' losses. A schedule may change this attribute.
+        heads_weight: weight of the sum of the losses of the heads. A schedule may change this attribute.
 
     Raises:
         ValueError: there are no heads or no blocks, ``decay`` is negative, or the model is sharded by `apply_tp` or
@@ -155,12 +156,12 @@ class LigerMedusa(nn.Module):
         self.model, self.num_layers, self.share_lm_head = model, num_layers, share_lm_head
         self.freeze, self.decay, self.heads_weight = freeze, decay, heads_weight
 
-        # Of a model with adapters, only the adapters are trained.
+        # If the model has adapters, only the adapters are trained.
         model.requires_grad_(not (freeze or adapted))
         for layer in adapted.values():
             adapters_of(layer).requires_grad_(not freeze)
 
-        # Each head starts with a copy of the model's own projection, unless the heads share that projection.
+        # The projection of each head is initialized to a copy of the model's own, unless the heads share the latter.
         lm_head: Any = model.lm_head
         hidden_size = model.config.hidden_size
         scaling = {"logit_scale": lm_head.logit_scale, "softcap": lm_head.softcap}
@@ -171,7 +172,7 @@ class LigerMedusa(nn.Module):
         for _ in range(num_heads):
             projection = None
             if not share_lm_head:
-                with torch.device("meta"):  # the weight is replaced at once
+                with torch.device("meta"):  # the weight is replaced right away
                     projection = LigerLMHead(hidden_size, weight.shape[0], kernels=model.kernels, **scaling)
                 projection.weight = nn.Parameter(weight.clone())
             self.heads.append(MedusaHead(hidden_size, num_layers, projection).to(model.device, model.dtype))
@@ -185,13 +186,13 @@ class LigerMedusa(nn.Module):
         return_log_probs: bool = False,
         **inputs: Any,
     ) -> MedusaOutput:
-        """Compute the loss without building logits or, without ``labels``, the logits of all heads.
+        """Compute the logits of all heads, or, if ``labels`` are given, the loss without materializing the logits.
 
         Args:
             input_ids: [B, T] int64.
             labels: [B, T] int64, unshifted; −100 is ignored.
-            num_items_in_batch: divisor of each head's summed loss. Default: the number of targets of the head.
-            return_log_probs: whether to return log-probabilities of all heads' targets instead of the loss.
+            num_items_in_batch: divisor of the summed loss of each head, by default the number of targets of the head.
+            return_log_probs: whether to return the log-probabilities of the targets of all heads instead of the loss.
             inputs: other arguments of `Decoder.forward`: ``position_ids``, ``attention_mask``, ``cu_seqlens``,
                 ``inputs_embeds``.
 
@@ -205,10 +206,10 @@ class LigerMedusa(nn.Module):
                 "LigerMedusa: return_logits must not be given. Without labels all heads' logits are returned."
             )
 
-        # Without labels: the logits of all heads.
+        # Without labels, compute the logits of all heads.
         if labels is None:
             tokens = input_ids if input_ids is not None else inputs["inputs_embeds"]
-            # No targets: the loss function returns the hidden states, which the heads then read.
+            # Without targets, the loss function returns the hidden states for the heads.
             nothing = torch.full(tokens.shape[:2], IGNORED, device=tokens.device)
             out = self.model(
                 input_ids, labels=nothing, loss_function=lambda hidden, *_: hidden, return_logits=True, **inputs
@@ -220,9 +221,9 @@ class LigerMedusa(nn.Module):
         ahead = self.targets(labels, inputs.get("attention_mask"), cu_seqlens)  # [K, B, T]
         check_num_items(num_items_in_batch, ahead)
 
-        # The loss runs inside the model's head, where its weight is gathered.
+        # The losses are computed inside the model's head, because FSDP has gathered the head's weight there.
         def loss_of_heads(hidden: Tensor, weight: Tensor, target: Tensor) -> MedusaOutput:
-            # All heads by one projection, or each by its own.
+            # Compute all heads by the shared projection, or each head by its own projection.
             if return_log_probs:
                 return MedusaOutput(log_probs=self._log_probs(hidden, weight, torch.cat([target[None], ahead])))
             if self.share_lm_head:
@@ -235,7 +236,7 @@ class LigerMedusa(nn.Module):
             )
             loss = (head_losses * self._weights(hidden.device)).sum()
 
-            # A frozen model has no loss of its own.
+            # The loss of a frozen model is not computed.
             if self.freeze:
                 return MedusaOutput(loss, None, head_losses.detach())
             base = self._cross_entropy(hidden, weight, target, num_items=num_items_in_batch).loss
@@ -248,31 +249,31 @@ class LigerMedusa(nn.Module):
         return result
 
     def draft_logits(self, hidden: Tensor, index: int) -> Tensor:
-        """Logits [..., V] of the head with ``index`` 0 ... K − 1 for the model's last hidden states [..., C].
+        """Return the logits [..., V] of the head with ``index`` 0 ... K − 1 for the last hidden states [..., C].
 
-        Index 0 is the head for the token after the next one. The model's own head predicts the next one.
+        The head with index 0 predicts the token after the next one. The model's own head predicts the next token.
         """
         output: Tensor = self.heads[index](hidden)
         return self.model.lm_head(output) if self.share_lm_head else output
 
     def generate(self, input_ids: Any, *, max_new_tokens: int, **options: Any) -> Any:
-        """Return the tokens of the model's `CausalLM.generate`, with fewer forwards through drafts of the heads."""
+        """Return the tokens of the model's `CausalLM.generate`, using drafts of the heads to save forwards."""
         return self.model.generate(input_ids, max_new_tokens=max_new_tokens, draft_model=self, **options)
 
     def targets(self, labels: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The targets of the heads, [K, B, T] int64: for head k the label k + 1 positions ahead.
+        """Return the targets of the heads, [K, B, T] int64. The target of head k is the label k + 1 positions ahead.
 
-        They are −100 past the end of a document or row.
+        A target is −100 if it would lie past the end of the document or row.
 
         Args:
             labels: [B, T] int64, unshifted.
-            attention_mask, cu_seqlens: as for `Decoder.forward`.
+            attention_mask, cu_seqlens: as in `Decoder.forward`.
         """
         B, T = labels.shape
         layout = BatchLayout.build(
             (B, T), labels.device, {}, windows={}, attention_mask=attention_mask, cu_seqlens=cu_seqlens
         )
-        # Each shift moves the labels one position closer, within a document.
+        # Each shift moves the labels by one more position, within their document.
         target, ahead = layout.shift(labels), []
         for _ in self.heads:
             target = layout.shift(target)
@@ -280,12 +281,12 @@ class LigerMedusa(nn.Module):
         return torch.stack(ahead)
 
     def _weights(self, device: torch.device) -> Tensor:
-        """Weights of the heads' losses, [K] fp32."""
+        """Return the weights of the losses of the heads, [K] fp32."""
         powers = torch.arange(1, len(self.heads) + 1, dtype=torch.float32, device=device)
         return self.heads_weight * self.decay**powers
 
     def _cross_entropy(self, hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
-        """Cross entropy of hidden states projected by the model's own head."""
+        """Compute the cross entropy of hidden states with the projection of the model's own head."""
         head = self.model.lm_head
         return linear_cross_entropy(
             hidden, weight, target, softcap=head.softcap, logit_scale=head.logit_scale, **options
@@ -294,14 +295,15 @@ class LigerMedusa(nn.Module):
     def _shared_loss(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, num_items: Tensor | float | None
     ) -> MedusaOutput:
-        """The loss of all heads in one pass over the shared projection, which computes its gradient once."""
+        """Compute the loss of all heads in one pass over the shared projection, whose gradient is computed once."""
         rows = [head(hidden) for head in self.heads]
         factors = self._weights(hidden.device)
         if self.freeze:
             targets = targets[1:]
         else:
             rows, factors = [hidden, *rows], torch.cat([factors.new_ones(1), factors])
-        # The loss of a head is a mean. So the weight of a token is the head's factor divided by its number of targets.
+        # The loss of a head is a mean, so the weight of a token is the weight of its head divided by the head's number
+        # of targets.
         counts = (targets != IGNORED).sum((1, 2)).clamp(min=1) if num_items is None else num_items
         token_weight = (factors / counts)[:, None, None].expand(targets.shape)
         loss = self._cross_entropy(torch.stack(rows), weight, targets, token_weight=token_weight, reduction="sum").loss
@@ -326,16 +328,16 @@ class LigerMedusa(nn.Module):
     ) -> None:
         """Write the heads in the format of the released Medusa checkpoints, without the model.
 
-        If the model is sharded, every rank must call this method. A shared projection is written for each head, so
-        readers need not know that it is shared.
+        If the model is sharded, every rank must call this method. A shared projection is written once per head, so that
+        readers of the files need not know that it is shared.
 
         Args:
-            folder: a folder for the heads alone, created if it does not exist.
+            folder: a folder for the heads only, which is created if it does not exist.
             base_model_name_or_path: name of the model that the heads belong to, for config.json.
-            dtype: dtype of the tensors in the file. Default: the dtype of the heads.
+            dtype: dtype of the tensors in the file, by default the dtype of the heads.
 
         Raises:
-            ValueError: the folder holds a model.
+            ValueError: the folder already contains a model.
             OSError: the folder cannot be written.
         """
         folder = Path(folder).absolute()
@@ -348,10 +350,10 @@ class LigerMedusa(nn.Module):
                 )
         for module in self.modules():
             reshard: Any = getattr(module, "reshard", None)
-            if reshard is not None:  # FSDP: an evaluation leaves parameters gathered
+            if reshard is not None:  # FSDP leaves parameters gathered after an evaluation
                 reshard()
 
-        # Each head has the shared projection under a name of its own. Rank 0 keeps the gathered tensors.
+        # A shared projection is written under the name of each head. Rank 0 keeps the gathered tensors.
         parameters: dict[str, Any] = dict(self.heads.named_parameters())
         if self.share_lm_head:
             names = [f"{k}.{self.num_layers}.weight" for k in range(len(self.heads))]
@@ -374,7 +376,7 @@ class LigerMedusa(nn.Module):
         def write(target: Path) -> None:
             write_json(target / CONFIG, config)
             save_file(tensors, target / HEADS, metadata={"format": "pt"})
-            shutil.copymode(target / CONFIG, target / HEADS)  # safetensors creates files that only the owner can read
+            shutil.copymode(target / CONFIG, target / HEADS)  # safetensors creates files that only their owner can read
 
         with raise_on_all_ranks():
             if rank() == 0:
@@ -386,14 +388,14 @@ class LigerMedusa(nn.Module):
 
         Args:
             folder: folder with ``config.json`` and ``medusa_lm_head.safetensors``.
-            model: as for `LigerMedusa`. The heads get its device and dtype.
-            options: ``freeze``, ``decay`` and ``heads_weight`` as for `LigerMedusa`.
+            model: as in `LigerMedusa`. The heads get the model's device and dtype.
+            options: ``freeze``, ``decay`` and ``heads_weight`` as in `LigerMedusa`.
 
         Raises:
             FileNotFoundError: a file is missing.
             ValueError: config.json lacks the number of heads, or tensors are missing, unexpected or of the wrong shape.
         """
-        # The number and the size of the heads.
+        # Read the number and the size of the heads.
         folder = Path(folder)
         config = read_json_config(folder)
         heads: Any = config.get("medusa_num_heads")
@@ -408,7 +410,7 @@ class LigerMedusa(nn.Module):
                 "safetensors.torch.save_file; the tensors have the same names."
             )
 
-        # A shared projection belongs to the model, so the copies in the file are not read.
+        # A shared projection is that of the model, so its copies in the file are not read.
         shared = bool(config.get("original_lm_head", False))
         medusa = cls(model, heads, layers, share_lm_head=shared, **options)
         parameters = dict(medusa.heads.named_parameters())

@@ -1,13 +1,13 @@
-"""Multi-token prediction of Qwen3-Next and Qwen3.5: a block that predicts the token after the next one.
+"""Multi-token prediction for Qwen3-Next and Qwen3.5, by a block that predicts the token after the next one.
 
-With e_t the embedding of token t, and h_t the normed output of the model's last block::
+Let e_t be the embedding of token t, and h_t the normalized output of the model's last block::
 
     u_t = W · [norm_e(e_{t + 1}), norm_h(h_t)],   h'_t = norm(block(u))_t
     loss = L + loss_weight · L'
 
 The block is a block of the model's family with full attention. L is the model's own loss. L' is the mean cross entropy
-of the model's head on h'_t, over all tokens whose second next token is in the same document and not ignored. Training
-builds no logits.
+of the model's head applied to h'_t, over all tokens whose target, two positions ahead, is in the same document and not
+ignored. Training does not materialize the logits.
 
 Source: https://arxiv.org/abs/2412.19437.
 """
@@ -44,7 +44,8 @@ class MTPOutput(NamedTuple):
         loss: [] fp32.
         base_loss: [] fp32, L, without gradient.
         mtp_loss: [] fp32, L', without gradient.
-        aux_loss: [] auxiliary loss of the model's mixtures of experts, a part of ``loss``; None for a dense model.
+        aux_loss: [] auxiliary loss of the model's mixtures of experts, which is a part of ``loss``; None for a dense
+            model.
     """
 
     loss: Tensor
@@ -54,21 +55,21 @@ class MTPOutput(NamedTuple):
 
 
 class LigerMTP(nn.Module):
-    """A model with its block for multi-token prediction. Its forward trains both; ``model`` stays usable by itself.
+    """A model and its block for multi-token prediction. The forward trains both. ``model`` can be used by itself.
 
-    The block takes its weights from the checkpoint that the model was loaded from (``mtp.…``). If the checkpoint has no
-    such weights, they are initialized like those of a new model. From then on ``model.save_pretrained`` writes the
-    block's current weights. The block has the checkpointing policy of the model's last block
+    The weights of the block come from the checkpoint that the model was loaded from (``mtp.…``). If the checkpoint has
+    no such weights, they are initialized like those of a new model. Once this object exists, ``model.save_pretrained``
+    also writes the current weights of the block. The block has the checkpointing policy of the model's last block
     (`Decoder.set_checkpointing`).
 
     Args:
-        model: Qwen3-Next or Qwen3.5, with its weights loaded. `torch.nn.parallel.DistributedDataParallel` takes the
-            whole module; sharding is not supported.
+        model: a Qwen3-Next or Qwen3.5 model whose weights are loaded. This module can be wrapped by
+            `torch.nn.parallel.DistributedDataParallel`; sharding is not supported.
         loss_weight: weight of L'. A schedule may change this attribute.
 
     Raises:
-        ValueError: the model is of another family, has no weights yet, or has an adapter on its head; or the tensors in
-            the checkpoint do not form one such block.
+        ValueError: the model belongs to another family, has no weights yet, or has an adapter on its head; or the
+            ``mtp`` tensors in the checkpoint do not match one block.
     """
 
     def __init__(self, model: CausalLM, *, loss_weight: float = 0.1) -> None:
@@ -87,7 +88,7 @@ class LigerMTP(nn.Module):
             raise ValueError("LigerMTP: the model must have weights, got one on meta. Load it first.")
         self.model, self.loss_weight = model, loss_weight
 
-        # The block is built as the only block of a small model that has hardly a vocabulary.
+        # The block is built as the only block of a model with a tiny vocabulary.
         stored = {name: tensor for name, tensor in model.current_kept_tensors().items() if name.startswith(PREFIX)}
         single: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": [FULL]}
         self._sizes = replace(config, **single, vocab_size=1, pad_token_id=None, tie_word_embeddings=False)
@@ -97,13 +98,13 @@ class LigerMTP(nn.Module):
             predictor.to_empty(device=model.device)
             predictor.reset_parameters()
 
-        # The norms and the projection in front of the block.
+        # Build the norms and the projection in front of the block.
         norm, C = zero_centered_norm(config, model.kernels), config.hidden_size
         with torch.device(predictor.device):
             self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(C).to(model.dtype), norm(C).to(model.dtype)
             self.fc = nn.Linear(2 * C, C, bias=False, dtype=model.dtype)
         self.layers, self.norm = predictor.layers, predictor.norm
-        self._predictor = [predictor]  # a list hides its embedding and head from `parameters`
+        self._predictor = [predictor]  # in a list, its embedding and head are hidden from `parameters`
 
         self._layout = self._layouts()[0]
         if stored:
@@ -113,11 +114,11 @@ class LigerMTP(nn.Module):
         model.trained_tensors = self.tensors
 
     def _own_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this module without those of ``model``."""
+        """Return the parameters of this module without those of ``model``."""
         return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
     def _layouts(self) -> list[dict[str, tuple[Expression, str]]]:
-        """For each layout of a checkpoint: our name -> expression over a model's names, and the prefix of these."""
+        """For each layout of checkpoints, map our names to the expression over a model's names, and to their prefix."""
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
             prefix = weights.entries["norm.weight"].names()[0].removesuffix("norm.weight")
@@ -126,13 +127,13 @@ class LigerMTP(nn.Module):
         return layouts
 
     def _load(self, stored: dict[str, Tensor]) -> None:
-        """Replace the parameters with tensors of a checkpoint."""
+        """Replace the parameters by tensors of a checkpoint."""
 
         def names(layout: dict[str, tuple[Expression, str]]) -> set[str]:
             pairs = [(name, prefix) for expression, prefix in layout.values() for name in expression.names()]
             return {PREFIX + name.removeprefix(prefix) for name, prefix in pairs}
 
-        # Choose the layout that fits best, so that an error names the fewest tensors.
+        # Choose the layout that fits best, so that an error lists as few tensors as possible.
         self._layout = min(self._layouts(), key=lambda layout: len(names(layout) ^ stored.keys()))
         wrong = sorted(names(self._layout) ^ stored.keys())
         if wrong:
@@ -151,7 +152,7 @@ class LigerMTP(nn.Module):
                     f"{list(packed.shape)}."
                 )
 
-            # The parameter is on the meta device, so a new one takes its place.
+            # The parameter is on the meta device, so it is replaced by a new one.
             owner, _, attribute = name.rpartition(".")
             loaded = packed.to(self.model.device, self.model.dtype, copy=True).contiguous()
             setattr(self.get_submodule(owner), attribute, nn.Parameter(loaded))
@@ -164,17 +165,17 @@ class LigerMTP(nn.Module):
         num_items_in_batch: Tensor | float | None = None,
         **inputs: Any,
     ) -> MTPOutput:
-        """Compute the loss without building logits.
+        """Compute the loss without materializing the logits.
 
         Args:
             input_ids: [B, T] int64.
             labels: [B, T] int64, unshifted; −100 is ignored.
-            num_items_in_batch: divisor of both summed losses. Default: the number of targets of each loss.
+            num_items_in_batch: divisor of both summed losses, by default the number of targets of each loss.
             inputs: other arguments of the model's forward: ``position_ids``, ``attention_mask``, ``cu_seqlens`` (also
-                under the names of transformers' collator), and for models with images pixels and grids.
+                under the names that the collator of transformers uses), and, for models with images, pixels and grids.
 
         Raises:
-            ValueError: the model is sharded; or as in `Decoder.forward`.
+            ValueError: the model is sharded; otherwise as in `Decoder.forward`.
         """
         model = self.model
         if model.groups.sharded is not None or is_sharded(model.embed_tokens.weight):
@@ -190,10 +191,10 @@ class LigerMTP(nn.Module):
             share = None if num_items_in_batch is None else model.groups.share_of_step(target, num_items_in_batch)
             return base, mtp, share
 
-        # Both losses read the weight of the head, so they are computed in its forward.
+        # Both losses read the weight of the head, so they are computed in the forward of the head.
         out: Any = model.run(embeds, layout, labels=labels, loss_function=losses)
 
-        # With a divisor of the whole step, the auxiliary loss counts by this batch's share of the step.
+        # With a divisor for the whole step, the auxiliary loss is weighted by this batch's share of the step's targets.
         (base, mtp, share), aux = out.loss, out.aux_loss
         loss = base + self.loss_weight * mtp
         if aux is not None:
@@ -202,18 +203,18 @@ class LigerMTP(nn.Module):
         return MTPOutput(loss, base.detach(), mtp.detach(), aux)
 
     def hidden(self, hidden: Tensor, embeds: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute h', [B, T, C]. Its value at the last token of a document has no meaning.
+        """Compute h', [B, T, C]. The value at the last token of a document has no meaning.
 
         Args:
             hidden: h, [B, T, C].
             embeds: e, [B, T, C].
             layout: layout of the batch.
         """
-        # The embedding of the next token. The last token of a document gets an unrelated one, but has no target.
+        # Take the embedding of the next token. At the last token of a document it is unrelated, but there is no target.
         ahead = self.pre_fc_norm_embedding(embeds.roll(-1, 1))  # [B, T, C]
         u = self.fc(torch.cat([ahead, self.pre_fc_norm_hidden(hidden)], -1))
 
-        # The block, with the policy of the model's last block.
+        # Run the block with the checkpointing policy of the model's last block.
         (predictor,) = self._predictor
         policy = self.model.checkpointing
         policy = policy if isinstance(policy, str) else policy[-1]
@@ -222,7 +223,7 @@ class LigerMTP(nn.Module):
         return predictor.run_blocks(u, layout)[0]
 
     def tensors(self, dtype: torch.dtype | str | None = None) -> dict[str, Tensor]:
-        """The weights of the block by their names in a checkpoint, copied to host memory.
+        """Return copies of the block's weights in host memory, by their names in a checkpoint.
 
         Args:
             dtype: dtype of the tensors; None for the dtype of the weights.
@@ -241,7 +242,7 @@ class LigerMTP(nn.Module):
         """Write the model and its block as one Hugging Face checkpoint; see `CausalLM.save_pretrained`.
 
         Args:
-            folder, dtype, options: as for `CausalLM.save_pretrained`.
+            folder, dtype, options: as in `CausalLM.save_pretrained`.
         """
         self.model.trained_tensors = partial(self.tensors, dtype)
         try:

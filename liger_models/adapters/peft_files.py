@@ -1,4 +1,4 @@
-"""Saving and loading adapters in PEFT's files."""
+"""Saving and loading adapters in the file format of PEFT."""
 
 import dataclasses
 import os
@@ -48,19 +48,21 @@ REFUSED = (
     "layer_replication", "layers_to_transform", "lora_bias", "modules_to_save", "monteclora_config", "rank_pattern",
     "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
-"""Keys of adapter_config.json for features that are not implemented. They must be empty."""
+"""Keys of adapter_config.json for features that are not implemented. Their values must be empty."""
 INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` that leave the base weights unchanged. PEFT's other values (PiSSA, OLoRA, LoftQ)
-change these weights."""
+"""Values of ``init_lora_weights`` that leave the base weights unchanged.
+
+PEFT's other values (PiSSA, OLoRA, LoftQ) change the base weights.
+"""
 
 
 def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str | None = None) -> None:
-    """Write the adapters to PEFT's files, adapter_config.json and adapter_model.safetensors. Every rank must call it.
+    """Write the adapters to adapter_config.json and adapter_model.safetensors, as PEFT does. Every rank must call it.
 
     Args:
         model: a model with adapters. It may be sharded.
         folder: the folder, which is created if it does not exist.
-        base: folder or name on the hub of the base model, for PEFT and vLLM.
+        base: folder of the base model, or its name on the hub. PEFT and vLLM read it.
 
     Raises:
         ValueError: the model has no adapters.
@@ -69,7 +71,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
     if config is None:
         raise ValueError(f"save_adapter: {type(model).__name__} must have adapters, got none (or merged ones).")
 
-    # The tensors, gathered one by one from all ranks.
+    # Gather the tensors one by one from all ranks.
     tensors: dict[str, Tensor] = {}
     for layer in adapted_layers(model).values():
         for name, tensor in peft_tensors(layer).items():
@@ -77,7 +79,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
             whole = whole.full_tensor() if is_sharded(whole) else whole
             tensors[name] = tensor.write(whole.cpu()).contiguous()
 
-    # The config.
+    # Write the config.
     targets, target_parameters = _targets(model, config)
     keys: dict[str, Any] = {
         "peft_type": "LORA",
@@ -86,7 +88,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
         "target_modules": targets,
         "target_parameters": target_parameters or None,
-        # PEFT refuses dropout for adapters of parameters. Only training needs dropout.
+        # PEFT does not support dropout for adapters of parameters, and only training needs dropout.
         "lora_dropout": 0.0 if target_parameters else config.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -97,7 +99,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
     def write(target: Path) -> None:
         write_json(target / CONFIG, keys)
         save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
-        shutil.copymode(target / CONFIG, target / WEIGHTS)  # safetensors creates files that only the owner can read
+        shutil.copymode(target / CONFIG, target / WEIGHTS)  # safetensors creates files that only their owner can read
 
     with raise_on_all_ranks():
         if rank() == 0:
@@ -105,7 +107,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
 
 
 def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]:
-    """``target_modules`` and ``target_parameters`` with which PEFT adapts exactly the matrices adapted in ``model``."""
+    """Return the ``target_modules`` and ``target_parameters`` for which PEFT adapts the same matrices as ``model``."""
     names: set[str] = set()
     experts: set[str] = set()
     for layer in adapted_layers(model).values():
@@ -117,17 +119,18 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
     misread = set() if config.use_dora else {name for name in names if short_name(name) in _misread(model)}
     names -= misread
 
-    # The targets of the config if they mean the same to PEFT, and otherwise names.
+    # Keep the targets of the config if they mean the same to PEFT, and otherwise write names.
     targets = config.target_modules
     if targets == "all-linear" and model.visual is None:
         targets = sorted(set(map(short_name, names)))
     elif isinstance(targets, str) or model.visual is not None:
-        # Whole names. In a tower linear layers share endings ("proj") with other modules, which PEFT would adapt.
+        # Write full names, because in a tower other modules have the same last part ("proj"), and PEFT would adapt
+        # them.
         targets = sorted(names)
     else:
         targets = [target for target in targets if any(matches(name, target) for name in names)]
 
-    # Endings of the experts' parameters, unless they also match experts without adapters.
+    # Write the last parts of the names of experts' parameters, unless they also match experts without adapters.
     endings = {".".join(name.split(".")[-2:]) for name in experts}
     all_experts = {name for weights in adaptable_experts(model).values() for name, _ in weights.values()}
     if experts != {name for name in all_experts if any(matches(name, ending) for ending in endings)}:
@@ -136,10 +139,10 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
 
 
 def _misread(model: CausalLM) -> set[str]:
-    """Last parts of names that PEFT takes for experts wherever they stand in ``target_modules``.
+    """Return last parts of names that, in ``target_modules``, always mean experts to PEFT.
 
-    A checkpoint has a tensor with such a name for each expert, and transformers has one parameter for all experts. The
-    layers of a shared expert or of a dense MLP may have the same names.
+    These are names of the experts' separate tensors in a checkpoint, for which transformers has one parameter. The
+    layers of a shared expert or of a dense MLP may have the same last parts.
     """
     names = expert_names(model)
     apart = any(alias != parameter for alias, parameter in names.items())
@@ -147,15 +150,15 @@ def _misread(model: CausalLM) -> set[str]:
 
 
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
-    """Add adapters from a folder that PEFT or `save_adapter` has written, in place, to train or merge them.
+    """Add adapters to a model in place, from a folder that PEFT or `save_adapter` has written.
 
     Args:
-        model: as for `apply_lora`.
+        model: as in `apply_lora`.
         folder: folder with adapter_config.json and adapter_model.safetensors.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
-        ValueError: the adapters are of another type or of another model. The model is then unchanged.
+        ValueError: the adapters have another type, or belong to another model. The model is unchanged in this case.
     """
     folder = Path(folder)
     check_complete(folder, CONFIG)
@@ -172,14 +175,14 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
             f"{max(ranks, default=0)} rows in a matrix A. Correct it, or save the adapters again."
         )
 
-    # If anything fails, the model is left as it was.
+    # If anything fails, the model is restored.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     plain = adapter_config(model) is None
     try:
         apply_lora(model, config)
         _fill_adapters(model, tensors, folder / WEIGHTS)
     except BaseException:
-        if plain:  # otherwise the adapters were there before
+        if plain:  # otherwise the model had the adapters before
             remove_adapters(model)
             for parameter in trainable:
                 parameter.requires_grad_(True)
@@ -188,8 +191,8 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
 
 
 def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> LoRAConfig:
-    """Read an adapter_config.json without targets that the model lacks. Raises ValueError as `load_adapter` does."""
-    # Refuse features that are not implemented.
+    """Read an adapter_config.json, leaving out targets that the model lacks. Raises ValueError like `load_adapter`."""
+    # Raise an error for features that are not implemented.
     keys = read_json(file)
     if keys.get("peft_type") != "LORA" or keys.get("bias", "none") != "none":
         raise ValueError(
@@ -206,7 +209,7 @@ def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> 
             f"{initial!r}. Convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
 
-    # The targets. A file with parameters alone may have no modules.
+    # Read the targets. If there are parameters, there may be no modules.
     parameters = keys.get("target_parameters") or []
     targets = keys.get("target_modules")
     if targets is None and parameters:
@@ -218,12 +221,12 @@ def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> 
     if not _are_names(parameters):
         raise ValueError(f"{file}: target_parameters must be a list of names, got {parameters!r}. Add what is adapted.")
 
-    # If the name of a linear layer could also mean experts, PEFT's files list its weight among the parameters.
+    # If the name of a linear layer could also refer to experts, PEFT's files list the layer's weight as a parameter.
     linears = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
     keys["target_parameters"] = tuple(name for name in parameters if not name.endswith(".weight"))
     if isinstance(targets, list):
         targets = [*targets, *linears]
-        # A list may name layers that this model lacks: PEFT only requires that one of them matches.
+        # A list may contain names that this model does not have, because PEFT only requires that one name matches.
         layers = adaptable_layers(model).values()
         modules = [name.removesuffix(".weight") for _, expression in layers for name in expression.names()]
         modules += [name.partition(".lora_")[0] for name in tensors]
@@ -240,16 +243,16 @@ def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> 
 
 
 def _are_names(value: Any) -> bool:
-    """Whether a value of adapter_config.json is a list of texts."""
+    """Whether a value of adapter_config.json is a list of strings."""
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 class PeftTensor(NamedTuple):
-    """A parameter of an adapter, with the conversion to and from PEFT's files.
+    """A parameter of an adapter, and the conversions between the parameter and the tensor in PEFT's files.
 
     Attributes:
         parameter: the parameter.
-        write: converts a tensor of its shape to the tensor in the file.
+        write: function from a tensor with the shape of the parameter to the tensor in the file.
         read: the inverse of ``write``.
     """
 
@@ -259,9 +262,10 @@ class PeftTensor(NamedTuple):
 
 
 def peft_tensors(layer: LoRALinear | LoRAExperts) -> dict[str, PeftTensor]:
-    """Name in PEFT's files -> parameter of a layer's adapters."""
+    """Map the names in PEFT's files to the parameters of a layer's adapters."""
     if isinstance(layer, LoRAExperts):
-        # PEFT wraps the module of the experts once for each parameter, the first inside of the second.
+        # PEFT wraps the module of the experts once per parameter; the wrapper of the first is inside that of the
+        # second.
         wrapped = zip(["", ".base_layer"], reversed(layer.by_name().values()), strict=False)
         return {
             name: tensor
@@ -280,13 +284,13 @@ def peft_tensors(layer: LoRALinear | LoRAExperts) -> dict[str, PeftTensor]:
 
 
 def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
-    """The tensors of an expert adapter in PEFT's files.
+    """Map the names in PEFT's files to the tensors of an expert adapter.
 
-    A is [X r, in], expert by expert. B is [out, r X] with the experts innermost, and its rows are in transformers'
-    order.
+    In the files, A is [X · r, in], expert after expert. B is [out, r · X], where the index of the expert varies fastest
+    and the rows have the order of transformers.
     """
     (X, out, _), expression, name = adapter.lora_B.shape, adapter.expression, adapter.name
-    # The parameter is [X, out, in] or [X, in, out], and B has r for "in".
+    # The parameter in transformers is [X, out, in] or [X, in, out]. In B, r takes the place of "in".
     probe = expression.unpack(torch.empty(X, out, out + 2, device="meta"))[name]
     ours = "x o r" if probe.shape[1] == out else "x r o"
     return {
@@ -302,15 +306,15 @@ def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
 
 
 def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> None:
-    """Copy the tensors of a file into the model's adapters. Names and shapes must match exactly."""
-    # A saved head must be the model's, and is not loaded.
-    head = tensors.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT saves it beside an adapter of the head
+    """Copy the tensors of a file into the adapters of a model. Names and shapes must match exactly."""
+    # A head in the file must equal that of the model, and is not loaded.
+    head = tensors.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT saves the head along with its adapter
     if head is not None and not torch.equal(head.to(model.lm_head.weight), model.lm_head.weight):
         raise ValueError(
             f"{file}: the head's weight must equal the model's, got another. Load the model that was adapted."
         )
 
-    # Check the names, and then the shapes.
+    # Check the names.
     targets: dict[str, PeftTensor] = {}
     for layer in adapted_layers(model).values():
         targets |= peft_tensors(layer)
@@ -322,7 +326,7 @@ def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> N
             "were trained on."
         )
 
-    # All shapes are those that the model itself would write.
+    # Check that the shapes are those that the model itself would write, and copy the values.
     for name, (parameter, write, read) in targets.items():
         shape, tensor = write(torch.empty_like(parameter, device="meta")).shape, tensors[name]
         if tensor.shape != shape or not tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""Storage of frozen weights in fewer bits: of linear layers, with adapters (QLoRA) or without, and of experts."""
+"""Storage of frozen weights in fewer bits, for linear layers with adapters (QLoRA) or without, and for experts."""
 
 from typing import Any, TypeVar
 
@@ -19,28 +19,28 @@ Model = TypeVar("Model", bound=CausalLM)
 
 
 def quantize_base(model: Model, device: torch.device | str | None = None, dtype: str = "nf4") -> Model:
-    """Freeze the weights of linear layers and of all routed experts, and store them in 4 bits or float8, in place.
+    """Freeze the weights of linear layers and routed experts, and store them in 4 bits or in float8, in place.
 
-    In a model with adapters only linear layers with adapters are quantized, otherwise all linear layers of the blocks.
-    Experts are quantized with or without adapters, because they are almost all weights of a mixture. The head and the
-    embedding are not quantized. Needs torchao.
+    If the model has adapters, only the linear layers with adapters are quantized, and otherwise all linear layers of
+    the blocks. Experts are always quantized, because they hold almost all weights of a mixture of experts. The head and
+    the embedding are not quantized. This function needs torchao.
 
     Args:
-        model: a model with adapters, or without, which may get them later. After `apply_ep` each rank quantizes its own
-            experts.
-        device: the device to move the model to. Each weight is quantized there, one expert after the other. The memory
-            of the device then holds at most the finished model and about 14 bytes for each element of one weight.
-            Default: the model stays on its device.
-        dtype: "nf4", as in QLoRA: a weight takes about 4.1 bits, 64 weights share a scale of 8 bits, and products are
-            computed in the model's dtype. "float8": a weight takes 8 bits (e4m3) with a scale for each row. On a GPU
-            with float8, linear layers of a bfloat16 model compute their products in float8, forward and backward.
-            Experts are dequantized.
+        model: a model with or without adapters; adapters may also be added later. After `apply_ep` each rank quantizes
+            its own experts.
+        device: the device to move the model to; by default it stays on its device. Weights are quantized on this device
+            one after the other, and experts one by one. The device therefore needs memory for the quantized model and
+            about 14 bytes for each element of a single weight.
+        dtype: "nf4" or "float8". "nf4", as in QLoRA, takes about 4.1 bits per number, where 64 numbers share an 8-bit
+            scale, and products are computed in the model's dtype. "float8" takes 8 bits per number (e4m3), with one
+            scale per row. On a GPU that supports float8, linear layers of a bfloat16 model then compute their products
+            in float8 in forward and backward, while experts are dequantized.
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: there is nothing to quantize, because only the head has an adapter or the layers have other classes;
-            weights are quantized already; ``dtype`` is unknown; for "nf4" the size of a weight is not a multiple of 64;
-            or linear layers are sharded.
+        ValueError: there is nothing to quantize, because only the head has an adapter or all layers belong to other
+            classes; weights are already quantized; ``dtype`` is unknown; the number of elements of a weight is not a
+            multiple of 64 (for "nf4"); or linear layers are sharded.
 
     Source: https://arxiv.org/abs/2305.14314 (NF4), https://arxiv.org/abs/2209.05433 (float8).
     """
@@ -50,13 +50,13 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
     if dtype not in formats:
         raise ValueError(f"quantize_base: dtype must be one of {', '.join(formats)}, got {dtype!r}.")
     try:
-        import torchao.quantization  # noqa: F401  before anything changes
+        import torchao.quantization  # noqa: F401  fails before anything changes
     except ImportError as error:
         raise ImportError(
             "quantize_base: torchao must be installed, got none. Run: pip install 'liger_models[lora]'"
         ) from error
 
-    # The layers to quantize.
+    # Find the layers to quantize.
     adapted: Any = adapted_layers(model) or {path: layer for path, (layer, _) in adaptable_layers(model).items()}
     layers = {path: layer for path, layer in adapted.items() if path != "lm_head" and isinstance(layer, nn.Linear)}
     mixtures = _mixtures(model)
@@ -73,7 +73,7 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
             "apply_fsdp."
         )
 
-    # No local name may hold a dense weight after its layer is quantized.
+    # No local variable may refer to a dense weight after its layer is quantized, so that its memory is freed.
     del adapted
     for path in [*layers]:
         layer = layers.pop(path)
@@ -83,7 +83,7 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
         else:
             model.set_submodule(path, FrozenLinear(layer, weight))
 
-    # Experts, for each matrix as a stack of this rank's experts [X, O, C].
+    # Quantize experts; each matrix is a stack of this rank's experts [X, O, C].
     for mixture in mixtures:
         for name in MATRICES:
             experts = local(getattr(mixture, name).detach())
@@ -92,18 +92,18 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
 
 
 def quantized_layers(model: nn.Module) -> list[LoRALinear]:
-    """The linear layers with adapters that `quantize_base` quantizes."""
+    """Return the linear layers with adapters that `quantize_base` quantizes."""
     layers = adapted_layers(model).items()
     return [layer for path, layer in layers if path != "lm_head" and isinstance(layer, LoRALinear)]
 
 
 def _mixtures(model: nn.Module) -> list[LigerMoE]:
-    """The layers with routed experts. `quantize_base` quantizes all of them."""
+    """Return the layers with routed experts, all of which `quantize_base` quantizes."""
     return [layer for layer in model.modules() if isinstance(layer, LigerMoE)]
 
 
 def quantized_experts(model: nn.Module) -> list[Weight]:
-    """The matrices of experts [X, O, C] that `quantize_base` quantizes or has quantized."""
+    """Return the matrices of experts [X, O, C] that `quantize_base` quantizes or has quantized."""
     return [
         layer.matrices(name) if name in frozen_parts(layer) else getattr(layer, name)
         for layer in _mixtures(model)
@@ -112,6 +112,6 @@ def quantized_experts(model: nn.Module) -> list[Weight]:
 
 
 def quantized_bytes(weight: Weight, dtype: str) -> int:
-    """Bytes of a weight [O, C], or of this rank's experts [X, O, C], in a format."""
+    """Return the number of bytes of a weight [O, C], or of this rank's experts [X, O, C], in a format."""
     weight = local(weight) if isinstance(weight, Tensor) else weight
     return FORMATS[dtype].nbytes(weight.shape, weight.dtype)

@@ -1,16 +1,16 @@
-"""A tree of modules with transformers' names over a model, with a linear layer for each projection, for PEFT.
+"""A tree of modules, for PEFT, that gives the modules of a model the names that they have in transformers.
 
 PEFT finds modules by their names and replaces them. Packed projections have other names and hold several matrices, so
-they are taken apart first. The blocks, the attention and the loss of the model are kept:
+they are first split into one linear layer per matrix. The model keeps its blocks, its attention and its loss:
 
-    UnpackedModel                the tree: names of transformers, modules of the model as its leaves
+    UnpackedModel                the tree, whose leaves are modules of the model
       model.layers.0.self_attn     Node
         q_proj, k_proj, v_proj       nn.Linear, parts of UnpackedLinear in the model
         o_proj                       nn.Linear, the model's own
       model.layers.0.mlp.experts   Node with the parameters that PEFT cannot adapt
 
-PEFT changes only the tree. `UnpackedModel.sync` puts the modules of the tree into the model: when PEFT announces or
-removes adapters, and before every forward.
+PEFT changes only the tree. `UnpackedModel.sync` puts the modules of the tree into the model. It runs when PEFT sets or
+deletes ``peft_config``, and before every forward.
 """
 
 import dataclasses
@@ -41,22 +41,24 @@ from liger_models.layers.lm_head import LigerLMHead
 
 
 def unpack_projections(model: nn.Module) -> "UnpackedModel":
-    """Split the packed projections of a model in place, and give its modules transformers' names.
+    """Split the packed projections of a model in place, and give its modules the names that they have in transformers.
 
-    Call it before PEFT: ``get_peft_model(unpack_projections(model), config)``. Each projection becomes its own linear
-    layer (q_proj, k_proj, v_proj, gate_proj, up_proj), so the fused ops that need packed weights do not run.
+    Call this function before PEFT: ``get_peft_model(unpack_projections(model), config)``. Each projection becomes a
+    separate linear layer (q_proj, k_proj, v_proj, gate_proj, up_proj), so fused ops that need packed weights are not
+    used.
 
     Args:
-        model: a `CausalLM`, or a module that holds a `CausalLM` and calls it. Its weights are moved, not shared.
+        model: a `CausalLM`, or a module that contains and calls a `CausalLM`. The weights are moved to the new layers,
+            not copied.
 
     Returns:
-        A module with the same forward as ``model``. Its ``pack`` returns ``model`` with packed projections, and its
-        ``save_pretrained`` writes a Hugging Face checkpoint.
+        A module with the same forward as ``model``. Its method ``pack`` returns ``model`` with packed projections, and
+        its method ``save_pretrained`` writes a Hugging Face checkpoint.
 
     Raises:
         ValueError: the model is sharded, has adapters, or has linear layers of another class.
     """
-    # One model of this package, whole on each rank, without adapters and with its own linear layers.
+    # There must be one model of this package that is not sharded, has no adapters, and has no other linear layers.
     where = f"unpack_projections: {type(model).__name__}"
     causal_lms = [module for module in model.modules() if isinstance(module, CausalLM)]
     if len(causal_lms) != 1:
@@ -77,12 +79,12 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
 
 
 class UnpackedLinear(Layer):
-    """A packed projection [C] -> [O] as several linear layers, one for each matrix of the checkpoint.
+    """A packed projection from [C] to [O], split into one linear layer per matrix of the checkpoint.
 
     Args:
         packed: the projection.
-        weight: its weight in terms of the checkpoint's matrices.
-        bias: its bias in terms of the checkpoint's vectors; None for a projection without bias.
+        weight: its weight as an expression over the checkpoint's matrices.
+        bias: its bias as an expression over the checkpoint's vectors; None for a projection without bias.
     """
 
     def __init__(self, packed: nn.Linear, weight: Expression, bias: Expression | None) -> None:
@@ -97,8 +99,9 @@ class UnpackedLinear(Layer):
             self.add_module(short_name(name), part)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute [..., O], in the order of the packed rows, from x [..., C]."""
-        # The expression that packs the rows of the weight also packs the outputs of a token. `vmap` runs over tokens.
+        """Map x [..., C] to [..., O] in the order of the packed rows."""
+        # The expression that packs the rows of the weight also packs the outputs of a token; `vmap` applies it to all
+        # tokens.
         names = self.weight_expression.names()
         outputs = {name: part(x).flatten(0, -2) for name, part in zip(names, self.children(), strict=True)}
         packed = torch.vmap(self.weight_expression.pack)(outputs)  # [tokens, O]
@@ -106,7 +109,7 @@ class UnpackedLinear(Layer):
         return y
 
     def packed(self) -> nn.Linear:
-        """Pack the projection into one linear layer with new parameters. Its parts must have no adapters."""
+        """Pack the parts, which must have no adapters, into one linear layer with new parameters."""
         parts: list[Any] = [*self.children()]
         names = self.weight_expression.names()
         weight = self.weight_expression.pack({name: part.weight for name, part in zip(names, parts, strict=True)})
@@ -120,21 +123,21 @@ class UnpackedLinear(Layer):
 
 
 class UnpackedLMHead(Layer):
-    """A `LigerLMHead` that is no `nn.Linear`, which PEFT would replace with a layer without the loss."""
+    """A `LigerLMHead` that is not an `nn.Linear`. PEFT would replace an `nn.Linear` by a layer without the loss."""
 
     forward = LigerLMHead.forward
     operands, product = LigerLMHead.operands, LigerLMHead.product
 
     def extra_repr(self) -> str:
-        """Advice that PEFT shows in its error: the head takes no adapter."""
+        """Return the advice that the head takes no adapter, which PEFT shows in its error."""
         return "has the loss inside: train it with modules_to_save, or adapt it with liger_models.adapters.apply_lora"
 
 
 class Node(nn.Module):
-    """An inner module of the tree. Its leaves are modules of the model under other names. PEFT may replace leaves."""
+    """An inner module of the tree. Its leaves are modules of the model with other names. PEFT may replace leaves."""
 
     leaves: dict[str, tuple[nn.Module, str]]
-    """Name of a leaf -> the owner of the leaf in the model, and the name of the leaf there."""
+    """Maps the name of each leaf to the leaf's owner in the model, and to the leaf's name in this owner."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +149,7 @@ class Node(nn.Module):
         setattr(self, name, getattr(owner, owner_name))
 
     def node(self, path: str) -> "Node":
-        """The node at a path below this node. Missing nodes are created."""
+        """Return the node at a path below this node, creating missing nodes."""
         node = self
         for name in path.split(".") if path else []:
             if name not in dict(node.named_children()):
@@ -155,7 +158,7 @@ class Node(nn.Module):
         return node
 
     def sync_leaves(self) -> None:
-        """Put the leaves, or the modules by which PEFT has replaced them, into the model."""
+        """Put the leaves, some of which PEFT may have replaced, into the model."""
         for name, module in self.named_children():
             if isinstance(module, Node):
                 module.sync_leaves()
@@ -171,21 +174,21 @@ class Node(nn.Module):
                 )
 
     def extra_repr(self) -> str:
-        """The parameters without adapters, which PEFT shows in its error."""
+        """Return the names of the parameters without adapters, which PEFT shows in its error."""
         names = [name for name, _ in self.named_parameters(recurse=False)]
         return f"{', '.join(names)}, which cannot have adapters" if names else ""
 
 
 @dataclasses.dataclass
 class WrappedModel:
-    """Holds the model whose modules are in the tree. It is no submodule, so each parameter has a single name."""
+    """Holds the model whose modules are in the tree. It is not a module, so each parameter has only one name."""
 
     inner: nn.Module
     causal_lm: CausalLM
 
 
 class UnpackedModel(Node):
-    """A model with the names of transformers' modules; see `unpack_projections`.
+    """A model whose modules have the names of transformers; see `unpack_projections`.
 
     Missing attributes, such as ``generate``, ``set_checkpointing`` and ``tokenizer``, are looked up in the model.
 
@@ -195,17 +198,18 @@ class UnpackedModel(Node):
     """
 
     is_gradient_checkpointing = False
-    """If it were True, PEFT would make the embedding's output require a gradient, which this package never needs."""
+    """False, because otherwise PEFT would let the embedding's output require a gradient, which is not needed here."""
     fixed: list[str]
-    """The checkpoint's names of parameters without adapters: experts, routers, patch embeddings and others."""
+    """Checkpoint names of parameters that can't have adapters, such as experts, routers and patch embeddings.
+    """
     skipped: set[str]
-    """Last parts of names in `fixed` that are linear layers or experts in transformers."""
+    """Last parts of those names in `fixed` that are linear layers or experts in transformers."""
     plain_names: set[str]
     """The names of all parameters of the tree before PEFT adds adapters."""
     adapter_configs: dict[str, Any] | None
-    """Name of an adapter -> PEFT's configuration of it; None before the first adapter and after unloading."""
+    """Maps adapters' names to their PEFT configurations; None before the first adapter and after unloading."""
     checked: set[str]
-    """Names of adapters whose configurations have been checked."""
+    """Names of the adapters whose configurations have been checked."""
 
     def __init__(self, inner: nn.Module, causal_lm: CausalLM) -> None:
         super().__init__()
@@ -218,14 +222,14 @@ class UnpackedModel(Node):
         self._add_modules_beside(inner, causal_lm)
         self.plain_names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
 
-        # PEFT reads these from the module that it adapts.
+        # PEFT reads these attributes of the module that it adapts.
         self.name_or_path = getattr(inner, "name_or_path", None)
         embedding = causal_lm.embed_tokens
         if embedding.scale is not None:
-            setattr(embedding, "embed_scale", embedding.scale)  # noqa: B010  # PEFT's factor of an adapter's output
+            setattr(embedding, "embed_scale", embedding.scale)  # noqa: B010  # for adapters of the embedding
 
-        # From here on, `__getattr__` finds missing attributes in the model. Hooks put the modules of the tree into the
-        # model before each forward.
+        # From here on, `__getattr__` looks up missing attributes in the model. Before each forward, hooks put the
+        # modules of the tree into the model.
         self.wrapped = WrappedModel(inner, causal_lm)
         self.hooks = [module.register_forward_pre_hook(self._before_forward) for module in {inner, causal_lm}]
 
@@ -250,27 +254,27 @@ class UnpackedModel(Node):
     # Building the tree
 
     def _add_causal_lm(self, causal_lm: CausalLM) -> None:
-        """Add the modules of a model to the tree, under the checkpoint's names of their parameters."""
+        """Add the modules of a model to the tree, with the names that their parameters have in the checkpoint."""
         entries = format_of(type(causal_lm)).module_map(causal_lm.config).entries
         linears = adaptable_layers(causal_lm)
         for path, module in [*causal_lm.named_modules()]:
             owner_path, _, owner_name = path.rpartition(".")
             owner = causal_lm.get_submodule(owner_path)
 
-            # The parameters of this module in terms of the checkpoint's tensors.
+            # Get the parameters of this module as expressions over the checkpoint's tensors.
             expressions = {}
             for name, _ in module.named_parameters(recurse=False):
                 full_name = f"{path}.{name}".lstrip(".")
                 expressions[name] = entries.get(full_name, Name(full_name))  # a tied head has no entry
 
             if _is_same_module(module, expressions) and (path in linears or not isinstance(module, nn.Linear)):
-                # Transformers has the same module, for example a norm, the embedding or an output projection.
+                # In transformers there is the same module, for example a norm, the embedding or an output projection.
                 if isinstance(module, LigerLMHead):
                     setattr(owner, owner_name, with_class(module, UnpackedLMHead))
                 theirs, _, _ = next(iter(expressions.values())).names()[0].rpartition(".")
                 self._add_leaf_at(theirs, owner, owner_name)
             elif path in linears:
-                # A packed projection: transformers has a linear layer for each of its matrices.
+                # This is a packed projection, for which transformers has one linear layer per matrix.
                 unpacked = UnpackedLinear(linears[path][0], expressions["weight"], expressions.get("bias"))
                 setattr(owner, owner_name, unpacked.train(module.training))
                 for name in expressions:
@@ -278,7 +282,7 @@ class UnpackedModel(Node):
                 for name in expressions["weight"].names():
                     self._add_leaf_at(name.removesuffix(".weight"), unpacked, short_name(name))
             else:
-                # Transformers has no module for these parameters alone, so PEFT cannot adapt them.
+                # In transformers, no module has only these parameters, so PEFT can't adapt them.
                 for name, expression in expressions.items():
                     self._add_fixed(module, name, expression)
 
@@ -287,7 +291,7 @@ class UnpackedModel(Node):
         self.node(parent).add_leaf(name, owner, owner_name)
 
     def _add_fixed(self, module: nn.Module, name: str, expression: Expression) -> None:
-        """Add a parameter without adapters, so that the tree has all parameters."""
+        """Add a parameter that can't have adapters, so that the tree contains all parameters."""
         parameter: Any = module.get_parameter(name)
         theirs = expression.names()
         self.fixed.extend(tensor.removesuffix(".weight") for tensor in theirs)
@@ -295,15 +299,15 @@ class UnpackedModel(Node):
         if parameter.dim() == 3 or (isinstance(module, nn.Linear) and shapes[theirs[0]].dim() == 2):
             self.skipped.update(short_name(tensor) for tensor in theirs if tensor.endswith(("weight", "_proj")))
 
-        # The path in the tree.
+        # Add the parameter to the tree at its path.
         path, _, last = theirs[0].rpartition(".")
-        if len(theirs) > 1:  # experts, at the common path of their names
+        if len(theirs) > 1:  # experts are added at the common path of their names
             path, last = posixpath.commonpath([tensor.replace(".", "/") for tensor in theirs]).replace("/", "."), name
         self.node(path).register_parameter(last, parameter)
 
     def _add_modules_beside(self, inner: nn.Module, causal_lm: CausalLM) -> None:
-        """Add modules beside the `CausalLM`, such as a head for classes, to the tree under their own names."""
-        # The modules around the `CausalLM`, from the outermost one inwards.
+        """Add modules outside of the `CausalLM`, such as a classification head, to the tree with their own names."""
+        # Visit the modules that contain the `CausalLM`, from the outermost one inwards.
         for path, holder in inner.named_modules():
             if holder is causal_lm or causal_lm not in holder.modules():
                 continue
@@ -326,10 +330,10 @@ class UnpackedModel(Node):
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """Name of an adapter -> PEFT's configuration of it.
+        """Maps adapters' names to their PEFT configurations.
 
-        PEFT sets this attribute after replacing modules for the first adapter, and deletes it after removing all
-        adapters. Both puts the modules of the tree into the model.
+        PEFT sets this attribute after it has replaced modules for the first adapter, and deletes it after it has
+        removed all adapters. In both cases, the modules of the tree are put into the model.
         """
         if self.adapter_configs is None:
             raise AttributeError(f"{type(self).__name__} has no adapters.")
@@ -349,8 +353,8 @@ class UnpackedModel(Node):
         """Put the modules of the tree into the model, and check the configurations of new adapters.
 
         Raises:
-            ValueError: PEFT has replaced a module that cannot have adapters here, or a configuration asks for something
-                that PEFT would silently ignore.
+            ValueError: PEFT has replaced a module that can't have adapters here, or a configuration has a setting that
+                PEFT would silently ignore.
         """
         self.sync_leaves()
         for name, config in (self.adapter_configs or {}).items():
@@ -363,11 +367,11 @@ class UnpackedModel(Node):
 
     def _check_config(self, config: Any) -> None:
         """Raise ValueError for settings that PEFT would silently ignore."""
-        # Targets that also name fixed parameters.
+        # Targets must not match parameters that can't have adapters.
         targets = getattr(config, "target_modules", None) or []
         if isinstance(targets, str) or config.inference_mode:
             targets = []
-        for target in sorted(targets):  # sorted, so that the same error comes in every run
+        for target in sorted(targets):  # sorted, so that every run raises the same error
             fixed = next((name for name in self.fixed if matches(name, target)), None)
             if fixed is not None:
                 raise ValueError(
@@ -381,7 +385,7 @@ class UnpackedModel(Node):
                 "which returns tuples. Adapt unpack_projections(liger_models.hf.wrap(model))."
             )
 
-        # Experts, and trained tokens of an embedding that is also the head.
+        # Parameters of experts can't be targets.
         parameters = getattr(config, "target_parameters", None)
         if parameters:
             raise ValueError(
@@ -390,7 +394,7 @@ class UnpackedModel(Node):
                 "leave these out."
             )
 
-        # The head of a model that classifies has no weight.
+        # Single tokens can't be trained if the embedding is also the head. A classification model's head has no weight.
         tied = self.causal_lm.config.tie_word_embeddings and any(True for _ in self.causal_lm.lm_head.parameters())
         for option in ("trainable_token_indices", "token_indices", "ensure_weight_tying"):
             value = getattr(config, option, None)
@@ -400,7 +404,7 @@ class UnpackedModel(Node):
                     "out; modules_to_save trains copies of either."
                 )
 
-        # A warning if PEFT has adapted every linear layer of the tree, but transformers' model has more of them.
+        # Warn if PEFT has adapted every linear layer of the tree but the model in transformers has more linear layers.
         if self.skipped and not config.inference_mode and not any(type(leaf) is nn.Linear for leaf in self._leaves()):
             names = ", ".join(sorted(self.skipped))
             warnings.warn(
@@ -408,7 +412,7 @@ class UnpackedModel(Node):
             )
 
     def _leaves(self) -> Iterator[nn.Module]:
-        """The leaves of the tree, or the modules by which PEFT has replaced them."""
+        """Iterate over the leaves of the tree, some of which PEFT may have replaced."""
         for node in self.modules():
             if isinstance(node, Node):
                 yield from (node.get_submodule(name) for name in node.leaves)
@@ -424,11 +428,11 @@ class UnpackedModel(Node):
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    # What PEFT, TRL and loops call
+    # The interface for PEFT, TRL and training loops
 
     @property
     def config(self) -> Any:
-        """The model's configuration, with the methods and the ``model_type`` that PEFT reads."""
+        """The configuration of the model, with the methods and the ``model_type`` that PEFT reads."""
         config = self.inner.config
         if hasattr(config, "from_pretrained"):
             return config
@@ -444,22 +448,22 @@ class UnpackedModel(Node):
         position_ids: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """Call the model's forward without arguments that are None, of which PEFT passes many."""
+        """Call the forward of the model without the arguments that are None, because PEFT passes many of these."""
         if attention_mask is not None and attention_mask.is_floating_point() and self.inner is self.causal_lm:
-            # PEFT puts ones of the default dtype before the mask, for the prompts that it learns.
+            # For learned prompts, PEFT puts ones of the default dtype before the mask.
             check_values(
                 (attention_mask == attention_mask.bool()).all(),
                 "forward: attention_mask must be 1 for tokens and 0 for padding, got other numbers. Pass mask > 0.",
             )
             attention_mask = attention_mask.bool()
-        # A model without one of these arguments is not passed None for it.
+        # An argument that is None is not passed, because the model may not have this argument.
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
         inputs |= {"labels": labels, "position_ids": position_ids}
         return self.inner(**{name: value for name, value in inputs.items() if value is not None})
 
     @property
     def generation_config(self) -> Any:
-        """The model's defaults of ``generate``; None for a `CausalLM`."""
+        """The model's defaults for ``generate``; None for a `CausalLM`."""
         return getattr(self.inner, "generation_config", None)
 
     @generation_config.setter
@@ -468,7 +472,7 @@ class UnpackedModel(Node):
 
     @property
     def loss_function(self) -> Any:
-        """The model's loss of logits, which transformers' models let users replace."""
+        """The loss function of the logits, which users can replace in the models of transformers."""
         return self.inner.loss_function
 
     @loss_function.setter
@@ -480,11 +484,11 @@ class UnpackedModel(Node):
         self.inner.loss_function = function
 
     def get_encoder(self) -> "UnpackedModel":
-        """The model itself, which says that there is no encoder, as in transformers."""
+        """Return the model itself, which means that there is no encoder, as in transformers."""
         return self
 
     def enable_input_require_grads(self) -> None:
-        """Let the output of the embedding require a gradient, as reentrant checkpointing of other tools needs."""
+        """Let the output of the embedding require a gradient, which other tools need for reentrant checkpointing."""
         self.disable_input_require_grads()
         hook = self.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_(True))
         self.input_hooks = [hook]
@@ -496,20 +500,20 @@ class UnpackedModel(Node):
         self.input_hooks = []
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding, or the module by which PEFT has replaced it."""
+        """Return the embedding, or the module that PEFT has replaced it by."""
         self.sync_leaves()
         return self.causal_lm.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head. PEFT saves it with the embedding if the vocabulary has changed."""
+        """Return the head, which PEFT saves with the embedding if the vocabulary has changed."""
         self.sync_leaves()
         return self.causal_lm.lm_head
 
     @property
     def prepare_inputs_for_generation(self) -> Callable[..., dict[str, Any]]:
-        """The model's method. PEFT replaces it during generation, to add learned prompt tokens.
+        """The method of the model. PEFT replaces it during generation to add learned prompts.
 
-        This package's own ``generate`` does not call it.
+        The ``generate`` of this package does not call it.
         """
         method = getattr(self.inner, "prepare_inputs_for_generation", None)
         return method or (lambda input_ids, **inputs: {"input_ids": input_ids, **inputs})
@@ -526,7 +530,7 @@ class UnpackedModel(Node):
             self.inner.prepare_inputs_for_generation = method
 
     def train(self, mode: bool = True) -> "UnpackedModel":
-        """Set the mode of all modules of the model."""
+        """Set training or eval mode for all modules of the model."""
         self.inner.train(mode)
         super().train(mode)
         return self
@@ -534,7 +538,7 @@ class UnpackedModel(Node):
     # Packing
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
-        """Write a Hugging Face checkpoint with the model's own ``save_pretrained``.
+        """Write a Hugging Face checkpoint with the ``save_pretrained`` of the model.
 
         Raises:
             ValueError: the model has adapters.
@@ -543,9 +547,9 @@ class UnpackedModel(Node):
             self.inner.save_pretrained(folder, **options)
 
     def pack(self) -> Any:
-        """Pack the projections again, and return the original model with all its fused ops.
+        """Pack the projections again, and return the original model, which can use all fused ops.
 
-        This module is empty afterwards. Parameters that PEFT has frozen stay frozen.
+        Afterwards this module is empty. Parameters that PEFT has frozen stay frozen.
 
         Raises:
             ValueError: the model has adapters.
@@ -555,7 +559,7 @@ class UnpackedModel(Node):
         for hook in self.hooks:
             hook.remove()
 
-        # Empty the tree first, so that each part is freed as soon as it is packed.
+        # Empty the tree first, so that the memory of each part is freed as soon as the part is packed.
         for name in [name for name, _ in (*self.named_children(), *self.named_parameters(recurse=False))]:
             delattr(self, name)
         model = self.causal_lm
@@ -568,7 +572,7 @@ class UnpackedModel(Node):
 
     @contextmanager
     def _packed_in_host_memory(self) -> Iterator[None]:
-        """Context in which the model has packed projections, which are in host memory."""
+        """Context in which the model has packed projections in host memory."""
         self._check_plain()
         self.sync()
         # The unpacked layers stay on the device, and only their packed copies are in host memory.
@@ -602,7 +606,7 @@ class UnpackedModel(Node):
 
 
 def _is_same_module(module: nn.Module, expressions: dict[str, Expression]) -> bool:
-    """Whether transformers has a module with the same parameters as ``module``, unchanged and with the same names."""
+    """Whether there is a module in transformers with the same parameters under the same names as ``module``."""
     modules = {name.rpartition(".")[0] for expression in expressions.values() for name in expression.names()}
     unchanged = all(
         isinstance(expression, Name) and expression.name.endswith(f".{name}")
@@ -612,14 +616,14 @@ def _is_same_module(module: nn.Module, expressions: dict[str, Expression]) -> bo
 
 
 def _untie_if_different(model: CausalLM) -> None:
-    """Untie the head if ``modules_to_save`` has trained it apart from the embedding, so that it is saved."""
+    """Untie the head, so that it is saved, if ``modules_to_save`` has trained it separately from the embedding."""
     head = cast(Any, model.lm_head)
     if model.config.tie_word_embeddings and head.weight is not model.embed_tokens.weight:
         model.config = dataclasses.replace(model.config, tie_word_embeddings=False)
 
 
 def _new_parameter(values: Tensor, like: Tensor) -> nn.Parameter:
-    """A copy of ``values`` as a parameter, which is trained if ``like`` is trained."""
+    """Return a copy of ``values`` as a parameter that requires a gradient if ``like`` does."""
     return nn.Parameter(values.detach().clone(memory_format=torch.contiguous_format), like.requires_grad)
 
 
@@ -632,7 +636,7 @@ def _peft_config_class(config_class: type, model_type: str) -> type:
 
 
 def _stored_vocabulary(base: str) -> SimpleNamespace:
-    """``vocab_size`` of a folder or of a repository on the hub. In saving, PEFT compares it with the model."""
+    """Return the ``vocab_size`` of a folder or a hub repository, which PEFT compares with the model when it saves."""
     file = Path(base) / CONFIG
     keys = read_json(file if file.is_file() else Path(hf_hub_download(base, CONFIG)))
     return SimpleNamespace(vocab_size=keys.get("text_config", keys)["vocab_size"])

@@ -1,7 +1,7 @@
 """Gemma 1 and 1.1, CodeGemma: model_type ``gemma``.
 
 Differs from Llama: embeddings are multiplied by sqrt(hidden_size), and this factor is first rounded to the dtype of the
-weights; norms multiply by 1 + weight in fp32; the MLP's activation is tanh-approximated GELU; the head is tied to the
+weights. Norms multiply by 1 + weight in fp32. The MLP's activation is tanh-approximated GELU. The head is tied to the
 embedding.
 
 Source: https://arxiv.org/abs/2403.08295, transformers ``models/gemma``.

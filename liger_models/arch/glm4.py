@@ -1,7 +1,7 @@
 """GLM-4-0414 (9B, 32B), GLM-Z1: model_type ``glm4``.
 
-Differs from Llama: attention and the MLP have a norm before and a norm after them; only the first half
-(``partial_rotary_factor``) of each head is rotated, in pairs (2i, 2i + 1); the q, k and v projections have biases if
+Differs from Llama: attention and the MLP have a norm before and a norm after them. Only the first half
+(``partial_rotary_factor``) of each head is rotated, in pairs (2i, 2i + 1). The q, k and v projections have biases if
 ``attention_bias`` is set, while the output projection never has one. Checkpoints store the gate and up projections as
 one tensor.
 

@@ -1,7 +1,7 @@
 """GPT-OSS (gpt-oss-20b, gpt-oss-120b): model_type ``gpt_oss``.
 
-Differs from Mixtral: attention has a sink, which is one learned score per head that belongs to no token; every second
-layer, starting with the first, has a window; the attention projections, the router and the experts have biases. The
+Differs from Mixtral: attention has a sink, which is one learned score per head that belongs to no token. Every second
+layer, starting with the first, has a window. The attention projections, the router and the experts have biases. The
 experts' activation is a clamped SwiGLU. Routing weights are the softmax over the logits of the chosen experts. Norms
 multiply by their weight in fp32.
 

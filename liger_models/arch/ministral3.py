@@ -113,8 +113,9 @@ BETA = "llama_4_scaling_beta"
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Move the query scaling out of the rope parameters. If there are none, the defaults of the class apply.
 
-    If there are rope parameters without ``rope_theta``, it is 10000, the default of transformers. If they have no query
-    scaling, queries are not scaled. Their ``max_position_embeddings`` duplicates the top-level key and is dropped.
+    If there are rope parameters without ``rope_theta``, the base is 10000, the default of transformers. If they have no
+    query scaling, queries are not scaled. Their ``max_position_embeddings`` duplicates the top-level key and is
+    dropped.
     """
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     default = Ministral3Config()

@@ -1,7 +1,7 @@
 """Nemotron-3 8B, Nemotron-4 340B and 15B, Minitron 4B and 8B, Nemotron-Mini: model_type ``nemotron``.
 
-Differs from Llama: norms are LayerNorms with bias, whose weight is stored minus 1 ("LayerNorm1P"); the MLP has no gate,
-and its activation is the square of ReLU; of each head, only the first ``partial_rotary_factor`` · D dimensions are
+Differs from Llama: norms are LayerNorms with bias, whose weight is stored minus 1 ("LayerNorm1P"). The MLP has no gate,
+and its activation is the square of ReLU. Of each head, only the first ``partial_rotary_factor`` · D dimensions are
 rotated.
 
 Source: https://arxiv.org/abs/2402.16819, https://arxiv.org/abs/2407.14679, transformers ``models/nemotron``.

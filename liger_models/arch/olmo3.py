@@ -1,7 +1,7 @@
 """OLMo 3: model_type ``olmo3``.
 
-Differs from Llama: attention and the MLP have a norm after them instead of before them; queries and keys are normalized
-before the rotation, with one norm over all heads of a token; norms multiply by their weight in fp32; three of every
+Differs from Llama: attention and the MLP have a norm after them instead of before them. Queries and keys are normalized
+before the rotation, with one norm over all heads of a token. Norms multiply by their weight in fp32. Three of every
 four layers attend only to the last ``sliding_window`` tokens and do not use ``rope_scaling``.
 
 Source: https://arxiv.org/abs/2512.13961, transformers ``models/olmo3``.

@@ -1,8 +1,8 @@
 """Phi-3 mini and medium, Phi-3.5-mini, Phi-4, Phi-4-mini: model_type ``phi3``.
 
 Differs from Llama: if ``sliding_window`` is set (Phi-3-mini-4k), all layers attend only to the last ``sliding_window``
-tokens; the long-context models divide the rotary frequencies by one set of divisors for sequences of up to
-``original_max_position_embeddings`` tokens and by another set for longer ones (LongRoPE); Phi-4-mini rotates only the
+tokens. The long-context models divide the rotary frequencies by one set of divisors for sequences of up to
+``original_max_position_embeddings`` tokens and by another set for longer ones (LongRoPE). Phi-4-mini rotates only the
 first ``partial_rotary_factor`` · D dimensions of each head. There are no biases. Checkpoints store q, k and v as one
 tensor, and gate and up as one tensor.
 

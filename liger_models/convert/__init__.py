@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints (config.json and safetensors), as files and in memory, independent of model families."""
+"""Reading and writing Hugging Face checkpoints, as files and in memory, independent of model families."""
 
 from liger_models.common.lazy import lazy_exports
 

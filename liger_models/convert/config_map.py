@@ -1,8 +1,8 @@
 """Conversion between config.json and config dataclasses.
 
-It reads the formats of transformers 4 (``rope_theta`` and ``rope_scaling``, ``torch_dtype``) and of transformers 5
-(``rope_parameters``, ``dtype``), and writes a format that both read. An unsupported value is an error. A warning lists
-unknown keys.
+The formats of transformers 4 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and of transformers 5
+(``rope_parameters``, ``dtype``) are read, and a format that both versions can read is written. An unsupported value is
+an error, and unknown keys are listed in a warning.
 """
 
 import contextlib
@@ -43,38 +43,42 @@ _GENERATION = """
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
 IGNORED_KEYS = frozenset(f"{_ORIGIN} {_IN_EVERY_CONFIG} {_GENERATION}".split())
-"""Keys that do not describe the architecture: the origin of the file and ways to run it (with two keys of SmolLM that
-transformers does not read either), keys that transformers writes into every config, and generation settings in old
-files."""
+"""Keys that do not describe the architecture.
+
+They are keys about the origin of the file and about how to run the model, two keys of SmolLM that transformers does not
+read, keys that transformers writes into every config, and generation settings in old files.
+"""
 
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "depth", "num_global_layers"), 1000),
     **dict.fromkeys(("num_experts", "num_local_experts"), 4096),
 }
-"""Largest numbers of layers and of experts in a config.json, unless the checkpoint has more tensors. Without a limit, a
-file of a few bytes could make the reader build any number of modules."""
+"""Largest numbers of layers and of experts in a config.json, unless the checkpoint has more tensors.
+
+Without a limit, a file of a few bytes could cause any number of modules to be built.
+"""
 
 MOST_EXPERTS = 100_000
-"""Largest number of layers times experts, unless the checkpoint has more tensors."""
+"""Largest product of the numbers of layers and experts, unless the checkpoint has more tensors."""
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 
 
 _ANYWHERE = ("bos_token_id", "eos_token_id", "initializer_range")
-"""Keys that count at the top level and in ``text_config``, wherever they are."""
+"""Keys that are read both at the top level and in ``text_config``."""
 
 
 def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
-    """Refuse a config.json with implausible numbers of layers or experts.
+    """Check that the numbers of layers and experts in a config.json are plausible.
 
     Args:
         hf: the content of config.json.
-        tensors: number of tensors in the checkpoint, if it is known. It raises the limits to at least this number.
+        tensors: number of tensors in the checkpoint if it is known, otherwise 0. The limits are at least this number.
 
     Raises:
-        ValueError: a number is above `MOST` or `MOST_EXPERTS`, and above the number of tensors.
+        ValueError: a number exceeds `MOST` or `MOST_EXPERTS`, and also the number of tensors.
     """
-    # The largest value of each key, in the file and in its nested objects.
+    # Find the largest value of each key in the file and in its nested objects.
     counts = dict.fromkeys(MOST, 0)
     nested = [hf]
     while nested:
@@ -90,7 +94,7 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
                     )
                 counts[key] = max(value, counts[key])
 
-    # Modules of experts: in the worst case every layer has all of them.
+    # In the worst case, every layer has all experts.
     experts = max(counts["num_experts"], counts["num_local_experts"]) * counts["num_hidden_layers"]
     if not experts <= max(MOST_EXPERTS, tensors):
         raise ValueError(
@@ -101,10 +105,10 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
 
 @contextlib.contextmanager
 def blaming(where: object) -> Iterator[None]:
-    """Context that turns errors of bad values, such as a division by zero or a missing key, into a ValueError.
+    """Context in which errors due to bad values, such as a division by zero or a missing key, become a ValueError.
 
     Args:
-        where: name of the file, for the error.
+        where: name of the file, for the error message.
     """
     try:
         yield
@@ -122,14 +126,14 @@ def read_config(
     """Build a config from the content of a config.json.
 
     Args:
-        config_class: dataclass whose fields are named as in config.json.
+        config_class: dataclass whose fields have the names of keys in config.json.
         hf: the content of config.json.
         strict: whether unknown keys are an error instead of a warning.
-        tensors: number of tensors in the checkpoint, if it is known; see `check_counts`.
+        tensors: number of tensors in the checkpoint if it is known, otherwise 0; see `check_counts`.
 
     Raises:
         ValueError: the checkpoint is quantized, a rope type or a value is not supported, a required key is missing,
-            a number is out of range, or with ``strict`` a key is unknown.
+            a number is out of range, or a key is unknown and ``strict`` is True.
     """
     check_counts(hf, tensors)
     with blaming("config.json"):
@@ -137,7 +141,7 @@ def read_config(
 
 
 def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bool) -> "Config":
-    # A quantized checkpoint is refused unless its weights can be read dequantized.
+    # A quantized checkpoint is supported only if its weights can be dequantized while they are read.
     checkpoint = format_of(config_class)
     quantization = hf.get("quantization_config") or hf.get("compression_config")
     if quantization:
@@ -151,7 +155,7 @@ def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bo
             block_size(quantization)
         hf = {key: value for key, value in hf.items() if key != "quantization_config"}
 
-    # Rename the keys to the fields of the class, and read the fields. Rope settings need rules of their own.
+    # Rename the keys to the fields of the class, and read the fields. Rope settings are read by separate rules.
     hf = checkpoint.from_json(hf)
     ignored = IGNORED_KEYS | frozenset(checkpoint.ignored_keys)
     rope_keys = _ROPE_KEYS if "rope_scaling" in typing.get_type_hints(config_class) else ()
@@ -178,7 +182,7 @@ def _read_fields(
     where: str,
     unknown: list[str],
 ) -> dict[str, Any]:
-    """Read the fields in a config.json, or in its nested object ``where``, and append unknown keys to ``unknown``."""
+    """Read the fields in a config.json, or in its nested object ``where``. Unknown keys are appended to ``unknown``."""
     hints = typing.get_type_hints(config_class)
     values: dict[str, Any] = {}
     for key, value in hf.items():
@@ -186,7 +190,7 @@ def _read_fields(
             hint = hints[key]
             if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
                 values[key] = _build(hint, _read_fields(hint, value, ignored, f"{where}{key}.", unknown))
-            elif value is not None or type(None) in _options(hint):  # null otherwise means a missing key
+            elif value is not None or type(None) in _options(hint):  # otherwise, null means that the key is missing
                 values[key] = _typed(f"{where}{key}", value, hint)
         elif key not in ignored and value is not None:
             unknown.append(f"{where}{key}")
@@ -194,7 +198,7 @@ def _read_fields(
 
 
 def _build(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
-    """Build a config from values. Raises ValueError if a value is missing or out of range."""
+    """Build a config from the values of its fields. Raises ValueError if a value is missing or out of range."""
     fields = dataclasses.fields(config_class)
     required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
     missing = [name for name in required if name not in values]
@@ -205,7 +209,7 @@ def _build(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
 
 
 def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Read the fields ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``; returns them and unknown keys."""
+    """Read ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``. Returns these fields and unknown keys."""
     where = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     stored = hf.get(where) or {}
     if not isinstance(stored, Mapping):
@@ -216,7 +220,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
             f"config.json: {where} must be the same for all layers, got one object for each of {', '.join(rope)}."
         )
 
-    # Values that are fields of the config, not of the scaling.
+    # Read the values that are fields of the config instead of the scaling.
     fields: dict[str, Any] = {}
     theta = rope.pop("rope_theta", hf.get("rope_theta"))
     if theta is not None:
@@ -226,7 +230,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
         if partial is not None:
             fields["partial_rotary_factor"] = _typed("partial_rotary_factor", partial, float)
 
-    # The type under its old or new key, and the original length at the top level.
+    # Read the type under its new or old key, and the original length at the top level.
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
     rope_type = getattr(config_class, "rope_aliases", {}).get(rope_type, rope_type)
@@ -237,10 +241,10 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
             f"config.json: {where} must have one of the types default, {', '.join(ROPE_TYPES)}, got {rope_type!r}."
         )
 
-    # The values of the scaling.
+    # Read the values of the scaling.
     scaling = ROPE_TYPES.get(rope_type)
     hints = {} if scaling is None else typing.get_type_hints(scaling)
-    if "truncate" in hints and stored.get("truncate", True) is None:  # as in transformers, null means false
+    if "truncate" in hints and stored.get("truncate", True) is None:  # null means false, as in transformers
         rope["truncate"] = False
     if "original_max_position_embeddings" in hints:
         rope["original_max_position_embeddings"] = (
@@ -261,7 +265,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
             )
         fields["rope_scaling"] = scaling(**values)
 
-    # Keys that nothing reads.
+    # Collect the keys that were not read.
     unknown = [f"{where}.{key}" for key in rope if key not in hints]
     if top_level is not None and original_length is None and "original_max_position_embeddings" not in hints:
         unknown.append("original_max_position_embeddings")
@@ -272,15 +276,16 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Convert a config.json with ``rope_parameters`` for each layer type to the older format.
 
     The values for full attention become ``rope_theta`` and ``rope_scaling``, and the base for sliding attention becomes
-    ``rope_local_base_freq``. An original length at the top level is dropped. A single object for all layers may only
-    have the values that full attention has without it, because transformers ignores such an object.
+    ``rope_local_base_freq``. ``original_max_position_embeddings`` at the top level is dropped. If ``rope_parameters``
+    is a single object for all layers, its values must be the defaults of full attention, because transformers ignores
+    such an object.
 
     Args:
         hf: the content of config.json.
-        theta: base of full attention if the file has none.
+        theta: base for full attention if the file does not have one.
 
     Raises:
-        ValueError: there are other layer types or values, or sliding attention has values besides a base.
+        ValueError: there are other layer types or values, or sliding attention has a value other than its base.
     """
     flat = {
         key: value for key, value in hf.items() if key not in ("rope_parameters", "original_max_position_embeddings")
@@ -294,10 +299,10 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
             f"config.json: rope_parameters must hold one object for each of {', '.join(LAYER_TYPES)}, got {nested}."
         )
 
-    # The scaling of full attention, and the base of sliding attention.
+    # Read the scaling for full attention, and the base for sliding attention.
     full, sliding = (dict(nested.get(layer_type) or {}) for layer_type in LAYER_TYPES)
     if full:
-        flat["rope_scaling"] = full | (hf.get("rope_scaling") or {})  # with rope_theta in it
+        flat["rope_scaling"] = full | (hf.get("rope_scaling") or {})  # rope_theta is one of its keys
     theta, rope_type = sliding.pop("rope_theta", None), sliding.pop("rope_type", "default")
     if theta is not None:
         flat["rope_local_base_freq"] = theta
@@ -312,13 +317,13 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
 def of_text(
     config_class: "type[DataclassInstance]", hf: Mapping[str, Any], text: Mapping[str, Any], top: Collection[str]
 ) -> dict[str, Any]:
-    """Flatten a config.json with a ``text_config`` into one object, as transformers reads it.
+    """Flatten a config.json with a ``text_config`` into one object, with the values that transformers would read.
 
     Args:
-        config_class: the config class. Its fields are read from ``text``, not from the top level.
+        config_class: the config class, whose fields are read from ``text`` instead of the top level.
         hf: the content of config.json.
-        text: the content of its ``text_config``.
-        top: fields that are read from the top level, not from ``text``.
+        text: the content of ``text_config`` in config.json.
+        top: fields that are read from the top level instead of ``text``.
     """
     fields = {field.name for field in dataclasses.fields(config_class)}.difference(_ANYWHERE)
     others = {key: value for key, value in hf.items() if key not in ("text_config", *_ROPE_KEYS, *fields)}
@@ -331,27 +336,27 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
 
     Args:
         config: the config to write.
-        hf: the config.json that the config was read from, whose other keys are kept; empty if there is none.
+        hf: the config.json that the config was read from, or an empty mapping. Its other keys are kept.
         dtype: the dtype of the weights in the checkpoint.
 
     Returns:
-        The content of config.json. `read_config` restores ``config`` from it.
+        The content of config.json, from which `read_config` restores ``config``.
     """
     checkpoint = format_of(type(config))
 
-    # Keep the other keys of the file, but not other spellings of keys that are written below.
+    # Keep the other keys of the file, but not alternative names of keys that are written below.
     out = dict(hf) | {
         "architectures": [checkpoint.hf_class],
         "model_type": checkpoint.model_type,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    for key in ("dtype", "rope_parameters", "text_config", "quantization_config"):  # weights were read dequantized
+    for key in ("dtype", "rope_parameters", "text_config", "quantization_config"):  # weights were dequantized
         out.pop(key, None)
     original_length = getattr(config, "original_length", None)
     if original_length is None:
         out.pop("original_max_position_embeddings", None)
 
-    # The fields. None is written only if the file had the key, or if reading would give another default.
+    # Write the fields. None is written only if the file had the key, or if the default is another value.
     keys: dict[str, Any] = {}
     present = out.keys() | (hf.get("text_config") or {}).keys()
     for field in dataclasses.fields(config):
@@ -363,9 +368,9 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
         elif value is not None or field.default is not None or field.name in present:
             keys[field.name] = value
 
-    # Nested objects keep their unknown keys, too.
+    # Unknown keys of nested objects are also kept.
     written = checkpoint.to_json(keys)
-    # What counts at both levels stays at the one where the file has it.
+    # Keys that are read at both levels stay at the level at which the file has them.
     for key in _ANYWHERE:
         if key in written and key not in hf and key in (hf.get("text_config") or {}) and "text_config" in written:
             written["text_config"] = {**written["text_config"], key: written.pop(key)}
@@ -384,7 +389,7 @@ def _write_scaling(scaling: RopeScaling | None, original_length: int | None) -> 
     if not isinstance(scaling, LongRopeScaling):
         return {"rope_scaling": {"rope_type": rope_type, **values}}
 
-    # transformers 4 reads the length at the top level. Its Phi-3 rejects it, and "rope_type", in the dict.
+    # transformers 4 reads the length at the top level, and its Phi-3 rejects the length and "rope_type" in the dict.
     length = scaling.original_max_position_embeddings
     if original_length is None:
         return {"rope_scaling": {"rope_type": rope_type, **values}, "original_max_position_embeddings": length}
@@ -401,7 +406,7 @@ LONGEST_LIST = 65_536
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
-    """Convert ``value`` to the declared type of its field. 1 is accepted for 1.0, and 16.0 for 16."""
+    """Convert ``value`` to the declared type of the field. 1 is accepted for 1.0, and 16.0 is accepted for 16."""
     options = _options(hint)
     if type(value) in options:
         return value

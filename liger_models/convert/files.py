@@ -40,28 +40,28 @@ ASSETS = (
     "NOTICE",
     "USE_POLICY.md",
 )
-"""Other files of a checkpoint. They are loaded and saved unchanged."""
+"""Other files of a checkpoint, which are loaded and saved unchanged."""
 CODE = "*.py"
-"""Code of a checkpoint. It is kept as a file if config.json has an ``auto_map``, and never run."""
+"""Code in a checkpoint. It is kept as files if config.json has an ``auto_map``, and is never run."""
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtype of weights in the header of a safetensors file -> dtype of PyTorch."""
+"""Maps dtypes of weights in headers of safetensors files to dtypes of PyTorch."""
 FLOAT8 = "F8_E4M3"
-"""Dtype of float8 weights in the header of a safetensors file; see `convert.fp8`."""
+"""Dtype of float8 weights in headers of safetensors files; see `convert.fp8`."""
 SCALES = "_scale_inv"
-"""Suffix that the name of a float8 weight gets for the tensor of its scales."""
+"""The tensor with the scales of a float8 weight has the name of the weight plus this suffix."""
 DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 DTYPE_NAMES |= {"double": "float64", "float": "float32", "half": "float16"}
-"""Short name of a dtype -> its name in PyTorch."""
+"""Maps short names of dtypes to their names in PyTorch."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file, from the header of the file.
+    """A tensor in a safetensors file, as described in the header of the file.
 
     Attributes:
         file: path of the file.
         name: name of the tensor in the file.
         shape, dtype: shape and dtype of the tensor.
-        scales: the scales of a float8 tensor; see `convert.fp8`.
+        scales: the scales of a float8 tensor, see `convert.fp8`; None for other tensors.
     """
 
     file: Path
@@ -72,11 +72,11 @@ class StoredTensor(NamedTuple):
 
 
 class BlockScales(NamedTuple):
-    """The scales of a float8 tensor, one for each block of its last two dimensions.
+    """The scales of a float8 tensor, with one scale for each block in the last two dimensions.
 
     Attributes:
-        file, name, dtype: file, name and dtype of the tensor of scales.
-        block: rows and columns of a block.
+        file, name, dtype: file, name and dtype of the tensor that holds the scales.
+        block: number of rows and columns of a block.
     """
 
     file: Path
@@ -91,14 +91,14 @@ def as_dtype(
     """Convert a name to a dtype of weights: "bf16", "bfloat16" and "torch.bfloat16" are torch.bfloat16.
 
     Args:
-        argument: name of the argument for errors, such as "load_pretrained: dtype".
+        argument: name of the argument for the error message, such as "load_pretrained: dtype".
         dtype: a dtype or its name.
         allowed: the dtypes that the argument may have.
 
     Raises:
         ValueError: ``dtype`` is not allowed.
     """
-    # All spellings are reduced to the name in PyTorch.
+    # Convert all spellings to the name in PyTorch.
     by_name = {str(option).removeprefix("torch."): option for option in allowed}
     name = str(dtype).lower().removeprefix("torch.")
     name = DTYPE_NAMES.get(name, name)
@@ -128,12 +128,12 @@ def read_json_config(folder: Path) -> dict[str, Any]:
 
 
 def asset_patterns(hf_config: Mapping[str, Any]) -> list[str]:
-    """Names, and patterns of names, of the files that are saved unchanged with a checkpoint."""
+    """Return names, or patterns of names, of the files that are saved unchanged with a checkpoint."""
     return [*ASSETS, *([CODE] if hf_config.get("auto_map") else [])]
 
 
 def read_model_type(hf_config: Mapping[str, Any]) -> str:
-    """The ``model_type`` in a config.json.
+    """Return the ``model_type`` in a config.json.
 
     Raises:
         ValueError: config.json has no ``model_type``.
@@ -148,20 +148,20 @@ def read_model_type(hf_config: Mapping[str, Any]) -> str:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Read the headers of the safetensors files in a folder: name -> tensor.
+    """Read the headers of the safetensors files in a folder, and return the tensors by name.
 
-    An index has precedence over ``model.safetensors``, which an earlier save may have left behind. If no file of the
-    index exists, the index itself was left behind.
+    If there is an index, ``model.safetensors`` is ignored, because it may remain from an earlier save. If none of the
+    files in the index exists, the index itself remains from an earlier save and is ignored.
 
-    Scales of float8 tensors have no names here. They are part of the tensor that they belong to.
+    Scales of float8 tensors are not separate entries, but a part of the tensor that they belong to.
 
     Raises:
-        FileNotFoundError: there are no safetensors files, or a file that the index names is missing.
-        ValueError: a file is truncated or not a safetensors file, the index lacks a tensor or names a file outside the
-            folder, or a tensor differs between shards.
+        FileNotFoundError: there are no safetensors files, or a file in the index is missing.
+        ValueError: a file is truncated or not a safetensors file, the index has a wrong or missing entry or lists a
+            file outside of the folder, or a tensor differs between shards.
     """
-    # The files: several with an index, or a single one.
-    index = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}  # name of a tensor -> its file
+    # Find the files: several files with an index, or a single one.
+    index = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}  # maps the name of a tensor to its file
     files = sorted(set(index.values()))
     if (folder / WEIGHTS).is_file() and not any((folder / name).is_file() for name in files):
         index, files = {}, [WEIGHTS]
@@ -184,12 +184,12 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
             f"{', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}. Download them again."
         )
 
-    # Their headers. A tensor in several files must be equal in all. It is read from the file that the index names.
+    # Read their headers. A tensor in several files must be equal in all, and is read from the file given by the index.
     stored: dict[str, StoredTensor] = {}
     for file_name in files:
         path = folder / file_name
         with open_safetensors(path) as file:
-            for name in file.keys():  # noqa: SIM118  it is no dict
+            for name in file.keys():  # noqa: SIM118 not a dict
                 if index and name not in index:
                     raise ValueError(
                         f"{folder / INDEX}: must name all tensors of its files, got none of the name {name}, which "
@@ -205,7 +205,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
                 if name not in stored or index.get(name, file_name) == file_name:
                     stored[name] = tensor
 
-    # The index must be right.
+    # Check the index.
     for name, file_name in index.items():
         if name not in stored or stored[name].file != folder / file_name:
             raise ValueError(
@@ -219,13 +219,13 @@ def with_scales(stored: dict[str, StoredTensor], folder: Path) -> dict[str, Stor
     """Attach the scales in a checkpoint to its float8 tensors, and return the tensors without the scales.
 
     Raises:
-        ValueError: config.json does not describe the scales, or a tensor of scales does not fit its weight.
+        ValueError: config.json does not describe the scales, or the shape of scales does not match their weight.
     """
     names = [name for name in stored if name.endswith(SCALES)]
     if not names:
         return stored
 
-    # Each tensor of scales must have a number for each block of its weight.
+    # A tensor of scales must have one number for each block of the weight.
     quantization = read_json_config(folder).get("quantization_config")
     block = block_size(quantization if isinstance(quantization, Mapping) else {})
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(SCALES)}
@@ -245,7 +245,7 @@ def with_scales(stored: dict[str, StoredTensor], folder: Path) -> dict[str, Stor
 
 
 class _OpenFiles(dict[Path, Any]):
-    """Path -> safetensors file, opened when it is first asked for."""
+    """Maps paths to safetensors files, each of which is opened on first access."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class _OpenFiles(dict[Path, Any]):
 
 @contextlib.contextmanager
 def open_files() -> Iterator[Mapping[Path, Any]]:
-    """A mapping from paths to safetensors files, each of which is opened when it is first used."""
+    """Context with a mapping from paths to safetensors files, each of which is opened on first access."""
     with contextlib.ExitStack() as stack:
         yield _OpenFiles(stack)
 
@@ -269,31 +269,32 @@ def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last:
     Args:
         files: path -> open file.
         tensor: the tensor.
-        first, last: first row, and last row + 1.
+        first, last: the first row, and the last row + 1.
     """
     rows: torch.Tensor = files[tensor.file].get_slice(tensor.name)[first:last]
     if tensor.scales is None:
         return rows
 
-    # The scales of the rows: one for each matrix of a stack, or one for each row of blocks.
+    # For a stack, read the scales of each matrix; otherwise, read the scales of each row of blocks.
     file, scales_name, _, block = tensor.scales
     scales = files[file].get_slice(scales_name)
-    if len(tensor.shape) > 2:  # rows are whole matrices
+    if len(tensor.shape) > 2:  # the rows are whole matrices
         return dequantize(rows, scales[first:last], block)
-    begin = first // block[0]  # first row of blocks
+    begin = first // block[0]  # the first row of blocks
     return dequantize(rows, scales[begin : -(-last // block[0])], block, first - begin * block[0])
 
 
 def read_codes(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Read rows of a float8 tensor [..., C] as codes: bytes [n, ..., C]."""
+    """Read n rows of a float8 tensor [..., C] as codes, which are bytes [n, ..., C]."""
     codes: torch.Tensor = files[tensor.file].get_slice(tensor.name)[first:last]
     return codes.view(torch.uint8)
 
 
 def read_scales(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Read the scales of the blocks in each row of a float8 tensor [O, C]: [n, C / width], rounded up.
+    """Read the scales of n rows of a float8 tensor, repeated for each row of a block.
 
-    For a tensor [X, O, C] the rows are whole matrices, and the result is [n, O, C / width].
+    For a tensor [O, C] the result is [n, ceil(C / width)], where width is the number of columns of a block. For a
+    tensor [X, O, C], a row is a whole matrix, and the result is [n, O, ceil(C / width)].
     """
     assert tensor.scales is not None
     file, name, _, (height, _) = tensor.scales
@@ -306,7 +307,7 @@ def read_scales(files: Mapping[Path, Any], tensor: StoredTensor, first: int, las
 
 
 def read_whole(files: Mapping[Path, Any], tensor: StoredTensor) -> torch.Tensor:
-    """Read a whole tensor, as `read_rows` reads rows of it."""
+    """Read a whole tensor in the same way as `read_rows` reads some of its rows."""
     if tensor.scales is not None:
         return read_rows(files, tensor, 0, tensor.shape[0])
     whole: torch.Tensor = files[tensor.file].get_tensor(tensor.name)
@@ -314,7 +315,7 @@ def read_whole(files: Mapping[Path, Any], tensor: StoredTensor) -> torch.Tensor:
 
 
 def _same(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether the tensors of one name in two files are equal, bit for bit."""
+    """Whether tensors with the same name in two files are bitwise identical."""
     if first[1:] != second[1:]:
         return False
     with open_safetensors(first.file) as first_file, open_safetensors(second.file) as second_file:
@@ -324,16 +325,16 @@ def _same(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read a model.safetensors.index.json: tensor name -> file name.
+    """Read a model.safetensors.index.json, and return a mapping from tensor names to file names.
 
     Raises:
-        ValueError: the file has no valid ``weight_map``, or names a file outside of its folder.
+        ValueError: the file has no valid ``weight_map``, or lists a file outside of its folder.
     """
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
         raise ValueError(f"{path}: must have a weight_map, tensor name to file name, got {index!r}. Download it again.")
     for name in set(index.values()):
-        # Paths of POSIX and of Windows, because the checkpoint may come from another system.
+        # Check for both POSIX and Windows paths, because the checkpoint may come from another system.
         parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
         outside = ".." in parts or PurePosixPath(name).is_absolute() or bool(PureWindowsPath(name).anchor)
         if outside or "\0" in name or not name.endswith(".safetensors"):
@@ -346,7 +347,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises ValueError with the name of the file if it is truncated or no such file."""
+    """Open a safetensors file. Raises ValueError with the file's name if it is truncated or has another format."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -359,29 +360,29 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(file: Path, name: str) -> torch.Tensor:
-    """Read a tensor of a file as a copy in host memory, which does not keep the file mapped."""
+    """Read a tensor from a file as a copy in host memory, so that the file does not stay mapped."""
     with open_safetensors(file) as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
         return tensor.clone()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises ValueError with the name of the file if it holds no object."""
+    """Read the object in a JSON file. Raises ValueError with the file's name if it does not contain an object."""
     return parse_json(path.read_bytes(), path)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file in Hugging Face's formatting."""
+    """Write a JSON file with the formatting of Hugging Face."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def list_files(folder: Path) -> str:
-    """The first file names in a folder, for an error message."""
+    """Return the first file names in a folder, for an error message."""
     return some(sorted(path.name for path in folder.iterdir())) or "an empty folder"
 
 
 def some(names: Iterable[str], count: int | None = None) -> str:
-    """The first five names and the number of further names, for an error message."""
+    """Return the first five names and the number of further names, for an error message."""
     names = list(names)
     count = len(names) if count is None else count
     return ", ".join(names[:5]) + (f" and {count - 5} more" if count > 5 else "")

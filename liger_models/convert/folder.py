@@ -1,4 +1,4 @@
-"""Atomic writing of a folder: a reader finds all old files or all new ones, even if the writer is killed."""
+"""Atomic writing of a folder: a reader finds either all old files or all new files, even if the writer is killed."""
 
 import contextlib
 import ctypes
@@ -15,33 +15,33 @@ from safetensors import SafetensorError
 
 try:
     fcntl: Any = importlib.import_module("fcntl")
-except ImportError:  # Windows: files are replaced one by one, and writers do not wait
+except ImportError:  # on Windows, files are replaced one by one, and writers do not wait
     fcntl = None
 
 NEW = ".new"
-"""Subfolder that holds all new files while they replace old files one by one, where folders cannot be exchanged."""
+"""Name of a subfolder with all new files, which exists while they replace old files one by one."""
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stale: Iterable[str] = ()) -> None:
-    """Write files to a folder, all or none of them. Other files in the folder are kept.
+    """Write files to a folder: either all of them or none. Other files in the folder are kept.
 
-    The files are first written to ``.<name>.saving`` beside the folder. A lock makes a second writer wait. The next
-    writer removes the files that a killed writer has left. When all files are written, a new folder is renamed into
-    place, and an existing folder is exchanged in one step.
+    The files are first written to the folder ``.<name>.saving`` next to the target. A lock makes a second writer wait.
+    If a writer is killed, the next writer removes its files. When all files are written, the new folder is renamed to
+    the target or, if the target exists, exchanged with the target in one step.
 
-    Some folders cannot be exchanged: the working directory, mount points, folders with subfolders or of another owner,
-    and all folders on a file system without this operation. Their files are replaced one by one. ``last`` is removed
-    first and written last, so no reader takes a mixture of files for a complete folder. If the writer is killed in
-    between, all new files are in the subfolder `NEW`.
+    Some folders can't be exchanged: the working directory, mount points, folders with subfolders, folders of another
+    owner, and folders on a file system without this operation. Files in such a folder are replaced one by one. ``last``
+    is removed first and written last, so no reader mistakes a mixture of files for a complete folder. If the writer is
+    killed in between, all new files are in the subfolder `NEW`.
 
     Args:
         folder: the folder, which is created if it does not exist.
-        write: function that writes the files to the folder that it gets.
+        write: function that writes the files to the folder that is passed to it.
         last: name of a file that every reader needs, such as config.json.
-        stale: patterns of file names. Old files with these names are removed.
+        stale: patterns of file names. Old files that match a pattern are removed.
 
     Raises:
-        OSError: the folder cannot be written. Nothing was changed.
+        OSError: the folder can't be written. In this case nothing was changed.
     """
     folder = Path(os.path.realpath(folder))
     if folder.exists() and not folder.is_dir():
@@ -52,7 +52,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
         with _reporting(folder):
             workplace.mkdir(parents=True, exist_ok=True)
 
-        # Write to a folder of this writer alone, on the same file system.
+        # Write to a folder on the same file system that only this writer uses.
         with _reserved(workplace / f".{folder.name}.saving", folder) as new:
             with _reporting(folder):
                 write(new)
@@ -64,7 +64,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
                     )
             old = {path.name for pattern in stale for path in folder.glob(pattern)} - names
 
-            # Publish the files: in one step where that is possible.
+            # Publish the files, in one step if possible.
             if not folder.exists():
                 new.rename(folder)
             elif workplace == folder or not _exchange(new, folder, names | old):
@@ -77,7 +77,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
 
 
 def check_complete(folder: Path, last: str) -> None:
-    """Raise FileNotFoundError if a writer of `write_folder` was killed while it replaced the files one by one."""
+    """Raise FileNotFoundError if `write_folder` was killed while it replaced the files one by one."""
     if (folder / NEW).is_dir() and not (folder / last).is_file():
         raise FileNotFoundError(
             f"{folder}: must hold {last}, got a save that was killed while it replaced the files. The new files are "
@@ -87,7 +87,7 @@ def check_complete(folder: Path, last: str) -> None:
 
 @contextlib.contextmanager
 def _reporting(folder: Path) -> Iterator[None]:
-    """Context that adds the name of the folder to errors in writing."""
+    """Context that adds the name of the folder to errors that occur in writing."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -97,7 +97,7 @@ def _reporting(folder: Path) -> Iterator[None]:
 
 
 def _must_stay(folder: Path) -> bool:
-    """Whether the folder cannot be renamed, or its users would notice a new folder of the same name."""
+    """Whether the folder can't be renamed, or its users would be affected by a new folder with the same name."""
     if not folder.exists():
         return False
     status, parent = folder.stat(), folder.parent
@@ -112,24 +112,24 @@ def _must_stay(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _reserved(staging: Path, folder: Path) -> Iterator[Path]:
-    """Lock ``staging`` for this process, after waiting for others, and create a folder in it to write to."""
+    """Wait for other writers, lock ``staging`` for this process, and create a folder in it to write to."""
     while True:
-        # The lock is a file in the folder, and its owner removes it in the end. While this process waited, the file may
-        # have been removed and created again, so the lock counts only if it is still the file of that name.
+        # The lock is a file in `staging` that its owner finally removes. While this process waited, the file may have
+        # been removed and created again, so the lock is valid only if it is still the file with that name.
         with _reporting(folder):
             with contextlib.suppress(FileExistsError):
                 staging.mkdir()
             try:
                 lock = os.open(staging / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-            except FileNotFoundError:  # another process has just removed it
+            except FileNotFoundError:  # another process has just removed the folder
                 continue
         _wait_for(lock, folder)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(staging / "lock")):
                 break
-        os.close(lock)  # the previous owner has removed this file
+        os.close(lock)  # the previous owner has removed this lock
 
-    # Remove the folders of killed writers, and create one.
+    # Remove the folders of killed writers, and create a new one.
     new = staging / uuid.uuid4().hex
     try:
         for leftover in staging.glob("*/"):
@@ -147,7 +147,7 @@ def _reserved(staging: Path, folder: Path) -> Iterator[Path]:
 def _wait_for(lock: int, folder: Path) -> None:
     if fcntl is None:
         return
-    with contextlib.suppress(OSError):  # a file system without locks
+    with contextlib.suppress(OSError):  # the file system has no locks
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -156,7 +156,7 @@ def _wait_for(lock: int, folder: Path) -> None:
 
 
 def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
-    """Exchange two folders in one step, and keep other files. Returns False, without changes, if impossible."""
+    """Exchange two folders in one step, keeping other files. Returns False if impossible; nothing is changed then."""
     # Link the other files into the new folder.
     try:
         rename = ctypes.CDLL(None).renameat2
@@ -164,15 +164,15 @@ def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
             if path.name not in ours:
                 os.link(path, new / path.name, follow_symlinks=False)
         shutil.copystat(folder, new)
-    except (AttributeError, OSError):  # no such function; a subfolder, or a file system without links
+    except (AttributeError, OSError):  # there is no such function, a subfolder, or no support for links
         return False
 
-    # `new` is the name of the old folder after the exchange.
+    # After the exchange, the old folder has the name `new`.
     working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if rename(working_directory, os.fsencode(new), working_directory, os.fsencode(folder), exchange) != 0:
         return False
     for path in new.iterdir():
-        if path.name not in ours and not os.path.lexists(folder / path.name):  # created by others in the meantime
+        if path.name not in ours and not os.path.lexists(folder / path.name):  # created by others meanwhile
             path.rename(folder / path.name)
     return True
 
@@ -183,14 +183,14 @@ def _replace(new: Path, folder: Path, names: set[str], old: set[str], last: str)
     shutil.rmtree(whole, ignore_errors=True)
     new.rename(whole)
 
-    # Without the file `last`, readers refuse the folder.
+    # If the file `last` is missing, readers raise an error.
     for name in (last, *old):
         (folder / name).unlink(missing_ok=True)
     for name in sorted(names, key=lambda name: name == last):
         (folder / name).unlink(missing_ok=True)
         try:
             os.link(whole / name, folder / name)
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no links
             shutil.copy2(whole / name, folder / f"{NEW}.{name}")
             (folder / f"{NEW}.{name}").replace(folder / name)
     shutil.rmtree(whole)

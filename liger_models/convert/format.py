@@ -1,4 +1,4 @@
-"""The checkpoint format of a family: the layout of its config.json and of its tensors."""
+"""The checkpoint format of a family, which describes its config.json and the layout of its tensors."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -9,20 +9,21 @@ from liger_models.convert.weight_map import WeightMap
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFormat:
-    """The names of a family's parameters and settings in a Hugging Face checkpoint.
+    """The names of the parameters and settings of a family in a Hugging Face checkpoint.
 
     Attributes:
         model_type: ``model_type`` in config.json.
         hf_class: name of the class in transformers, for ``architectures`` in config.json.
-        weight_map: config -> `WeightMap` of the layout that is written, and preferred in reading.
-        other_maps: config -> `WeightMap` of each further layout. These layouts are read but never written.
-        quantized_maps: ``quant_method`` of a quantized checkpoint in config.json -> function from a config to the
-            `WeightMap` of the layout. The weights are read dequantized.
-        from_json: renames the keys of a config.json to the fields of the config class.
+        weight_map: function from a config to the `WeightMap` of the layout that is written, and preferred in reading.
+        other_maps: function from a config to the `WeightMap` of each further layout. These layouts are read but never
+            written.
+        quantized_maps: functions from a config to the `WeightMap` of a quantized checkpoint, by the checkpoint's
+            ``quant_method`` in config.json. The weights are dequantized when they are read.
+        from_json: function that renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.
-        module: name of a module of the transformers model in memory. The first layout that contains its weight is the
-            one with transformers' names in memory.
+        module: name of a module of the transformers model in memory. The first layout with the weight of this module is
+            the layout of the modules in memory.
     """
 
     model_type: str
@@ -36,22 +37,22 @@ class CheckpointFormat:
     module: str = "model.language_model.norm"
 
     def weight_maps(self, config: Any) -> list[WeightMap]:
-        """The `WeightMap` of each layout that checkpoints may have, beginning with the written layout."""
+        """Return the `WeightMap` of each layout that checkpoints may have. The first layout is the written one."""
         return [self.weight_map(config), *self.other_maps(config)]
 
     def file_maps(self, config: Any) -> list[WeightMap]:
-        """The layouts of `weight_maps`, and the layouts of quantized checkpoints, which exist only in files."""
+        """Return the layouts of `weight_maps`, and those of quantized checkpoints, which exist only in files."""
         return [*self.weight_maps(config), *(quantized(config) for quantized in self.quantized_maps.values())]
 
     def module_map(self, config: Any) -> WeightMap:
-        """The `WeightMap` with the names of transformers' modules in memory. Saved adapters use these names.
+        """Return the `WeightMap` with the names of transformers' modules in memory.
 
-        Older checkpoints of vision-language models have other names.
+        Saved adapters use these names. Older checkpoints of vision-language models have other names.
         """
         return self._module_maps(config)[0]
 
     def expert_map(self, config: Any) -> WeightMap:
-        """As `module_map`, but with the experts of a layer in the fewest tensors, as in transformers 5."""
+        """Like `module_map`, but with the experts of a layer in as few tensors as possible, as in transformers 5."""
         return min(self._module_maps(config), key=lambda weights: len(_names(weights)))
 
     def _module_maps(self, config: Any) -> list[WeightMap]:
@@ -60,19 +61,19 @@ class CheckpointFormat:
 
 
 def _names(weights: WeightMap) -> list[str]:
-    """The names of all tensors of a layout."""
+    """Return the names of all tensors of a layout."""
     return [name for expression in weights.entries.values() for name in expression.names()]
 
 
 FORMATS: dict[type, CheckpointFormat] = {}
-"""Model class or config class -> format of its checkpoints."""
+"""Maps a model class or config class to the format of its checkpoints."""
 
 
 def format_of(cls: type) -> CheckpointFormat:
-    """The checkpoint format of a model class or config class, or of its nearest registered base class.
+    """Return the checkpoint format of a model class or config class, or of its nearest registered base class.
 
     Raises:
-        ValueError: neither the class nor one of its bases is registered.
+        ValueError: neither the class nor a base class is registered.
     """
     registered = next((FORMATS[base] for base in cls.__mro__ if base in FORMATS), None)
     if registered is None:

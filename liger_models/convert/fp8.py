@@ -1,7 +1,8 @@
-"""Float8 weights with a scale for each block, as in DeepSeek-V3 and Qwen3-FP8.
+"""Float8 weights with one scale per block, as in DeepSeek-V3 and Qwen3-FP8.
 
-A weight [..., O, C] is stored as ``NAME`` in e4m3 and ``NAME_scale_inv`` [..., O / 128, C / 128], rounded up. A number
-is its code times the scale of its block. ``quantization_config`` of config.json gives the size of blocks.
+A weight [..., O, C] is stored as two tensors: ``NAME``, the codes in e4m3, and ``NAME_scale_inv``, the scales [...,
+ceil(O / 128), ceil(C / 128)] for blocks of 128 × 128. A number is its code times the scale of its block. The size of a
+block is in ``quantization_config`` of config.json.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3; transformers ``integrations/finegrained_fp8.py``.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
-    """Read the rows and columns of a block from the ``quantization_config`` of a float8 checkpoint.
+    """Read the number of rows and columns of a block from the ``quantization_config`` of a float8 checkpoint.
 
     Raises:
         ValueError: the checkpoint has another format.
@@ -37,15 +38,15 @@ def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int], before: in
     Args:
         codes: [..., R, C] in float8.
         scales: [..., rows of blocks, columns of blocks].
-        block: rows and columns of a block.
-        before: number of rows of the first block that are missing in the codes.
+        block: number of rows and columns of a block.
+        before: number of rows of the first block that precede the first row of ``codes``.
 
     Returns:
         [..., R, C] in bfloat16.
     """
     dense = torch.empty(codes.shape, dtype=torch.bfloat16)
     (R, C), (height, width) = codes.shape[-2:], block
-    for number, start in enumerate(range(-before, R, height)):  # by rows of blocks, for the memory
+    for number, start in enumerate(range(-before, R, height)):  # row by row of blocks, to save memory
         rows = slice(max(start, 0), min(start + height, R))
         factors = scales[..., number, :].float().repeat_interleave(width, -1)[..., :C]
         dense[..., rows, :] = codes[..., rows, :].float() * factors[..., None, :]

@@ -1,6 +1,6 @@
-"""Downloading and uploading models on the Hugging Face Hub, through the huggingface_hub client.
+"""Downloads from and uploads to the Hugging Face Hub with the huggingface_hub client.
 
-The client's settings apply: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
+The environment variables of the client apply: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
 """
 
 import contextlib
@@ -33,20 +33,21 @@ _TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
     for base in HfHubHTTPError.__mro__
     if base.__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
 )
-"""Base classes of the errors of the client's HTTP library, which differs between versions of huggingface_hub."""
+"""Base classes of errors of the client's HTTP library, which depends on the version of huggingface_hub."""
 
 
 @contextlib.contextmanager
 def naming(repo_id: str) -> Iterator[None]:
-    """Context that adds the name of the model to errors of the client, and a hint if it is a local folder.
+    """Context that adds the name of the model to errors of the client, and a hint if a local folder has this name.
 
     Raises:
-        FileNotFoundError: ``repo_id`` is not a valid name, or it is a local folder and not on the hub.
-        ConnectionError: the connection broke, or the server did not answer in time.
+        FileNotFoundError: ``repo_id`` is not a valid name, or it is the path of a local folder and not a name on the
+            hub.
+        ConnectionError: the connection failed, or the server did not respond in time.
     """
     todo = "Check the name and the connection to the hub."
     is_folder = f"{repo_id}: must be a name on the hub, got a folder. Load it with from_pretrained."
-    # A local folder of this name explains some of these errors.
+    # A local folder with this name explains some of these errors.
     try:
         yield
     except HFValidationError as error:
@@ -82,18 +83,18 @@ def download(
     strict: bool = False,
     progress: bool = True,
 ) -> Path:
-    """Download the files that loading needs from a model repository to the client's cache.
+    """Download the files of a model that loading needs, from the hub to the client's cache.
 
     config.json is checked before the weights are downloaded, so an unsupported model fails early.
 
     Args:
         repo_id: "owner/name".
-        model_class: returns the model class for the content of config.json.
+        model_class: function from the content of config.json to the model class.
         revision: branch, tag or commit.
-        cache_dir: cache folder. Default: the client's.
+        cache_dir: cache folder, by default that of the client.
         token: access token. Default: the client's.
         local_files_only: whether to stay off the network; all files must then be in the cache.
-        force_download: whether to download files that are in the cache.
+        force_download: whether to download files even if they are in the cache.
         strict: whether unknown keys of config.json are an error instead of a warning.
         progress: whether rank 0 shows progress bars.
 
@@ -101,12 +102,12 @@ def download(
         The folder to load from.
 
     Raises:
-        FileNotFoundError: ``repo_id`` is not a valid name, the repository has no config.json, or (from the client) a
-            file can neither be downloaded nor found in the cache.
+        FileNotFoundError: ``repo_id`` is not a valid name, the repository has no config.json, or a file can neither be
+            downloaded nor found in the cache (raised by the client).
         ValueError: the model is not supported, or one of its files is invalid.
-        ConnectionError: the connection broke, or the server did not answer in time.
-        huggingface_hub.errors.HfHubHTTPError: (from the client) the repository or revision does not exist, or access is
-            denied.
+        ConnectionError: the connection failed, or the server did not respond in time.
+        huggingface_hub.errors.HfHubHTTPError: the repository or revision does not exist, or access is denied (raised by
+            the client).
     """
 
     def fetch(files: list[str], revision: str | None) -> Path:
@@ -122,7 +123,7 @@ def download(
             )
         )
 
-    # config.json first: an unsupported model fails before its weights are downloaded.
+    # Download config.json first, so that an unsupported model fails before its weights are downloaded.
     with naming(repo_id), _progress_bars(False):
         folder = fetch([CONFIG], revision)
         if not (folder / CONFIG).is_file():
@@ -133,10 +134,10 @@ def download(
         chosen = model_class(hf_config)
         check_model_type(chosen, hf_config)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # loading reads the config again and then warns
+            warnings.simplefilter("ignore")  # loading reads the config again and warns
             read_config(chosen.config_class, hf_config, strict=strict)
 
-        # The folder is named after the commit. Download the rest from this commit, even if the branch moves meanwhile.
+        # The folder is named after the commit. Download the other files from the same commit, even if the branch moves.
         commit = folder.name
         folder = fetch([INDEX, *asset_patterns(hf_config)], commit)
         shards = set(read_index(folder / INDEX).values()) if (folder / INDEX).is_file() else {WEIGHTS}
@@ -157,20 +158,20 @@ def push(
 ) -> str:
     """Upload a model as a Hugging Face checkpoint, and remove stale weight files from the repository.
 
-    In a process group rank 0 uploads, and the other calling ranks wait for it.
+    In a process group, rank 0 uploads, and the other ranks that call this function wait for rank 0.
 
     Args:
         model: the model; see `liger_models.convert.save.save_pretrained`.
-        repo_id: "owner/name"; created if it does not exist.
-        private: whether a new repository is private.
+        repo_id: "owner/name" of the repository, which is created if it does not exist.
+        private: whether a newly created repository is private.
         commit_message: message of the commit.
         token: access token. Default: the client's.
-        revision: branch; created if it does not exist.
+        revision: the branch, which is created if it does not exist.
         dtype: dtype of the saved tensors; None for the dtype of each parameter.
         max_shard_size: maximum size of a file, in bytes or as "5GB".
 
     Returns:
-        URL of the commit.
+        The URL of the commit.
     """
     api = HfApi(token=token)
 
@@ -179,7 +180,7 @@ def push(
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo, branch=revision, exist_ok=True)
-        # One commit removes the old weights and adds the new ones.
+        # A single commit removes the old weights and adds the new ones.
         with tempfile.TemporaryDirectory() as folder:
             save_pretrained(model, folder, dtype=dtype, max_shard_size=max_shard_size)
             commit = api.upload_folder(

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face checkpoint from a folder into a model, on one rank or sharded over several."""
+"""Loading of a Hugging Face checkpoint from a folder into a model, whole or sharded over several ranks."""
 
 import contextlib
 import difflib
@@ -49,7 +49,7 @@ from liger_models.layers.moe import MATRICES, LigerMoE
 
 Model = TypeVar("Model", bound=Decoder)
 SAMPLES = 8
-"""Matrices whose first rows tell the checkpoint of one rank from that of another."""
+"""Number of matrices whose first rows are compared between ranks to detect different checkpoints."""
 
 
 def load_pretrained(
@@ -68,39 +68,40 @@ def load_pretrained(
     """Load a model from a folder.
 
     The model is built on the meta device. Its parameters are then read one by one, directly to ``device`` in ``dtype``.
-    With ``shard`` all ranks of the process group must call this function. Rank 0 reads the headers of the files for all
-    ranks. Each rank opens only the files, and reads only the rows, of its own shards. An error on one rank is raised on
-    all ranks.
+    If ``shard`` is given, all ranks of the process group must call this function. Rank 0 reads the headers of the files
+    for all ranks. Each rank opens only the files that have rows of its shards, and reads only these rows. An error on
+    one rank is raised on all ranks.
 
     Args:
-        model_class: a class of ``liger_models.arch``, or your own class.
+        model_class: a class of ``liger_models.arch``, or a custom class.
         folder: folder with config.json and model.safetensors or its shards.
-        dtype: dtype of the parameters, or its name, such as "bf16"; None or "auto" for the dtype of the checkpoint's
-            tensors. If these have several, it is the one in config.json.
-        device: device of the parameters. Sharded parameters are on the device of the mesh, or on the CPU if FSDP
-            offloads them.
+        dtype: dtype of the parameters, or its name, such as "bf16". None or "auto" stands for the dtype of the
+            checkpoint's tensors or, if the tensors have different dtypes, for the dtype in config.json.
+        device: device of the parameters. Sharded parameters are on the device of the mesh instead, or on the CPU if
+            FSDP offloads them.
         strict: whether unknown keys of config.json are an error instead of a warning.
         progress: whether rank 0 shows a progress bar.
-        kernels: the parts that run on fused kernels. Default: all parts.
-        shard: function that distributes the parameters of the model, on the meta device, in place:
-            ``parallel.apply_fsdp``, or a function that calls it.
-        keep_float8: whether to keep float8 weights with block scales, of linear layers and of routed experts, as they
-            are in the checkpoint. They are frozen, take 8 bits each, and are dequantized in their products.
-        hf_config: replaces the content of config.json.
+        kernels: which parts run on fused kernels; by default all of them.
+        shard: function that distributes the parameters of the model in place while the model is on the meta device:
+            ``parallel.apply_fsdp``, or a function that calls ``apply_fsdp``.
+        keep_float8: whether weights of linear layers and routed experts that the checkpoint stores in float8 with block
+            scales stay in this format. These weights are frozen, take 8 bits per number, and are dequantized during
+            matrix products.
+        hf_config: content that replaces that of config.json.
 
     Returns:
-        The model, with the content of config.json in ``hf_config``, tokenizer and generation files in ``assets``, and
-        on rank 0 the tensors that belong to no parameter in ``kept_tensors``.
+        The model. Its ``hf_config`` is the content of config.json, its ``assets`` are the tokenizer and generation
+        files, and its ``kept_tensors`` are the tensors that belong to no parameter (on rank 0).
 
     Raises:
         FileNotFoundError: the folder or a file in it is missing.
-        ValueError: the content of a file does not match the model, the folder of a rank holds another checkpoint, or
-            there are no weights for ``keep_float8``.
-        OSError: another process has saved to the folder in the meantime.
+        ValueError: the content of a file does not match the model, ranks have different checkpoints in the folder, or
+            ``keep_float8`` is True but there are no such weights.
+        OSError: another process has saved to the folder during loading.
     """
     target = None if dtype is None or dtype == "auto" else as_dtype("load_pretrained: dtype", dtype)
 
-    # What the folder holds.
+    # Read config.json and the headers.
     folder = Path(folder)
     agreed = contextlib.nullcontext if shard is None else raise_on_all_ranks
     with agreed():
@@ -130,7 +131,7 @@ def load_pretrained(
     else:
         _load_whole(model, weights, stored, target, device, progress)
 
-    # The rest of the checkpoint. Rank 0 alone saves, so it alone needs the tensors that belong to no parameter.
+    # Read the rest of the checkpoint. Only rank 0 saves, so only rank 0 needs the tensors that belong to no parameter.
     if rank() == 0:
         for name in (name for name in stored if name.startswith(weights.kept)):
             with open_files() as files:
@@ -138,17 +139,17 @@ def load_pretrained(
     model.hf_config = hf_config
     model.assets = read_assets(folder, hf_config)
 
-    # A new config.json means that tensors of two checkpoints may have been mixed.
+    # If config.json has changed, tensors of two checkpoints may have been mixed.
     if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != time_written:
         raise OSError(f"{folder}: must not be written to while it is loaded, got a new {CONFIG}. Load it again.")
     return model
 
 
 def _headers_of_all(folder: Path) -> dict[str, StoredTensor]:
-    """`read_headers`, by rank 0 for all ranks, which have the same checkpoint; every rank must call it.
+    """Run `read_headers` on rank 0, and return the result on all ranks. Every rank must call this function.
 
     Raises:
-        ValueError: the folder of a rank holds another checkpoint, as a few rows of its tensors tell.
+        ValueError: a few rows of tensors differ between ranks, so a rank has another checkpoint in its folder.
     """
     if world_size() == 1:
         return read_headers(folder)
@@ -159,7 +160,7 @@ def _headers_of_all(folder: Path) -> dict[str, StoredTensor]:
     dist.broadcast_object_list(packet, 0)
     dist.broadcast_object_list(root, 0)
 
-    # The folder may have another path here.
+    # The folder may have a different path on this rank.
     def moved(path: Path) -> Path:
         return folder / path.relative_to(root[0])
 
@@ -170,7 +171,7 @@ def _headers_of_all(folder: Path) -> dict[str, StoredTensor]:
         for name, tensor in packet[0].items()
     }
 
-    # The first rows of some matrices of one file.
+    # Compare the first rows of some matrices in one file.
     files_of = {name: tensor.file for name, tensor in stored.items() if len(tensor.shape) == 2}
     matrices = [name for name, file in files_of.items() if file == next(iter(files_of.values()))]
     digest = hashlib.sha256()
@@ -189,16 +190,17 @@ def _headers_of_all(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Read the files of a folder that are saved unchanged with the model: name -> content."""
+    """Read the files of a folder that are saved unchanged with the model, and return their contents by name."""
     paths = {path for pattern in asset_patterns(hf_config) for path in folder.glob(pattern) if path.is_file()}
     return {path.name: _read_asset(path) for path in sorted(paths)}
 
 
 def _read_asset(path: Path) -> bytes:
-    """Read a file that is saved with the model. Raises ValueError if it links to an unrelated file.
+    """Read a file that is saved with the model. Raises ValueError if the file is a link to an unrelated file.
 
-    Otherwise a link in a stranger's checkpoint could put any local file into the next checkpoint, perhaps on the hub.
-    Links to ``blobs/<hash>`` are allowed, because the hub client's cache consists of them.
+    Otherwise, a link in an untrusted checkpoint could copy any local file into the next saved checkpoint, which may be
+    uploaded to the hub. Links to ``blobs/<hash>`` are allowed, because the cache of the hub client consists of such
+    links.
     """
     target = path.resolve()
     if target.name != path.name and target.parent.name != "blobs" and not target.is_relative_to(path.parent.resolve()):
@@ -217,20 +219,20 @@ def _load_whole(
     device: torch.device | str,
     progress: bool,
 ) -> None:
-    """Load whole parameters, each directly to the device."""
-    # A shared parameter has several names.
+    """Load the parameters of a model that is not sharded, each directly to the device."""
+    # A tied parameter has several names.
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     parameters, kept = dict(model.named_parameters()), frozen_weights(model)
     for frozen in kept.values():
         frozen.to_empty(device=device)
-    bar: Any = tqdm  # not typed
+    bar: Any = tqdm  # tqdm has no type annotations
     for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not (progress and rank() == 0)):
         if name not in weights.entries:
             continue
 
-        # A new parameter, since one on the meta device cannot be filled.
+        # Make a new parameter, because a parameter on the meta device can't be filled.
         if name in kept:
             packed: Tensor = torch.empty_like(parameter, device=device)
             _fill_codes(packed, kept[name], weights.entries[name], stored)
@@ -252,8 +254,8 @@ def _load_parts(
     device: torch.device | str,
     progress: bool,
 ) -> None:
-    """Shard the model, and load this rank's shard of each parameter. Parameters without shards are loaded whole."""
-    # Shards are allocated in the dtype that the parameters have when `shard` is called.
+    """Shard the model, and load this rank's shard of each parameter, or the whole parameter if it is not sharded."""
+    # Convert the parameters first, because their dtype determines the dtype of the shards.
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             stored_dtype = stored[weights.entries[name].names()[0]].dtype
@@ -274,7 +276,7 @@ def _load_parts(
                 parameter.copy_(_read(expression, stored, dtype, device))
                 continue
 
-            # A DTensor, or codes that are quantized from the rows of this rank.
+            # The parameter is a DTensor, or holds codes that are quantized from the rows of this rank.
             with open_files() as files:
 
                 def read(name: str, first: int, last: int, files: Mapping[Path, Any] = files) -> Tensor:
@@ -284,7 +286,7 @@ def _load_parts(
                 whole = functools.partial(_read, expression, stored, dtype, device)
                 fill_part(parameter, frozen, expression, shapes, read, whole)
 
-    # Quantized shards are complete, and adapters that `shard` has added get their first values.
+    # Finish quantization, and initialize adapters that `shard` has added.
     for frozen in frozen_parameters.values():
         frozen.finish()
     for layer in layers_of(model):
@@ -294,7 +296,7 @@ def _load_parts(
 def _keep_float8(
     model: Decoder, weights: WeightMap, stored: Mapping[str, StoredTensor], dtype: torch.dtype | None
 ) -> None:
-    """Freeze the linear layers and routed experts whose weights are in float8 with block scales in the checkpoint.
+    """Freeze the linear layers and routed experts whose weights are float8 with block scales in the checkpoint.
 
     The model is on the meta device.
     """
@@ -302,13 +304,13 @@ def _keep_float8(
     for path, layer in [*model.named_modules()]:
         names = MATRICES if isinstance(layer, LigerMoE) else ("weight",) if type(layer) is nn.Linear else ()
         for name in names:
-            # A weight is kept if all of its rows come from matrices with such scales.
+            # A weight is kept in float8 if all its rows come from matrices with such scales.
             weight, expression = getattr(layer, name), weights.entries.get(f"{path}.{name}")
             scales = None if expression is None else _common_scales(expression, stored)
             if expression is None or scales is None or not moves_rows(expression, weight):
                 continue
 
-            # Codes as in the checkpoint, and a scale for each row and each block of columns.
+            # Store the codes of the checkpoint, and one scale for each row and block of columns.
             (*rows, columns), width = weight.shape, scales.block[1]
             codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
             numbers = weight.new_empty(*rows, -(-columns // width), dtype=FLOATS[scales.dtype])
@@ -327,7 +329,10 @@ def _keep_float8(
 
 
 def _common_scales(expression: Expression, stored: Mapping[str, StoredTensor]) -> BlockScales | None:
-    """The scales of a parameter's first tensor, if they can be kept and all its tensors have similar scales."""
+    """Return the scales of a parameter's first tensor, or None unless all its tensors have such scales.
+
+    Scales can be kept only if all tensors have the same block size and the same supported dtype of scales.
+    """
     scales = [stored[name].scales for name in expression.names()]
     first = scales[0]
     if first is None or first.dtype not in ("BF16", "F32"):
@@ -338,7 +343,7 @@ def _common_scales(expression: Expression, stored: Mapping[str, StoredTensor]) -
 def _fill_codes(
     parameter: Tensor, frozen: FrozenParameters, expression: Expression, stored: Mapping[str, StoredTensor]
 ) -> None:
-    """Read this rank's part of the codes and scales of a weight that stays in float8.
+    """Read this rank's part of the codes and scales of a weight that is kept in float8.
 
     Args:
         parameter: the codes.
@@ -354,14 +359,14 @@ def _fill_codes(
         def scales(name: str, first: int, last: int) -> Tensor:
             return read_scales(files, stored[name], first, last)
 
-        # Codes have a number for each column, scales one for each block of columns.
+        # In a row there is one code per column, and one scale per block of columns.
         columns, (block,) = frozen.shape[-1], frozen.layout
         sources: list[tuple[Any, int, Callable[[str, int, int], Tensor]]] = [
             (parameter, columns, codes),
             (frozen.scales, -(-columns // block), scales),
         ]
         for tensor, width, read in sources:
-            # `tensor` holds bytes. This rank's part of it, in rows of `width` numbers of `itemsize` bytes.
+            # `tensor` holds bytes, as rows of `width` numbers of `itemsize` bytes. Find this rank's part of it.
             (*rows, column), shard, itemsize = offset_of(tensor), local(tensor), tensor.shape[-1] // width
             part = Part((*rows, column // itemsize), (*shard.shape[:-1], shard.shape[-1] // itemsize))
             shapes = {name: (*stored[name].shape[:-1], width) for name in expression.names()}
@@ -386,10 +391,10 @@ def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
 
 
 def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by their names in the whole model.
+    """Return the tensors of a checkpoint by the names that they have in the model with a head.
 
-    A model that was saved without its language-model head, as Qwen3-Embedding was, has no prefix ``model.`` in the
-    names of its tensors.
+    If a model, such as Qwen3-Embedding, was saved without its language-model head, the names of its tensors lack the
+    prefix ``model.``.
 
     Args:
         stored: the tensors by their names in the files.
@@ -399,7 +404,7 @@ def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]
         names = {name for expression in weights.entries.values() for name in expression.names()}
         absent = names - stored.keys()
         renamed = {name: f"model.{name}" for name in stored if name not in names and f"model.{name}" in absent}
-        # Only what then has all tensors but the head is such a model.
+        # It is such a model only if, with the prefix, all tensors except the head exist.
         if renamed and {name.endswith("lm_head.weight") for name in absent.difference(renamed.values())} <= {True}:
             return {renamed.get(name, name): tensor for name, tensor in stored.items()}
     return {**stored}
@@ -408,9 +413,9 @@ def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]
 def _one_dtype(
     weights: WeightMap, stored: Mapping[str, StoredTensor], hf_config: Mapping[str, Any]
 ) -> torch.dtype | None:
-    """The dtype that all parameters get if the tensors of a checkpoint have several; None if they have one.
+    """Return the dtype for all parameters if the tensors of a checkpoint have different dtypes; otherwise None.
 
-    It is the one in config.json, as in transformers, or else that of most numbers.
+    It is the dtype in config.json, as in transformers, or else the dtype of most numbers in the checkpoint.
     """
     counts: Counter[torch.dtype] = Counter()
     for expression in weights.entries.values():
@@ -427,14 +432,14 @@ def _one_dtype(
 
 
 def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
-    """Choose the layout that matches a checkpoint, or comes closest, by the names of its tensors.
+    """Choose the layout that matches the names of the tensors in a checkpoint best.
 
-    The choice is the first layout of which the checkpoint has the most parameters. A parameter counts by the fraction
-    of its tensors that exist. Among layouts with equal names, the choice is the one with the most matching shapes.
+    The result is the layout for which the checkpoint has the most parameters, where a parameter counts as the fraction
+    of its tensors that exist. If layouts have the same names, the result is the one with the most matching shapes.
 
     Args:
         maps: the weight map of each layout.
-        stored: name -> tensor, or any object with its ``shape``.
+        stored: maps names to tensors, or to any objects with a ``shape``.
         parameters: the parameters of the model.
     """
     names = {weights: [expression.names() for expression in weights.entries.values()] for weights in maps}
@@ -454,18 +459,18 @@ def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: M
 def check_tensors(
     where: str, weights: WeightMap, parameters: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]
 ) -> None:
-    """Check that a checkpoint holds exactly the tensors of a model's parameters.
+    """Check that a checkpoint contains exactly the tensors of a model's parameters.
 
     Args:
-        where: name of the checkpoint, for errors.
-        weights: the weight map of its layout.
+        where: name of the checkpoint, for error messages.
+        weights: the weight map of the checkpoint's layout.
         parameters: the parameters of the model.
         stored: the tensors of the checkpoint.
 
     Raises:
         ValueError: a name is missing or unexpected, a shape is wrong, or a dtype is not a floating-point type.
     """
-    # Names. A similar name among the unexpected ones is shown beside a missing one.
+    # Check the names. For a missing name, the error shows a similar unexpected name.
     expected = weights.shapes(parameters)
     unexpected = sorted(name for name in stored.keys() - expected.keys() if not weights.passes_over(name))
     missing = [name for name in expected if name not in stored]
@@ -484,7 +489,7 @@ def check_tensors(
             todo = f"If the head is the embedding, set tie_word_embeddings to true at the top level of {CONFIG}."
         raise ValueError(f"{message} {todo}")
 
-    # Dtypes and shapes.
+    # Check dtypes and shapes.
     for name, tensor in expected.items():
         file, _, shape, dtype, scales = stored[name]
         allowed = ["U8"] if tensor.dtype == torch.uint8 else [*FLOATS]
@@ -501,8 +506,8 @@ def check_tensors(
 
 
 def _check_head(weights: WeightMap, stored: Mapping[str, StoredTensor], hf_config: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint of a model with tied weights stores a head that differs from the embedding."""
-    # Compare by blocks of rows, because both tensors may be large.
+    """Raise ValueError if the weights are tied but the checkpoint has a head that differs from the embedding."""
+    # Compare blocks of rows, because both tensors may be large.
     (embedding,) = weights.entries["embed_tokens.weight"].names()
     levels = ", at the top level and in text_config," if hf_config.get("text_config") else ""
     for head in (name for name in weights.skip if name in stored and name.endswith("lm_head.weight")):
@@ -523,7 +528,6 @@ def _read(
     expression: Expression, stored: Mapping[str, StoredTensor], dtype: torch.dtype | None, device: torch.device | str
 ) -> Tensor:
     """Read a whole parameter."""
-    # Open the files anew for each parameter: the pages of a mapped file count as memory of this process.
     names = expression.names()
     # Files are opened for each parameter, because the pages of a mapped file count as memory of this process.
     with open_files() as files:
@@ -531,7 +535,7 @@ def _read(
         packed = expression.pack({name: _to(tensor, device, dtype) for name, tensor in tensors.items()})
         packed = packed.to(dtype).contiguous()
 
-        # If packing has copied nothing, copy now, so that no parameter keeps the file mapped.
+        # If packing has not copied the tensor, copy it now, so that no parameter keeps the file mapped.
         mapped = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
         return packed.clone() if packed.untyped_storage().data_ptr() in mapped else packed
 

@@ -1,10 +1,10 @@
 """MXFP4: four-bit floats in blocks of 32 that share a power of two.
 
 A tensor [..., I] is stored as blocks [..., I / 32, 16] and scales [..., I / 32], both uint8. A byte of a block holds
-two values, the first in its low half. A value is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. A scale s is the factor
-2^(s − 127). In bf16 each product is exact, so unchanged values can be encoded again bit for bit if the scales are
-known. The values alone do not determine the scales: a block of zeros fits every scale, and 1 at one scale is 2 at the
-next.
+two codes, the first in its low half. A code is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. A scale s stands for 2^(s
+− 127), and a value is the product of code and scale. In bf16 this product is exact, so if the scales are known,
+encoding unchanged values gives the original bits. The scales can't be computed from the values: zeros match every
+scale, and the code 2 at one scale has the same value as the code 1 at the next scale.
 
 Source: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
 """
@@ -25,37 +25,37 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """2 to the power of each exponent [..., I / 32], as fp32 factors of whole blocks [..., I / 32, 1]."""
+    """Compute 2^e for the exponents e [..., I / 32]. Returns fp32 [..., I / 32, 1], with one number per block."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).unsqueeze(-1)
 
 
 def decode(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode blocks [X, ..., I / 32, 16] uint8 with scales [X, ..., I / 32] uint8 to [X, ..., I] in ``dtype``."""
+    """Decode blocks [X, ..., I / 32, 16] uint8 and scales [X, ..., I / 32] uint8 to [X, ..., I] in ``dtype``."""
     out = torch.empty(*scales.shape[:-1], scales.shape[-1] * BLOCK, dtype=dtype, device=blocks.device)
     if out.is_meta:
         return out
     signed = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)], device=blocks.device)
 
-    # The two values of every possible byte [256, 2]: byte 16 · b + a holds a, then b.
+    # Tabulate the two values of every byte, [256, 2]: the byte 16 · b + a holds a and then b.
     pairs = torch.stack([signed.repeat(16), signed.repeat_interleave(16)], 1)
-    for values, block, scale in zip(out, blocks, scales, strict=True):  # a row at a time, for the memory
+    for values, block, scale in zip(out, blocks, scales, strict=True):  # one at a time, to save memory
         decoded = pairs[block.int()].flatten(-2) * _powers(scale.int() - 127)
         values.copy_(decoded.flatten(-2))
     return out
 
 
 def encode(values: Tensor, scales: Tensor) -> Tensor | None:
-    """Encode values [X, ..., I] as blocks [X, ..., I / 32, 16] uint8; returns None if these would decode to others."""
+    """Encode values [X, ..., I] as blocks [X, ..., I / 32, 16] uint8. Returns None if decoding changes a value."""
     blocks = torch.empty(*scales.shape, BLOCK // 2, dtype=torch.uint8, device=values.device)
     magnitudes = torch.tensor(MAGNITUDES, device=values.device)
     for block, value, scale in zip(blocks, values, scales, strict=True):
         scaled = value.float().unflatten(-1, (-1, BLOCK)) * _powers(127 - scale.int())
-        # Codes of the magnitudes, with the sign in bit 3, two in a byte.
+        # Encode the magnitudes, put the sign into bit 3, and put two codes into a byte.
         codes = torch.searchsorted(magnitudes, scaled.abs().contiguous()).clamp_(max=len(MAGNITUDES) - 1)
         codes = (codes + 8 * scaled.signbit()).to(torch.uint8)
         block.copy_(codes[..., 0::2] | (codes[..., 1::2] << 4))
 
-        # -0 equals 0, so signs are compared, too.
+        # Signs are compared, too, because -0 equals 0.
         again = decode(block[None], scale[None], value.dtype)[0]
         if not torch.equal(again, value) or not torch.equal(again.signbit(), value.signbit()):
             return None
@@ -65,10 +65,10 @@ def encode(values: Tensor, scales: Tensor) -> Tensor | None:
 class Mxfp4(Expression):
     """A tensor that a checkpoint stores in MXFP4.
 
-    To unpack it, the scales of the original checkpoint are needed; see `with_scales`.
+    Unpacking requires the scales of the original checkpoint; see `with_scales`.
 
     Args:
-        blocks, scales: the names of the two tensors.
+        blocks, scales: names of the two tensors.
     """
 
     by_rows = True
@@ -92,7 +92,7 @@ class Mxfp4(Expression):
             raise ValueError(
                 f"{self.blocks}: the last dimension must be a multiple of {BLOCK} in MXFP4, got {list(packed.shape)}."
             )
-        # Shapes alone, or the blocks with the scales of the checkpoint.
+        # On the meta device, compute only shapes. Otherwise encode blocks with the scales of the checkpoint.
         if packed.is_meta:
             scales = packed.new_empty(*shape, width // BLOCK, dtype=torch.uint8)
             return {self.blocks: scales.new_empty(*scales.shape, BLOCK // 2), self.scales: scales}
@@ -112,7 +112,7 @@ class Mxfp4(Expression):
 
 
 def with_scales(weights: WeightMap, read: Callable[[str], Tensor]) -> WeightMap:
-    """Set ``read``, which returns scales by name, on all MXFP4 tensors of a map, and return the map."""
+    """Let all MXFP4 tensors of a map get their scales from ``read``, a function of the name. Returns the map."""
     for expression in weights.entries.values():
         if isinstance(expression, Mxfp4):
             expression.read = read

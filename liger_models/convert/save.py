@@ -51,31 +51,35 @@ def save_pretrained(
 ) -> None:
     """Save a model as a Hugging Face checkpoint for transformers and this package.
 
-    The folder holds the old checkpoint until the new one is complete; see `liger_models.convert.folder.write_folder`.
-    Other files in the folder are kept. A second process that saves to the same folder waits.
+    The folder contains the old checkpoint until the new one is complete; see
+    `liger_models.convert.folder.write_folder`. Other files in the folder are kept. If another process is saving to the
+    same folder, this function waits.
 
-    In a process group only rank 0 writes, and the other calling ranks wait for it. If the model is sharded, all ranks
-    must call this function. Parameters are gathered one by one, as in `hf_tensors`. The ranks on the host of rank 0
-    (under torchrun) write files in turn, and each holds the tensors of about one file at a time.
+    In a process group, only rank 0 writes, and the other ranks that call this function wait for rank 0. If the model is
+    sharded, all ranks must call this function, and parameters are gathered one by one, as in `hf_tensors`. Under
+    torchrun, the files are then divided among the ranks on the host of rank 0, each of which holds the tensors of about
+    one file at a time.
 
     Args:
-        model: the model. Its ``hf_config`` and ``assets`` are saved, too.
+        model: the model, whose ``hf_config`` and ``assets`` are saved, too.
         folder: the folder, which is created if it does not exist.
-        dtype: dtype of the saved tensors; None for the dtype of each parameter. With None, float8 weights that loading
-            has kept are saved unchanged, bit for bit, if loading has kept all float8 weights of the checkpoint and no
-            adapter was merged into any.
+        dtype: dtype of the saved tensors; None for the dtype of each parameter. With None, weights that were loaded
+            with ``keep_float8`` are saved bitwise identical, provided that all float8 weights of the checkpoint were
+            kept and no adapter was merged into any of them.
         max_shard_size: maximum size of a file, in bytes or as "5GB".
-        auto_map: whether to add a small file of code and name it in config.json, so that transformers' auto classes
-            with ``trust_remote_code=True`` return this package's model; see `liger_models.hf`.
-        mxfp4: folder of the MXFP4 checkpoint that the model comes from. Its MXFP4 tensors, whose values must be
-            unchanged, are written in MXFP4 again, bit for bit. Default: all tensors are written in ``dtype``.
-        hf_config: replaces the content of config.json, except for the name of the class. Default: the model's config.
-        tensors: name -> whole tensor, to save instead of the parameters of the model. The calling rank then writes,
-            and other ranks need not call.
+        auto_map: whether to add a small file of code and refer to it in config.json, so that the auto classes of
+            transformers return the model of this package if ``trust_remote_code=True``; see `liger_models.hf`.
+        mxfp4: folder of the MXFP4 checkpoint from which the model was loaded. The tensors that are in MXFP4 there,
+            whose values must be unchanged, are then written in MXFP4 and bitwise identical. By default, all tensors are
+            written in ``dtype``.
+        hf_config: content of config.json, to which only keys about quantization and ``auto_map`` are added. By default,
+            config.json is written from the model's config.
+        tensors: maps names to whole tensors that are saved instead of the model's parameters. The calling rank then
+            writes, and other ranks need not call this function.
 
     Raises:
-        ValueError: parameters are on the meta device or not in the weight map, the model has adapters, ``dtype`` is no
-            dtype that can be loaded, or values differ from the MXFP4 checkpoint.
+        ValueError: parameters are on the meta device or not in the weight map, the model has adapters, ``dtype`` is a
+            dtype that can't be loaded, or values differ from those of the MXFP4 checkpoint.
         OSError: the folder cannot be written.
     """
     dtype = None if dtype is None else as_dtype("save_pretrained: dtype", dtype)
@@ -91,7 +95,7 @@ def save_pretrained(
             "adapters with save_adapter, or merge them with merge_lora."
         )
 
-    # The tensors and their format: MXFP4 with the scales of a checkpoint, float8 as they were read, or dense.
+    # Determine the tensors and their format: MXFP4 with the scales of a checkpoint, float8 as read, or dense.
     folder = Path(folder).absolute()
     stored = as_stored("save_pretrained", model, merge=False, parameters=tensors)
     quantization: dict[str, Any] = {}
@@ -103,7 +107,7 @@ def save_pretrained(
         quantization = {"quantization_config": model.hf_config["quantization_config"]}
         stored = stored._replace(height=block_size(quantization["quantization_config"])[0])
 
-    # The division into files, from shapes alone.
+    # Divide the tensors into files, which needs only shapes.
     kept_tensors = model.current_kept_tensors()
     plan = split_state_dict_into_shards_factory(
         stored.shapes(dtype) | kept_tensors,
@@ -112,7 +116,7 @@ def save_pretrained(
         max_shard_size=max_shard_size,
     )
 
-    # The other files.
+    # Prepare the other files.
     assets = model.current_assets()
     if hf_config is None:
         hf_config = write_config(
@@ -139,7 +143,7 @@ def save_pretrained(
     def save(write: Callable[[Path], None] = write_all) -> None:
         write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX))
 
-    # Whole tensors: the caller or rank 0 writes.
+    # Whole tensors are written by the caller or by rank 0.
     if not stored.is_sharded and tensors is not None:
         save()
         return
@@ -147,7 +151,7 @@ def save_pretrained(
         run_on_rank_zero(f"save_pretrained {folder}", save)
         return
 
-    # Shards: all ranks gather, and some write, each to a part of the files. Rank 0 tells them where.
+    # For sharded tensors, all ranks gather and some ranks write files. Rank 0 sends them the folder.
     order: list[Any] = [None]
 
     def write_part(target: Path) -> None:
@@ -165,16 +169,19 @@ def save_pretrained(
                 if order[0] is not None:
                     _write_part(order[0], named, gathered)
         except Exception:
-            if rank() == 0 and order[0] is None:  # before it has told the others
+            if rank() == 0 and order[0] is None:  # rank 0 failed before it could send the folder
                 dist.broadcast_object_list(order, 0)
             raise
 
 
 def _owners(files: Mapping[str, Collection[str]], kept: Collection[str]) -> dict[str, int]:
-    """File -> the rank that writes it: those on the host of rank 0 in turn. Kept tensors are on rank 0 alone.
+    """Map each file to the rank that writes it.
 
-    torchrun numbers the ranks of a host one after the other, and says how many there are. Ranks of other hosts may not
-    see the folder.
+    The files are divided among the ranks on the host of rank 0. Files with kept tensors are written by rank 0, because
+    only rank 0 has these tensors.
+
+    torchrun numbers the ranks of a host consecutively and sets their number in an environment variable. Ranks on other
+    hosts may have no access to the folder.
     """
     writers = min(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), world_size())
     return {
@@ -188,12 +195,13 @@ def _write_part(
     named: Iterator[tuple[str, Tensor]],
     gathered: Iterator[tuple[str, Tensor]],
 ) -> None:
-    """Write the files of this rank; an error on one rank is raised on all ranks. Every rank must call it.
+    """Write the files of this rank. Every rank must call this function. An error on one rank is raised on all ranks.
 
     Args:
-        order: of rank 0: the folder, name of a tensor -> its file, and file -> the rank that writes it.
-        named: all tensors of the checkpoint, which are gathered while they are read.
-        gathered: the parameters that ``named`` reads. All ranks must gather all of them, whether they write or not.
+        order: the values from rank 0: the folder, the file of each tensor, and the rank that writes each file.
+        named: all tensors of the checkpoint. Reading a tensor from this iterator gathers it.
+        gathered: the parameters that ``named`` reads. All ranks must gather all parameters, even ranks that do not
+            write.
     """
     target, file_of, owners = order
     owned = {file for file, owner in owners.items() if owner == rank()}
@@ -209,11 +217,11 @@ def _write_part(
 def _write_tensors(
     target: Path, file_of: Mapping[str, str], owned: Collection[str], named: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write safetensors files, each as soon as its last tensor is there.
+    """Write safetensors files, each as soon as its last tensor has been read.
 
     Args:
-        target: the folder, which has config.json already.
-        file_of: name of a tensor -> its file.
+        target: the folder, which already contains config.json.
+        file_of: maps the name of each tensor to its file.
         owned: the files to write.
         named: all tensors.
     """
@@ -225,16 +233,16 @@ def _write_tensors(
         pending.setdefault(file, {})[name] = tensor.cpu()
         if len(pending[file]) == counts[file]:
             save_file(pending.pop(file), target / file, metadata={"format": "pt"})
-            # safetensors creates files that only their owner can read.
+            # safetensors creates files that only their owner can read, so the permissions of config.json are copied.
             shutil.copymode(target / CONFIG, target / file)
 
 
 def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap, dict[str, Any]]:
-    """The weight map of an MXFP4 checkpoint with its scales, and the ``quantization_config`` for config.json.
+    """Return the weight map of an MXFP4 checkpoint with its scales, and the ``quantization_config`` to write.
 
     Raises:
         FileNotFoundError: the folder or a file in it is missing.
-        ValueError: the checkpoint is not in MXFP4, or it lacks scales.
+        ValueError: the checkpoint is not in MXFP4, or scales are missing.
     """
     quantization = read_json_config(folder).get("quantization_config") or {}
     maps = format_of(model_class).quantized_maps
@@ -244,7 +252,7 @@ def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap,
             f"save_pretrained: mxfp4 must be the folder of a {model_class.__name__} checkpoint in MXFP4, got {folder} "
             f"with quant_method {method!r}. Leave it out to write all tensors in one dtype."
         )
-    # Scales are read when a tensor is written.
+    # The scales of a tensor are read when the tensor is written.
     stored = read_headers(folder)
 
     def read(name: str) -> Tensor:
@@ -262,7 +270,7 @@ AUTO_CLASSES = {
     "ForCausalLM": ("AutoModelForCausalLM",),
     "ForConditionalGeneration": ("AutoModelForImageTextToText", "AutoModelForMultimodalLM"),
 }
-"""Suffix of a class name in transformers -> the auto classes that return such a class."""
+"""Maps the suffix of class names in transformers to the auto classes that return such classes."""
 
 _CODE = '''"""Loads the checkpoint with liger_models (pip install "liger-models[hf]"), or else with transformers."""
 
@@ -279,11 +287,11 @@ except ImportError:
 def with_auto_map(
     hf_config: Mapping[str, Any], assets: Mapping[str, bytes], name: str
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Change config.json and the other files so that transformers' auto classes return models of this package.
+    """Change config.json and other files so that the auto classes of transformers return models of this package.
 
     Args:
         hf_config: the content of config.json.
-        assets: name -> content of the other files.
+        assets: the contents of the other files, by name.
         name: name of the class in transformers and in `liger_models.hf`.
     """
     module = "modeling_liger"

@@ -1,4 +1,4 @@
-"""Reading one rank's shard of a parameter: only the rows of the checkpoint's tensors that the shard needs."""
+"""Reading of one rank's shard of a parameter, for which only the required rows of the checkpoint are read."""
 
 import functools
 import itertools
@@ -19,19 +19,21 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 MAX_RUNS = 64
-"""Maximum number of contiguous runs of rows to read from a tensor. For more runs, all rows from the first to the last
-are read at once."""
+"""Maximum number of contiguous runs of rows to read from a tensor.
+
+If there were more runs, all rows from the first to the last are read at once.
+"""
 
 
 class Part(NamedTuple):
-    """A rank's shard of a parameter: its offset and its length in each dimension."""
+    """The offset and the length of a rank's shard of a parameter in each dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, parameter: "DTensor") -> "Part":
-        """The calling rank's shard of a DTensor."""
+        """Return the calling rank's shard of a DTensor."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
 
         shape, offset = compute_local_shape_and_global_offset(
@@ -41,12 +43,15 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of the checkpoint's tensors in a shard of a parameter, and their order in the shard.
+    """The rows of the checkpoint's tensors that make up a shard of a parameter, and their order in the shard.
 
     Attributes:
-        runs: name of a tensor -> first row and last row + 1 of each contiguous run of rows, in order.
-        units: number of trailing dimensions that stay together. Only slices over these dimensions are moved.
-        order: [n] int64, for each slice of the shard its index among the slices read; None for the same order.
+        runs: maps the name of a tensor to its contiguous runs of rows in order, each given by the first row and the
+            last row + 1.
+        units: number of trailing dimensions that the expression does not change. A slice over these dimensions is only
+            moved as a whole.
+        order: [n] int64, for each slice of the shard, its index among the slices that are read; None if the order is
+            the same.
     """
 
     runs: Mapping[str, list[tuple[int, int]]]
@@ -128,12 +133,12 @@ def fill_part(
     read: Callable[[str, int, int], Tensor],
     read_whole: Callable[[], Tensor],
 ) -> None:
-    """Read this rank's shard into a parameter. A shard of codes is quantized, and `finish` must follow.
+    """Read this rank's shard into a parameter. If the parameter holds codes, `finish` must be called afterwards.
 
     Args:
         parameter: a DTensor, or the codes of ``frozen``.
-        frozen: the other tensors of the weight; None for a dense parameter.
-        expression, shapes, read, read_whole: as in `read_part`, for the dense parameter.
+        frozen: the other tensors of the quantized weight; None for a dense parameter.
+        expression, shapes, read, read_whole: as in `read_part`; they describe the dense parameter.
     """
 
     def rows(first: int, last: int) -> Tensor:
@@ -156,28 +161,28 @@ def read_part(
     read: Callable[[str, int, int], Tensor],
     read_whole: Callable[[], Tensor],
 ) -> Tensor:
-    """Read a shard of a parameter. Only the required rows are read if the expression moves whole rows.
+    """Read a shard of a parameter. If the expression moves whole rows, only the required rows are read.
 
     Args:
         expression: the expression of the parameter.
         part: the shard to read.
-        shapes: name -> shape of each tensor of the expression.
-        read: function of a name, a first row and a last row + 1. It returns these rows, with the final dtype and
-            device.
-        read_whole: function that returns the whole parameter. It is used if the expression takes rows apart.
+        shapes: the shape of each tensor of the expression, by name.
+        read: function of a name, the first row and the last row + 1, which returns these rows in the final dtype on the
+            final device.
+        read_whole: function that returns the whole parameter. It is used if the expression splits rows.
 
     Returns:
-        Tensor of shape ``part.shape``.
+        A tensor of shape ``part.shape``.
     """
     first, last = part.offset[0], part.offset[0] + part.shape[0]
     rows, planned = plan_rows(expression, part, shapes), 1
     if rows is None and keeps_rows(expression):
-        # Row i of the parameter is row i of the tensors.
+        # Row i of the parameter consists of row i of each tensor.
         shard = expression.pack({name: read(name, first, last) for name in expression.names()})
     elif rows is None:
         shard = read_whole()[first:last]
     else:
-        # Read runs of rows, flatten them to slices that stay together, and put these in the parameter's order.
+        # Read runs of rows, flatten them to slices, and put the slices into the order of the parameter.
         pieces = [read(name, *run) for name, runs in rows.runs.items() for run in runs]
         if not pieces:
             pieces = [read(name, 0, 0) for name in expression.names()[:1]]
@@ -188,7 +193,7 @@ def read_part(
         planned = len(part.shape) - rows.units
         shard = shard.reshape(*part.shape[:planned], *shape_of(expression, shapes)[planned:])
 
-    # The other dimensions are read whole.
+    # The other dimensions were read whole, so select this rank's part of them.
     for dim in range(planned, len(part.shape)):
         shard = shard.narrow(dim, part.offset[dim], part.shape[dim])
     return shard
@@ -197,9 +202,9 @@ def read_part(
 def moves_rows(expression: Expression, weight: Tensor) -> bool:
     """Whether a weight [O, C] or [X, O, C] consists of whole rows of the checkpoint's matrices.
 
-    A patch embedding, which is stored as a convolution, does not.
+    This is False for a patch embedding, which is stored as a convolution.
     """
-    # Unpack a weight with one number in each row. Whole rows come out as such numbers again.
+    # Unpack a weight that has only one number per row. If rows stay whole, the results have one number per row, too.
     rows = weight.new_empty(len(weight)) if weight.dim() == 2 else weight.new_empty(*weight.shape[:2], 1)
     try:
         parts = expression.unpack(rows).values()
@@ -209,7 +214,7 @@ def moves_rows(expression: Expression, weight: Tensor) -> bool:
 
 
 def keeps_rows(expression: Expression) -> bool:
-    """Whether row i of a parameter consists of row i of each of its tensors, possibly rearranged within the row."""
+    """Whether row i of a parameter has exactly the elements of row i of each of its tensors, in any order."""
     if expression.by_rows:
         return True
     if not isinstance(expression, Rearrange) or not isinstance(expression.child, Name):
@@ -219,15 +224,15 @@ def keeps_rows(expression: Expression) -> bool:
 
 
 def shape_of(expression: Expression, shapes: Mapping[str, Sequence[int]]) -> torch.Size:
-    """The shape of the parameter that an expression describes."""
+    """Return the shape of the parameter that an expression describes."""
     return expression.pack({name: torch.empty(shapes[name], device="meta") for name in expression.names()}).shape
 
 
 def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[int]]) -> Rows | None:
     """The rows of the checkpoint that make up a shard of a parameter.
 
-    All rows are numbered, and the numbers are packed like elements. The packed shard then holds the numbers of its
-    rows.
+    For this purpose the rows are numbered, and tensors of these numbers are packed in the same way as the weights. The
+    packed shard then contains the numbers of the rows that it consists of.
 
     Args:
         expression: the expression of the parameter.
@@ -235,7 +240,7 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
         shapes: name -> shape of each tensor of the expression.
 
     Returns:
-        None if the expression leaves no trailing dimension unchanged, or a tensor is a single number.
+        The rows, or None if the expression leaves no trailing dimension unchanged or a tensor is a single number.
     """
     # Trailing dimensions stay together that the expression leaves unchanged and along which nothing is sharded.
     ndim, whole = len(part.shape), shape_of(expression, shapes)
@@ -258,7 +263,7 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
         required = required.narrow(dim, part.offset[dim], part.shape[dim])
     required = required.flatten()
 
-    # For each tensor, the runs of rows that hold required slices, and the numbers of all slices in these runs.
+    # For each tensor, find the runs of rows with required slices, and the numbers of all slices in these runs.
     runs: dict[str, list[tuple[int, int]]] = {}
     available = []
     for name, start in starts.items():
@@ -267,7 +272,7 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
         if not len(inside):
             continue
 
-        # A run ends where the next required row does not follow.
+        # A run ends where the following row is not required.
         row_slices = size // shapes[name][0]
         rows = (inside // row_slices).unique()
         gaps = (rows.diff() > 1).nonzero().flatten()
@@ -280,25 +285,26 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
     if not available:
         return Rows({}, units, None)
 
-    # The place of each required slice among those that are read, whose numbers ascend.
+    # Find the index of each required slice among the slices that are read, whose numbers ascend.
     slices = torch.cat(available)
     return Rows(runs, units, None if torch.equal(slices, required) else torch.searchsorted(slices, required))
 
 
 def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
-    """The rows of a parameter that belong to each matrix of the checkpoint.
+    """Find the rows of a parameter that belong to each matrix of the checkpoint.
 
-    The rows are numbered, and the numbers are unpacked in place of the elements. Each matrix then holds the numbers of
-    its rows.
+    For this purpose the rows are numbered, and a tensor of these numbers is unpacked in the same way as the parameter.
+    Each matrix then contains the numbers of its rows.
 
     Args:
         expression: the expression of the parameter.
         shape: shape of the parameter, [N, K] or, for a stack of experts, [X, N, K].
 
     Returns:
-        For each number of rows n, [k, n] int64: the rows of k matrices, counted over the flattened leading dimensions
-        of the parameter. Each row is in one matrix. If the matrices do not consist of whole rows, the parameter counts
-        as one matrix, or as X matrices.
+        A list with one tensor [k, n] int64 for each number of rows n that matrices have. It holds the row numbers of
+        the k matrices with n rows, counted over the flattened leading dimensions of the parameter. Each row is in
+        exactly one matrix. If the matrices do not consist of whole rows of the parameter, the parameter is treated as
+        one matrix, or as X matrices.
     """
     numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
     if len(shape) == 3:
@@ -307,7 +313,7 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
     else:
         matrices = [tensor.flatten(1)[:, 0] for tensor in expression.unpack(numbers.expand(*shape)).values()]
 
-    # Each number must appear once.
+    # If rows are whole, each number appears exactly once.
     if not torch.equal(torch.cat(matrices).sort().values, numbers.flatten()):
         return [numbers.view(-1, shape[-2])]
 
@@ -318,7 +324,7 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
 
 
 def untouched(expression: Expression, ndim: int, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Number of trailing dimensions of a tensor with ``ndim`` dimensions that the expression leaves unchanged."""
+    """Return how many trailing dimensions of a tensor with ``ndim`` dimensions the expression leaves unchanged."""
     match expression:
         case Name():
             return ndim
@@ -333,7 +339,7 @@ def untouched(expression: Expression, ndim: int, shapes: Mapping[str, Sequence[i
         case Rearrange():
             theirs_axes, ours_axes = (_axes(side) for side in expression.pattern.split("->"))
             dots = ndim - len(ours_axes) + 1  # dimensions that "..." stands for
-            # Axes that are last on both sides, from the last one on.
+            # Count the axes that are the same on both sides, starting with the last one.
             unchanged = 0
             for their_axis, our_axis in zip(reversed(theirs_axes), reversed(ours_axes), strict=False):
                 if their_axis != our_axis or "(" in their_axis:
@@ -345,7 +351,7 @@ def untouched(expression: Expression, ndim: int, shapes: Mapping[str, Sequence[i
 
 
 def _axes(side: str) -> list[str]:
-    """The axes on one side of an einops pattern. A parenthesized group is one axis."""
+    """Return the axes on one side of an einops pattern. A group in parentheses is one axis."""
     axes: list[str] = []
     depth = 0
     for token in side.replace("(", " ( ").replace(")", " ) ").split():

@@ -1,4 +1,4 @@
-"""Weights in memory under Hugging Face's names, read from and written to a model one tensor at a time."""
+"""Conversion between a model in memory and named Hugging Face tensors, one tensor at a time."""
 
 import contextlib
 import dataclasses
@@ -28,17 +28,18 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the weights with the names and the layout of a Hugging Face checkpoint.
 
-    `save_pretrained` writes the same tensors, bit for bit, except for weights kept in float8, which are dequantized
-    here. The order is: a vision tower, the embedding, the layers, the norm, and the head unless it is tied.
-    ``load_weights`` of vLLM and SGLang takes such an iterator.
+    The tensors are bitwise identical to those that `save_pretrained` writes, except that weights kept in float8 are
+    dequantized here. The order is: the vision tower (if any), the embedding, the layers, the norm, and the head unless
+    it is tied. The iterator can be passed to ``load_weights`` of vLLM and SGLang.
 
-    If the model is sharded, all ranks must call this function and read to the end: each parameter is gathered when its
-    first tensor is read. In addition to the model, one gathered parameter (at most the experts of a layer) and the last
-    tensor are in memory. Read all tensors before the next optimizer step. A tensor with the layout and the dtype of a
-    parameter shares its memory: do not write to it, and copy it if you keep it.
+    If the model is sharded, all ranks must call this function and read the iterator to the end, because each parameter
+    is gathered when its first tensor is read. In addition to the model, one gathered parameter (at most
+    the experts of a layer) and the last tensor are in memory. Read all tensors before the next optimizer step. A tensor
+    with the layout and dtype of a parameter shares memory with the parameter, so do not write to it, and copy it if you
+    keep it.
 
     Args:
-        model: the model. `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep` may have sharded it.
+        model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
         dtype: dtype of the tensors; None for the dtype of each parameter.
         merge: whether to add LoRA adapters to the yielded weights. The model does not change. A tied head with an
             adapter then becomes a tensor of its own, with a warning.
@@ -66,7 +67,7 @@ def get_hf_state_dict(
     device: torch.device | str | None = None,
     rank: int | None = None,
 ) -> dict[str, Tensor]:
-    """Copies of all tensors of `hf_tensors` in a dict. Further training does not change them.
+    """Return copies of all tensors of `hf_tensors` in a dict. Further training does not change the copies.
 
     Args:
         model, dtype, merge: as in `hf_tensors`. All ranks of a sharded model must call this function.
@@ -83,7 +84,7 @@ def get_hf_state_dict(
     if device is not None and torch.device(device).type == "meta":
         return stored.shapes(dtype)
 
-    # Copy what gathering and moving have not copied.
+    # Copy the tensors that gathering and moving have not copied.
     plain = (tensor for tensor in map(_local, model.parameters()) if type(tensor) in (nn.Parameter, Tensor))
     storages = {tensor.untyped_storage().data_ptr() for tensor in plain}
     state = {}
@@ -98,21 +99,22 @@ def hf_gradients(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the gradients with the names and the layout of `hf_tensors`.
 
-    Call it after the backward and before the gradients are set to None. It leaves out parameters without a gradient,
-    such as frozen ones, and adapters, which have no name in a checkpoint. If the model is sharded, all ranks must call
-    this function and read to the end. The gradients are whole, and averaged as for the optimizer.
+    Call this function after the backward and before the gradients are set to None. Parameters without a gradient, such
+    as frozen ones, are skipped, and so are adapters, which have no name in a checkpoint. If the model is sharded, all
+    ranks must call this function and read the iterator to the end. The gradients are whole, and averaged over the
+    ranks in the same way as for the optimizer.
 
     Args:
-        model: the model. `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep` may have sharded it.
+        model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
         dtype: dtype of the tensors; None for the dtype of each gradient.
         rank: as in `hf_tensors`.
 
     Returns:
-        An iterator over pairs of a name and a contiguous tensor. A tensor with the layout and the dtype of a gradient
-        shares its memory: do not write to it.
+        An iterator over pairs of a name and a contiguous tensor. A tensor with the layout and dtype of a gradient
+        shares memory with the gradient, so do not write to it.
 
     Raises:
-        ValueError: no parameter of a checkpoint has a gradient; or as in `hf_tensors`.
+        ValueError: no parameter of the checkpoint has a gradient; otherwise as in `hf_tensors`.
     """
     dtype = None if dtype is None else as_dtype("hf_gradients: dtype", dtype)
     _check_rank("hf_gradients", rank)
@@ -136,17 +138,17 @@ def hf_gradients(
 def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
     """Load tensors with the names and the layout of a Hugging Face checkpoint into a model, in place.
 
-    Parameters keep their dtype, device and sharding, and an optimizer that holds them stays valid. Adapters do not
-    change. The tensors may have any layout of the model's checkpoints. If the model is sharded, all ranks must call
-    this function, each with all tensors, and an error on one rank is raised on all ranks.
+    Parameters keep their dtype, device and sharding, and an optimizer that holds them stays valid. Adapters are not
+    changed. The tensors may have any layout that checkpoints of the model may have. If the model is sharded, all ranks
+    must call this function, each with all tensors, and an error on one rank is raised on all ranks.
 
-    An iterable is read one tensor at a time. Its tensors are kept until those of one parameter are complete, and their
-    buffers must not be reused before. In the order of a checkpoint, one parameter is kept at a time. An iterable is
-    checked while it is read. After an error the model may hold old and new weights, and the message says so. A mapping
-    is checked before anything changes.
+    An iterable is read one tensor at a time. Tensors are held until all tensors of the same parameter have been read,
+    and their buffers must not be reused before that. If the tensors are in the order of a checkpoint, only one
+    parameter is held at a time. An iterable is checked while it is read, so after an error the model may have both old
+    and new weights, and the error message says so. A mapping is checked before anything changes.
 
     Args:
-        model: the model. `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep` may have sharded it.
+        model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
         tensors: a mapping, or an iterable of pairs of a name and a tensor, such as `hf_tensors` of another model. The
             tensors may be on any device and have any floating-point dtype.
 
@@ -163,7 +165,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
             "it without."
         )
 
-    # Check a mapping as a whole before anything changes. An iterable can be read only once.
+    # Check a whole mapping before anything changes. An iterable can be read only once, so it is checked later.
     names = _Names(format_of(type(model)).weight_maps(config), {n: stored.dense(n) for n in stored.parameters})
     agreed = raise_on_all_ranks if stored.is_sharded else contextlib.nullcontext
     if isinstance(tensors, Mapping):
@@ -174,9 +176,9 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
         names.read.clear()
         tensors = tensors.items()
 
-    # Collect the tensors of each parameter, and write the parameter when its last tensor arrives.
+    # Collect the tensors of each parameter, and write the parameter when its last tensor has been read.
     with torch.no_grad(), agreed():
-        held: dict[str, dict[str, Tensor]] = {}  # our name -> the tensors of a parameter that have been read
+        held: dict[str, dict[str, Tensor]] = {}  # our name of a parameter: its tensors read so far
         heads: dict[str, Tensor] = {}
         loaded: set[str] = set()
         try:
@@ -206,16 +208,17 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
 
 
 class CheckpointTensors(NamedTuple):
-    """The parameters of a model's checkpoint, and the rules to compute the checkpoint's tensors from them.
+    """The parameters of a model, and what is needed to compute the tensors of a checkpoint from them.
 
     Attributes:
-        config: the config of the model, with ``tie_word_embeddings`` set by the weights.
-        weights: the weight map of the written layout.
-        parameters: name -> parameter of the checkpoint, in the order of storage.
-        adapted: name of a parameter -> the layer with its adapters.
+        config: the config of the model, in which ``tie_word_embeddings`` says whether the weights are tied.
+        weights: the weight map of the layout that is written.
+        parameters: the parameters by our names, in the order in which they are stored.
+        adapted: maps the name of a parameter with adapters to the layer that has the adapters.
         merge: whether adapters are added to the weights.
-        frozen: name of a parameter that holds codes -> the other tensors of the weight.
-        height: number of rows of a block, to store kept float8 weights unchanged; None to store them dequantized.
+        frozen: maps the name of a parameter that holds codes to the other tensors of the weight.
+        height: number of rows of a block if kept float8 weights are stored unchanged; None if they are stored
+            dequantized.
     """
 
     config: Any
@@ -228,16 +231,16 @@ class CheckpointTensors(NamedTuple):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether gathering is a collective."""
+        """Whether gathering the parameters is a collective."""
         return any(is_sharded(parameter) for parameter in self.parameters.values())
 
     @property
     def kept(self) -> list[str]:
-        """The names of the parameters in float8 with the scales of a checkpoint."""
+        """The names of the parameters that are kept in float8 with the scales of a checkpoint."""
         return [name for name in self.parameters if name in self.frozen and self.frozen[name].format.is_kept]
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """The checkpoint's tensors on the meta device, in ``dtype`` or the dtype of each parameter."""
+        """Return the checkpoint's tensors on the meta device, in ``dtype`` or the dtype of each parameter."""
         shapes = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
         for name in self.kept if self.height is not None else ():
             tensors = self.frozen[name].tensors(self.parameters[name]).items()
@@ -249,7 +252,7 @@ class CheckpointTensors(NamedTuple):
         return shapes
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A parameter on the meta device, in ``dtype`` or its own. For codes, the dense weight that they encode."""
+        """Return a dense parameter on the meta device, in ``dtype`` or its own; codes become the weight they encode."""
         like = self.frozen.get(name) or self.parameters[name]
         return torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
 
@@ -295,11 +298,11 @@ class CheckpointTensors(NamedTuple):
 
     def unpack(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint's tensors, contiguous and in ``dtype``, from the values of `gather`."""
-        # Each tensor is freed as soon as its reader lets it go: no local name may keep it alive.
+        # No local variable may refer to a tensor longer than its reader, so that its memory can be freed.
         for ours, whole in gathered:
             tensors = self.weights.entries[ours.removesuffix(SCALES)].unpack(whole)
             if ours.endswith(SCALES):
-                # Scales were repeated for each row of a block, so one row of each block is written.
+                # In memory, scales are repeated for each row of a block, so only one row of each block is written.
                 tensors = {name + SCALES: rows[..., :: self.height, :] for name, rows in tensors.items()}
             del whole
             while tensors:
@@ -310,11 +313,11 @@ class CheckpointTensors(NamedTuple):
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    """As ``tensor.contiguous()``, but by elements of 16 bytes where rows consist of whole such elements.
+    """Return ``tensor.contiguous()``, copied in elements of 16 bytes if possible.
 
     PyTorch copies rows that are not adjacent in memory element by element, so larger elements are faster.
     """
-    # Elements of 16 bytes, such as complex128, need aligned rows whose length they divide.
+    # Rows must be aligned to 16 bytes, the size of complex128, and their length must be a multiple of it.
     wide = 16 // tensor.itemsize
     sizes = (*tensor.shape[-1:], *tensor.stride()[:-1], tensor.storage_offset())
     if tensor.is_contiguous() or tensor.stride(-1) != 1 or any(size % wide for size in sizes):
@@ -323,20 +326,20 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 
 def is_tied(head: Tensor, embedding: Tensor) -> bool:
-    """Whether the weights of a head and an embedding are one tensor. Either may be sharded."""
+    """Whether the weights of a head and an embedding are the same tensor. They may be sharded."""
     return head is embedding or _local(head).data_ptr() == _local(embedding).data_ptr() != 0
 
 
 def as_stored(
     where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None
 ) -> CheckpointTensors:
-    """The parameters of the model's checkpoint. Parameters that FSDP has left gathered are sharded again.
+    """Collect the parameters of a model's checkpoint. Parameters that FSDP has left gathered are sharded again.
 
     Args:
-        where: name of the calling function, for errors.
+        where: name of the calling function, for error messages.
         model: the model.
         merge: whether adapters are added to the weights.
-        parameters: name -> tensor, to use instead of the parameters of the model.
+        parameters: tensors by name that are used instead of the parameters of the model.
 
     Raises:
         ValueError: parameters are on the meta device or not in the weight map.
@@ -348,10 +351,10 @@ def as_stored(
         )
     for module in model.modules() if parameters is None else ():
         reshard: Any = getattr(module, "reshard", None)
-        if reshard is not None:  # FSDP leaves weights gathered after an evaluation
+        if reshard is not None:  # after an evaluation, FSDP leaves weights gathered
             reshard()
 
-    # `stored` has all names of shared parameters, `once` only the first name of each.
+    # `stored` has all names of tied parameters, and `once` only the first name of each.
     once = dict(model.named_parameters() if parameters is None else parameters)
     stored = dict(model.named_parameters(remove_duplicate=False) if parameters is None else parameters)
     absent = [name for name, parameter in stored.items() if parameter.is_meta]
@@ -361,7 +364,8 @@ def as_stored(
             "model first."
         )
 
-    # Whether the head is the embedding: the weights decide, not the config. A merged adapter makes them two tensors.
+    # The weights, not the config, determine whether the head is tied. A merged adapter makes the head a separate
+    # tensor.
     layers = {path: layer for path, layer in named_layers(model) if layer.adapted}
     head, embedding = stored.get("lm_head.weight"), stored["embed_tokens.weight"]
     tied = head is None or is_tied(head, embedding)
@@ -377,8 +381,8 @@ def as_stored(
     if tied:
         stored.pop("lm_head.weight", None)
 
-    # The parameters that the weight map names. Adapters and further tensors of frozen weights are left out, and other
-    # additions are an error.
+    # Take the parameters that are in the weight map. Adapters and further tensors of frozen weights are left out, and
+    # any other parameter is an error.
     weights = format_of(type(model)).weight_map(config)
     frozen = {} if parameters is not None else frozen_weights(model)
     added = tuple(f"{path}.lora." for path in layers)
@@ -399,7 +403,7 @@ def as_stored(
 
 
 class _AdaptedWeight(nn.Module):
-    """A module whose forward computes a parameter with adapters, so that `functional_call` can replace tensors."""
+    """A module whose forward computes a parameter with adapters, so that `functional_call` can be used."""
 
     def __init__(self, layer: Layer, name: str, merge: bool) -> None:
         super().__init__()
@@ -410,7 +414,7 @@ class _AdaptedWeight(nn.Module):
 
 
 class _Names:
-    """The possible names and shapes of tensors. Each tensor that is read narrows down the possible layouts."""
+    """Finds the layout of tensors that are read one by one. Each tensor narrows down the possible layouts."""
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
         empty = {name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()}
@@ -418,7 +422,7 @@ class _Names:
         self.read: set[str] = set()
 
     def accept(self, name: str, tensor: Tensor) -> WeightMap:
-        """The weight map of a layout with a tensor of this name and shape. Raises ValueError if there is none."""
+        """Return the map of a layout that has a tensor of this name and shape. Raises ValueError if there is none."""
         where = "load_hf_tensors"
         if not isinstance(tensor, Tensor) or is_sharded(tensor) or tensor.dtype not in FLOATS.values():
             raise ValueError(
@@ -426,7 +430,7 @@ class _Names:
                 f"got {type(tensor).__name__} {getattr(tensor, 'dtype', '')}. Gather or dequantize it."
             )
 
-        # The layouts that know the name, and those of them in which it has this shape.
+        # Find the layouts with this name, and those among them with this shape.
         named = [layout for layout in self.layouts if name in layout[1] or layout[0].passes_over(name)]
         if not named:
             similar = difflib.get_close_matches(name, self.layouts[0][1], n=1)
@@ -441,18 +445,18 @@ class _Names:
         if name in self.read:
             raise ValueError(f"{where}: each tensor must be given once, got {name} twice.")
 
-        # Only layouts that fit all tensors so far remain.
+        # Only layouts that match all tensors so far remain.
         self.layouts = fitting
         self.read.add(name)
         return fitting[0][0]
 
     def parameter_of(self, name: str) -> tuple[str, int]:
-        """Our name of the parameter that a tensor belongs to, and the parameter's number of tensors."""
+        """Return our name of the parameter that a tensor belongs to, and the parameter's number of tensors."""
         _, _, owners, counts = self.layouts[0]
         return owners[name], counts[owners[name]]
 
     def check_complete(self) -> None:
-        """Raise ValueError unless all tensors of a layout have been read."""
+        """Raise ValueError unless all tensors of some layout have been read."""
         missing = [name for name in self.layouts[0][1] if name not in self.read]
         if missing:
             raise ValueError(
@@ -462,7 +466,7 @@ class _Names:
 
 
 def _owners(weights: WeightMap) -> tuple[dict[str, str], Counter[str]]:
-    """Two mappings: tensor of the checkpoint -> our name of its parameter, and our name -> its number of tensors."""
+    """Map each checkpoint tensor to our name of its parameter, and each of our names to its number of tensors."""
     owners = {name: ours for ours, expression in weights.entries.items() for name in expression.names()}
     return owners, Counter(owners.values())
 
@@ -473,10 +477,10 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _full(tensor: Any) -> Tensor:
-    """A DTensor gathered on the device of its mesh; any other tensor unchanged."""
+    """Gather a DTensor on the device of its mesh; return any other tensor unchanged."""
     if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]
-    # FSDP with cpu_offload keeps shards on the CPU, where the backend of the mesh may not work.
+    # FSDP with cpu_offload keeps shards on the CPU, which the backend of the mesh may not support.
     whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return whole
 
@@ -499,9 +503,9 @@ def _check_rank(where: str, rank: int | None) -> None:
 def _place(
     parameter: Any, weight: FrozenParameters | None, expression: Expression, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Copy the checkpoint's tensors into a parameter, or this rank's rows of them into its shard.
+    """Copy the checkpoint's tensors into a parameter or, if it is sharded, this rank's rows into its shard.
 
-    With ``weight`` the parameter holds codes, and the tensors are quantized.
+    If ``weight`` is given, the parameter holds codes, and the tensors are quantized.
     """
     local = _local(parameter)
     dtype = local.dtype if weight is None else None
@@ -510,7 +514,7 @@ def _place(
         return expression.pack({name: tensor.to(local.device, dtype) for name, tensor in tensors.items()})
 
     if not is_sharded(parameter) and weight is None:
-        quantize = getattr(local, "from_hp", None)  # torchao's weights in float8, whose copy_ does not quantize
+        quantize = getattr(local, "from_hp", None)  # for float8 weights of torchao, whose copy_ does not quantize
         local.copy_(whole() if quantize is None else quantize(whole()))
         return
 
@@ -521,7 +525,7 @@ def _place(
 
 
 def _check_head(name: str, head: Tensor, embedding: Any) -> None:
-    """Raise ValueError if the head of a model with tied weights differs from the embedding."""
+    """Raise ValueError if the weights are tied but the given head differs from the embedding."""
     local, same_shape = _local(embedding), head.shape == embedding.shape
     if same_shape and is_sharded(embedding):
         offset, shape = Part.of(embedding)

@@ -1,8 +1,9 @@
-"""Weight maps: how parameters correspond to the tensors of a Hugging Face checkpoint, in both directions.
+"""Weight maps, which describe how parameters and the tensors of a Hugging Face checkpoint correspond.
 
-A weight map has, for each of our parameters, an expression over the names of the checkpoint's tensors. An expression
+A weight map has, for each of our parameters, an expression over the names of the checkpoint's tensors. The expression
 packs these tensors into our parameter, and unpacks our parameter into these tensors. It only moves elements, so a round
-trip is bit-exact in every dtype. On meta tensors it computes shapes. Only the expression in `convert.mxfp4` decodes.
+trip is bitwise identical in every dtype; only the expression in `convert.mxfp4` decodes values. For meta tensors, an
+expression computes shapes.
 
     "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
         "f two ... -> (f two) ...",
@@ -10,8 +11,8 @@ trip is bit-exact in every dtype. On meta tensors it computes shapes. Only the e
         two=2,
     )
 
-Names may contain indices (``{i}``), which are expanded over their index sets when the map is built. No name is matched
-by a pattern, so a map can be printed (``print(weight_map)``) and diffed.
+Names may contain indices (``{i}``), which are expanded over their index sets when the map is built. No patterns are
+used to match names, so a map can be printed (``print(weight_map)``) and diffed.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ from liger_models.layers.config import DecoderConfig
 
 
 class Expression(ABC):
-    """One of our tensors as a function of the checkpoint's tensors, and the inverse of the function."""
+    """One of our tensors as a function of the checkpoint's tensors, and the inverse of this function."""
 
     by_rows = False
-    """Whether row i of our tensor consists of row i of each of the checkpoint's tensors."""
+    """Whether row i of our tensor consists of row i of each checkpoint tensor."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The names of the checkpoint's tensors in the expression, in order."""
+        """Return the names of the checkpoint's tensors in the expression, in order."""
 
     @abstractmethod
     def expand(self, indices: Mapping[str, int]) -> Expression:
-        """The same expression with the indices in its names replaced by numbers."""
+        """Return the same expression, in whose names indices are replaced by numbers."""
 
     @abstractmethod
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Make our tensor from the checkpoint's tensors by name."""
+        """Make our tensor from the checkpoint's tensors, which are given by name."""
 
     @abstractmethod
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """Make the checkpoint's tensors by name from our tensor. They are views of it where strides allow."""
+        """Make the checkpoint's tensors, by name, from our tensor. They are views of our tensor if strides allow."""
 
 
 class Name(Expression):
-    """A tensor of the checkpoint, unchanged."""
+    """A tensor of the checkpoint that is not changed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -75,13 +76,13 @@ class Name(Expression):
 
 
 class Rearrange(Expression):
-    """A tensor whose elements an einops pattern reorders.
+    """A tensor whose elements are reordered by an einops pattern.
 
     Args:
-        pattern: the pattern from the checkpoint's layout to ours. It must be invertible: no axis is dropped or
-            repeated.
+        pattern: the pattern from the checkpoint's layout to ours. It must be invertible, so it must not drop or repeat
+            an axis.
         child: the expression to rearrange.
-        sizes: lengths of axes that cannot be inferred in both directions.
+        sizes: lengths of the axes that can't be inferred in both directions.
     """
 
     def __init__(self, pattern: str, child: Expression | str, **sizes: int) -> None:
@@ -108,7 +109,7 @@ class Rearrange(Expression):
 
 
 class Cat(Expression):
-    """Tensors of lengths ``sizes``, concatenated along ``dim``."""
+    """Several tensors that are concatenated along ``dim``. Their lengths along ``dim`` are ``sizes``."""
 
     def __init__(self, children: Sequence[Expression | str], dim: int, sizes: Sequence[int]) -> None:
         self.children = [_expression(child) for child in children]
@@ -133,7 +134,7 @@ class Cat(Expression):
 
 
 class Stack(Expression):
-    """Tensors of one shape, stacked along a new dimension ``dim``."""
+    """Several tensors of the same shape that are stacked along a new dimension ``dim``."""
 
     def __init__(self, children: Sequence[Expression | str], dim: int) -> None:
         self.children = [_expression(child) for child in children]
@@ -157,12 +158,12 @@ class Stack(Expression):
 
 
 class Split(Expression):
-    """A checkpoint tensor that concatenates several parts, which our tensor combines in another way.
+    """A checkpoint tensor that is a concatenation of several parts, which our tensor combines in another way.
 
     Args:
         child: the checkpoint's tensor.
         dim: the dimension along which the parts are concatenated.
-        sizes: name of a part -> its length, in order.
+        sizes: maps the name of each part to its length, in order.
         parts: our tensor, as an expression over the names of the parts.
     """
 
@@ -183,7 +184,7 @@ class Split(Expression):
         return self.parts.pack(dict(zip(self.sizes, parts, strict=True)))
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        parts = self.parts.unpack(packed)  # their order may differ from the checkpoint's
+        parts = self.parts.unpack(packed)  # the parts may have another order than in the checkpoint
         return self.child.unpack(torch.cat([parts[name] for name in self.sizes], self.dim))
 
     def __str__(self) -> str:
@@ -199,7 +200,7 @@ def _union(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _same_dtype(expression: Expression, tensors: list[Tensor]) -> list[Tensor]:
-    # torch.cat and torch.stack would promote dtypes, and unpacking would not restore the same bits.
+    # torch.cat and torch.stack would promote dtypes, and then unpacking would not restore the original tensors.
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         raise ValueError(
@@ -210,15 +211,15 @@ def _same_dtype(expression: Expression, tensors: list[Tensor]) -> list[Tensor]:
 
 
 class WeightMap:
-    """An expression for every parameter of a model, and the checkpoint tensors to ignore.
+    """An expression for every parameter of a model, and the checkpoint tensors that belong to no parameter.
 
     Args:
-        entries: name of our parameter -> expression over the checkpoint's names, or just a name. An index in our name,
-            such as ``{i}``, makes one entry for each value of its index set.
-        over: name of an index -> its values.
-        skip: names of checkpoint tensors to ignore if they exist.
-        kept: prefixes of checkpoint tensors that belong to no parameter. If such tensors exist, the model keeps them in
-            host memory and saves them again, bit for bit.
+        entries: maps our name of each parameter to an expression over the checkpoint's names, or to just a name. If our
+            name contains an index, such as ``{i}``, there is one entry for each value of its index set.
+        over: maps the name of each index to its values.
+        skip: names of checkpoint tensors that are ignored if they exist.
+        kept: prefixes of the names of checkpoint tensors that belong to no parameter. If such tensors exist, the model
+            keeps them in host memory and saves them unchanged.
 
     Raises:
         ValueError: a parameter has two entries, or a checkpoint tensor is used twice.
@@ -232,7 +233,7 @@ class WeightMap:
         skip: Iterable[str] = (),
         kept: Iterable[str] = (),
     ) -> None:
-        # An entry with indices in its name becomes one entry for each combination of their values.
+        # An entry with indices in its name becomes one entry for each combination of the indices' values.
         expanded = [
             (name.format(**indices), _expression(expression).expand(indices))
             for name, expression in entries.items()
@@ -242,17 +243,17 @@ class WeightMap:
         self.skip = frozenset(name.format(**indices) for name in skip for indices in _indices(name, over))
         self.kept = tuple(kept)
 
-        # Every name must be unique, on both sides.
+        # Our names and the checkpoint's names must all be unique.
         names = [name for _, expression in expanded for name in expression.names()]
         if len(self.entries) < len(expanded) or len(set(names)) < len(names):
             raise ValueError(f"WeightMap: every name must be in one entry only. Look for duplicates in:\n{self}")
 
     def passes_over(self, name: str) -> bool:
-        """Whether a checkpoint tensor belongs to no parameter, because it is skipped or kept."""
+        """Whether a checkpoint tensor is skipped or kept, so that it belongs to no parameter."""
         return name in self.skip or name.startswith(self.kept)
 
     def shapes(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The checkpoint's tensors as meta tensors: the names, shapes and dtypes into which parameters unpack.
+        """Return the checkpoint's tensors, by name, as meta tensors with their shapes and dtypes.
 
         Raises:
             ValueError: a parameter has no entry, or an entry has no parameter.
@@ -279,71 +280,71 @@ def _indices(name: str, over: Mapping[str, Sequence[int]]) -> list[dict[str, int
 
 
 def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """A fused qkv projection. Rows are grouped by KV head: its query heads first, then its key, then its value."""
-    # [G, n, C] of each, concatenated within the groups.
+    """A fused qkv projection. Its rows are grouped by KV head: first the query heads, then the key, then the value."""
+    # Concatenate [G, n, C] of q, k and v within each of the G groups.
     groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k, v)]
     sizes = [heads // kv_heads * head_dim, head_dim, head_dim]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
 
 
 def key_rows(q: str, k: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """`qkv_rows` without values."""
+    """Like `qkv_rows`, but without values."""
     groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k)]
     sizes = [heads // kv_heads * head_dim, head_dim]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
 
 
 def equal_qkv_rows(qkv: str, heads: int) -> Expression:
-    """`qkv_rows` for a fused checkpoint tensor: rows of all q, all k, then all v, with equally many heads each."""
+    """Like `qkv_rows`, from a checkpoint tensor with all q, then all k, then all v, with equal numbers of heads."""
     return Rearrange("(three h d) ... -> (h three d) ...", qkv, three=3, h=heads)
 
 
 def patch_rows(convolution: str, channels: int, frames: int, side: int) -> Expression:
-    """The linear weight of a patch embedding, from a convolution with a stride equal to its kernel size."""
+    """The weight of a patch embedding as a linear layer, from a convolution whose stride equals its kernel size."""
     pattern = "c channels frames height width -> c (channels frames height width)"
     return Rearrange(pattern, convolution, channels=channels, frames=frames, height=side)
 
 
 def gate_up_rows(gate: str, up: str) -> Expression:
-    """A fused gate and up projection: row 2f is row f of gate, and row 2f + 1 is row f of up."""
+    """A fused gate and up projection, in which row 2f is row f of gate, and row 2f + 1 is row f of up."""
     return Rearrange("f two ... -> (f two) ...", Stack([gate, up], dim=1), two=2)
 
 
 def fused_qkv_rows(qkv: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """`qkv_rows` for a fused checkpoint tensor: the rows of all queries, then of all keys, then of all values."""
+    """Like `qkv_rows`, from a checkpoint tensor with all queries, then all keys, then all values."""
     sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
     return Split(qkv, 0, sizes, qkv_rows("q", "k", "v", heads=heads, kv_heads=kv_heads, head_dim=head_dim))
 
 
 def fused_gate_up_rows(gate_up: str) -> Expression:
-    """`gate_up_rows` for a fused checkpoint tensor: all rows of gate, then all rows of up."""
+    """Like `gate_up_rows`, from a checkpoint tensor with all rows of gate, then all rows of up."""
     return Rearrange("(two f) ... -> (f two) ...", gate_up, two=2)
 
 
 def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression, Expression]:
-    """The stacked weights of a layer's experts, one for gate and up, one for down. ``{x}`` in a name is the expert."""
+    """The stacked weights of a layer's experts: gate with up, and down. ``{x}`` in a name is the expert."""
     numbers = [str(x) for x in range(experts)]
     gate_up = Stack([gate_up_rows(gate.replace("{x}", x), up.replace("{x}", x)) for x in numbers], dim=0)
     return gate_up, Stack([down.replace("{x}", x) for x in numbers], dim=0)
 
 
 def fused_expert_rows(gate_up: str, down: str) -> tuple[Expression, Expression]:
-    """`expert_rows` for fused checkpoint tensors: [X, 2F, C], with gate's rows before up's rows, and [X, C, F]."""
+    """Like `expert_rows`, from checkpoint tensors [X, 2F, C] (rows of gate before rows of up) and [X, C, F]."""
     return Rearrange("x (two f) c -> x (f two) c", gate_up, two=2), Name(down)
 
 
 def sparse_mlps(
     sparse_layers: Sequence[int], num_layers: int, prefix: str, gate_up: Expression, down: Expression
 ) -> dict[str, Any]:
-    """Arguments of `decoder_map` for a model in which some MLPs are mixtures of experts.
+    """Return arguments of `decoder_map` for a model in which some MLPs are mixtures of experts.
 
     Args:
-        sparse_layers: the layers with experts. Other layers have a dense gated MLP.
+        sparse_layers: indices of the layers with experts. All other layers have a dense gated MLP.
         num_layers: number of layers.
         prefix: prefix of the checkpoint's names.
         gate_up, down: the stacked weights of a layer's experts. ``{sparse}`` in a name is the layer.
     """
-    # Entries for MLPs of all layers are replaced by entries for each of the two sets of layers.
+    # Replace the entries for the MLPs of all layers by entries for each of the two sets of layers.
     sparse, dense = f"{prefix}.layers.{{sparse}}.mlp", f"{prefix}.layers.{{dense}}.mlp"
     return {
         "instead": {"mlp.gate_up_proj.weight": None, "mlp.down_proj.weight": None},
@@ -380,22 +381,22 @@ def decoder_map(
     prefix: str = "model",
     head: str = "lm_head.weight",
 ) -> WeightMap:
-    """The weight map of a decoder whose checkpoints have the layout of Llama.
+    """Return the weight map of a decoder whose checkpoints have the layout of Llama.
 
     Args:
         config: config of the model.
-        qkv_bias, o_bias, mlp_bias, norm_bias: whether these projections, or all norms, have biases.
-        norms: names of the norms of a block, in the model and in the checkpoint.
-        plain_mlp: the checkpoint's names of the two layers of a `LigerMLP`; None for a gated MLP.
-        instead: entries of a layer that differ from Llama's: our name within the layer -> expression over full names,
-            such as ``model.layers.{i}. ...``, or None to remove the entry.
+        qkv_bias, o_bias, mlp_bias, norm_bias: whether these projections have biases, and whether all norms have biases.
+        norms: names of the norms of a block, which are the same in the model and in the checkpoint.
+        plain_mlp: the names, in the checkpoint, of the two layers of a `LigerMLP`; None for a gated MLP.
+        instead: entries of a layer that differ from those of Llama. Keys are our names within the layer. Values are
+            expressions over full names, such as ``model.layers.{i}. ...``, or None to remove an entry.
         also: additional entries with full names.
-        over: the index sets of ``also``, besides ``i``.
+        over: the index sets that ``also`` uses, except that of ``i``.
         skip, kept: as in `WeightMap`.
-        prefix: prefix of the checkpoint's names, except the name of the head.
+        prefix: prefix of all names in the checkpoint except that of the head.
         head: name of the head's weight in the checkpoint.
     """
-    # The entries of a layer: norms and attention.
+    # Add the norms and the attention of a layer.
     theirs = f"{prefix}.layers.{{i}}"
     layer: dict[str, Expression | str | None] = {
         f"{norm}.{parameter}": f"{theirs}.{norm}.{parameter}" for norm in norms for parameter in _parameters(norm_bias)
@@ -410,7 +411,7 @@ def decoder_map(
     for parameter in _parameters(o_bias):
         layer[f"self_attn.o_proj.{parameter}"] = f"{theirs}.self_attn.o_proj.{parameter}"
 
-    # Its MLP, plain or gated.
+    # Add the MLP of a layer, which is plain or gated.
     for parameter in _parameters(mlp_bias):
         if plain_mlp is not None:
             layer |= {
@@ -422,7 +423,7 @@ def decoder_map(
         layer[f"mlp.down_proj.{parameter}"] = down
     layer |= instead or {}
 
-    # All layers, the embedding, the last norm and the head.
+    # Combine the layers with the embedding, the last norm and the head.
     entries: dict[str, Expression | str] = {
         "embed_tokens.weight": f"{prefix}.embed_tokens.weight",
         **{f"layers.{{i}}.{name}": expression for name, expression in layer.items() if expression is not None},

@@ -211,11 +211,11 @@ class DecodeStep:
 
 @contextmanager
 def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
-    """Context with a step for B rows of up to ``tokens`` tokens, which is one that the model has kept if possible.
+    """Context with a step for B rows of up to ``tokens`` tokens. If possible, it is one that the model has kept.
 
     Args:
-        model: the model. It keeps the step afterwards if it is on one GPU and no module is in training mode. Under
-            tensor parallelism no step is kept, because a process group can't be destroyed while a graph uses it.
+        model: the model. The step is kept for later calls if the model is on one GPU and no module is in training mode.
+            Under tensor parallelism no step is kept, because a process group can't be destroyed while a graph uses it.
         B: number of rows.
         tokens: number of tokens per row that the cache must hold.
     """
@@ -299,6 +299,6 @@ def rounded_rows(B: int) -> int:
 
 
 def rounded_tokens(tokens: int) -> int:
-    """Return the capacity of a step for ``tokens`` tokens per row: whole pages, with few unused tokens."""
+    """Round ``tokens`` per row up to the capacity of a step: whole pages, and at most about a quarter more."""
     unit = max(1 << max(tokens.bit_length() - 3, 0), paged_cache.PAGE)
     return -(-tokens // unit) * unit

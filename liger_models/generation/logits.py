@@ -90,7 +90,8 @@ def next_logits(
     if settings.cache is not None:
         old = settings.cache.length
         cut_to_prefix(settings.cache, rows.context[::repeats, :T])
-        # Dynamic frequencies depend on the length of the sequence, and cached keys were rotated with earlier ones.
+        # Dynamic frequencies depend on the length of the sequence, but cached keys were rotated with earlier
+        # frequencies.
         reached = max(old, T) + int(furthest[-1]) + 1 - len(furthest)
         if any(T <= switch < old for switch in switches) or any(reached > length for length in dynamic):
             settings.cache.length = 0

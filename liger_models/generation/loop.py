@@ -81,7 +81,8 @@ def generate(
 
     Args:
         model: a language model. If it is sharded by `apply_fsdp`, all ranks must call this function, each with its own
-            prompts, and with images, a draft or ``use_cache=False``, all ranks must run the same number of forwards.
+            prompts. With images, a draft or ``use_cache=False``, all ranks must then also run the same number of
+            forwards.
         input_ids: [B, T] integers, where shorter rows are padded on the left. It may also be a single prompt or a list
             of prompts of different lengths, where a prompt is a 1-D tensor or a list of ids.
         max_new_tokens: maximum number of new tokens, at least 1.
@@ -133,7 +134,7 @@ def stream(
 
     Returns:
         An iterator over the new tokens, [B] int64 for each step. The model is in eval mode only while a step is
-        computed. Adapters must not be changed after the first token; changes would have no effect.
+        computed. Changes of adapters after the first token have no effect.
 
     Raises:
         TypeError, ValueError: as in `generate`.

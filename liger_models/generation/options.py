@@ -33,7 +33,7 @@ UNFILTERED: dict[str, Any] = {
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": [], "suppress_tokens": [],
     "min_new_tokens": 0, "stop_strings": [],
 }  # fmt: skip
-"""The defaults, with which tokens are drawn from the model's own distribution, and only stop tokens end a row."""
+"""The defaults: tokens are drawn from the model's own distribution, and only stop tokens end a row."""
 
 READ = {*DRAWING, *UNFILTERED, "do_sample", "eos_token_id", "pad_token_id"}
 """Keys of generation_config.json that are options."""
@@ -61,7 +61,7 @@ IDLE = {
     "num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1, "penalty_alpha": 0,
     "min_length": 0, "encoder_no_repeat_ngram_size": 0,
 }  # fmt: skip
-"""Values, in addition to null, false and empty ones, with which other keys have no effect."""
+"""Values with which other keys have no effect. Null, false and empty values have no effect either."""
 
 
 class Range(NamedTuple):

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""The replacement character, which decoders write for an incomplete character, and some also for all bytes after it."""
+"""The replacement character, which decoders write for an incomplete character.
+
+Some decoders also write it for all bytes after an incomplete character.
+"""
 MOST_BYTES = 4
 """Maximum number of bytes of a character in UTF-8."""
 
@@ -18,8 +21,8 @@ class StopStrings:
 
     Attributes:
         window: number of tokens at the end of a row that are decoded. Since a token has at least one byte, as many
-            tokens as the longest string has bytes would contain the string. Some more are decoded, because decoders
-            strip a leading space and because the first token may begin inside a character.
+            tokens as the longest string has bytes would contain the string. A few more tokens are decoded, because
+            decoders strip a leading space and because the first token may begin inside a character.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:

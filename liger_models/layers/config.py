@@ -89,7 +89,7 @@ class DecoderConfig:
     """Values of ``hidden_act`` that the architecture supports."""
 
     rope_aliases: ClassVar[Mapping[str, str]] = {}
-    """Maps rope types that only config.json files of this architecture use to the type that they mean."""
+    """Maps rope types in config.json files of this architecture to the types that they stand for."""
 
     original_length: ClassVar[int | None] = None
     """Default of ``original_max_position_embeddings`` at config.json's top level; None if the key is not read there."""

@@ -473,10 +473,11 @@ class Decoder(nn.Module):
                 packed document have no target.
             position_ids, attention_mask, cu_seqlens: see `BatchLayout.build`.
             inputs_embeds: [B, T, C], embeddings that replace ``input_ids``.
-            num_items_in_batch: divisor of the summed loss, which is the number of targets in all accumulation steps and
-                on all ranks. It is a number or a tensor of one element, and may be 0 only if this batch has no targets.
-                By default, it is the number of targets in this batch. The auxiliary loss is weighted by the share of
-                these targets that are in this batch, so that the weights of all batches of a step add up to 1.
+            num_items_in_batch: divisor of the summed loss, by default the number of targets in this batch. With
+                gradient accumulation or several ranks, pass the number of targets in all accumulation steps and on all
+                ranks, as a number or a tensor of one element. It may be 0 only if this batch has no targets. The
+                auxiliary loss is multiplied by the fraction of these targets that are in this batch, so that the
+                weights of all batches of a step add up to 1.
             return_logits: whether to return logits. By default, logits are returned only if there are no ``labels``.
                 True returns logits in addition to the loss. False without ``labels`` skips the head and returns the
                 head's input in ``hidden_states``.

@@ -21,8 +21,7 @@ class LigerEmbedding(nn.Embedding, Layer):
         padding_idx: token id whose row is 0 in a new model and gets no gradient from the lookup; −1 is the last row. A
             head that is tied to the embedding still trains this row. None or an id outside the table means that there
             is no such row.
-        scale: number that the embeddings are multiplied by after it is rounded to the dtype of the weight (Gemma); None
-            for 1.
+        scale: multiplier of the embeddings, which is first rounded to the dtype of the weight (Gemma); None for 1.
 
     Raises:
         ValueError: an id on the CPU is outside the vocabulary. On an accelerator, the lookup itself fails.

@@ -136,7 +136,7 @@ class FrozenParameters(nn.Module):
             ranks: number of slices.
 
         Returns:
-            A mapping from the path of each parameter to shard to the dimension along which it is sharded.
+            A dict from the path of each parameter that must be sharded to the parameter's sharded dimension.
 
         Raises:
             ValueError: a slice would end inside a block that shares a scale.
@@ -175,8 +175,8 @@ class FrozenParameters(nn.Module):
 
         Args:
             codes: the layer's parameter with the codes.
-            read: function of the first row and the last row + 1 that returns these rows [n, C] of the dense weight; for
-                experts, function of the first expert and the last + 1 that returns these experts [n, O, C].
+            read: function ``(first, last)`` that returns the rows (or, for experts, the experts) ``first`` to ``last``
+                − 1 of the dense weight: [n, C], or [n, O, C] for experts.
         """
         first, count = offset_of(codes)[0], len(local(codes))
 

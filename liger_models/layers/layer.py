@@ -58,7 +58,7 @@ class Layer(nn.Module):
     """Fraction of the layer's own parameters that are active for a token: top_k / experts for routed experts.
     """
     token_flops: int = 0
-    """Floating-point operations of the forward per token, without products with weights and without `attention`."""
+    """Floating-point operations of the forward per token, not counting products with weights and `attention`."""
     adapted: tuple[str, ...] = ()
     """Names of the layer's own parameters that have adapters, which are in the submodule ``lora``.
     """

@@ -83,8 +83,8 @@ class PartialLinear(nn.Linear, Layer):
         """Convert a linear layer, reusing its parameters.
 
         Args:
-            linear: an `nn.Linear`, or a layer with adapters or a frozen weight whose ``parallel_kinds`` has this class
-                as a key.
+            linear: an `nn.Linear`, or a layer (with adapters or a frozen weight) whose ``parallel_kinds`` has this
+                class as a key.
             group: the process group of the collectives; None for no communication.
 
         Raises:
@@ -152,5 +152,5 @@ def ranks_of(linear: nn.Linear) -> Group | None:
 
 
 def row_parallel(linear: nn.Linear) -> RowParallelLinear | None:
-    """Return the layer if its inputs are sharded, in which case a fused op must call its `sum`; otherwise None."""
+    """Return the layer if its inputs are sharded, or else None. A fused op must call the layer's ``sum``."""
     return linear if isinstance(linear, RowParallelLinear) else None

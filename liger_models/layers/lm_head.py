@@ -22,7 +22,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 ROW_MULTIPLE = 256
-"""If the head skips rows, the remaining number is a multiple of this, so that there are few, efficient shapes."""
+"""If the head skips rows, the number of rows left is a multiple of this, which gives few, efficient shapes."""
 
 
 class _Rows(torch.autograd.Function):
@@ -144,8 +144,8 @@ class LigerLMHead(nn.Linear, Layer):
             target: [...] int64, already shifted; −100 is ignored. None returns only the logits.
             num_items: divisor of the summed loss; None stands for the number of targets.
             return_logits: whether to return the logits [..., V] in addition to the loss.
-            log_probs: whether to return the log-probability of each target [...] instead of the loss, and 0 for ignored
-                targets.
+            log_probs: whether to return the log-probability of each target [...] instead of the loss. It is 0 for
+                ignored targets.
             loss_function: function of x, the weight and the targets. Its result is returned instead of the loss.
 
         Raises:

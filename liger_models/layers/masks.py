@@ -29,8 +29,8 @@ class Segments:
         max_seqlen: upper bound of the length of a segment.
         lengths: length of each segment; None if they were not read from the device.
         at: [N] int64, the index of each token in the flattened batch; None if the tokens are in the order of the batch.
-        keys: the segments of the keys if queries and keys are different tokens. Segment i of the queries attends to
-            segment i of ``keys``.
+        keys: the segments of the keys if queries and keys are different tokens, otherwise None. Segment i of the
+            queries attends to segment i of ``keys``.
         recurring: whether the segments have the same lengths in every batch.
     """
 
@@ -310,7 +310,7 @@ def _from_blocks(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For ``blocks`` [B, queries, keys] bool, return the number of True keys per query, and the keys, True first.
+    """Count the True keys of each query in ``blocks`` [B, queries, keys], and sort the keys so that True is first.
 
     Both results have an additional dimension for heads after the first one.
     """

@@ -59,7 +59,7 @@ class MLPConfig(Protocol):
 
 
 class GatedMLP(Layer):
-    """``down(act(gate(x)) · up(x))``, where one projection holds the rows of gate and up, interleaved.
+    """``down(act(gate(x)) · up(x))``, where gate and up are one projection with interleaved rows.
 
     Args:
         hidden_size: C.
@@ -83,7 +83,7 @@ class GatedMLP(Layer):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.act, self.kernel = act, kernel
         self.multipliers = (1.0, 1.0)
-        """Numbers that the gate before its activation, and the result, are multiplied by."""
+        """The multiplier of the gate before its activation, and the multiplier of the result."""
         self.parts = intermediate_size
         """The number of parts that tensor parallelism divides among its ranks."""
         self.recompute = False
@@ -285,8 +285,8 @@ class LigerSwiGLUMLP(GatedMLP):
 
     Args:
         config: has ``hidden_size`` and ``intermediate_size``, and optionally ``mlp_bias``, ``hidden_act``, and
-            ``mlp_multipliers`` (Falcon-H1), which are multiplied with the gate before its activation, and with the
-            result.
+            ``mlp_multipliers`` (Falcon-H1), which are the multiplier of the gate before its activation and the
+            multiplier of the result.
         intermediate_size: F; None for that of the configuration.
         kernel: False for plain torch.
 

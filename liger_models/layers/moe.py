@@ -216,7 +216,7 @@ class LigerMoE(Layer):
         return self._route(router_logits)[1]
 
     def _route(self, logits: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(weights [N, K], experts [N, K], logits [N, X])``. If ``experts`` are given, they are returned.
+        """Return ``(weights [N, K], experts [N, K], logits [N, X])``; ``experts`` replace the router's choice.
 
         Routing is never recomputed, because the backward must use the same experts as the forward.
         """
@@ -277,7 +277,7 @@ class LigerMoE(Layer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the router's results for all tokens, gathered if ranks have different tokens.
 
-        ``shape`` is the shape of this rank's tokens.
+        ``shape`` is [B, T], the shape of all tokens.
         """
         if not group.sequence_parallel:
             return sum_gradient(weights, group), experts, logits

@@ -16,7 +16,7 @@ SMALLEST = 2**20
 """Activations and optimizer moments with fewer bytes than this are not offloaded."""
 
 PIECE = 2**26
-"""Bytes per allocation of host memory. It is a power of two, because PyTorch rounds pinned allocations up to one."""
+"""Bytes per allocation of host memory: a power of two, to which PyTorch rounds pinned allocations up."""
 
 LEAVING, COMING = 2 * 2**30, 2 * 2**30
 """Maximum number of bytes in flight to the host, and number of bytes to prefetch from the host.

@@ -22,8 +22,7 @@ class PagePool(PagedCache):
     Args:
         rows, capacity, device: as in `PagedCache`.
         pages: number of pages, including page 0.
-        like: a cache that has been used by all layers of the model, which determines shapes and dtypes of keys, values
-            and states.
+        like: a cache that all layers of the model have already used. Keys, values and states get its shapes and dtypes.
     """
 
     takes_documents = True

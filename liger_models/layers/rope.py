@@ -40,7 +40,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN: divides frequencies with few turns over the original length, keeps those with many, and interpolates."""
+    """YaRN: divides low frequencies, keeps high ones and interpolates in between.
+
+    The two limits are numbers of turns over the original length.
+    """
 
     factor: float
     original_max_position_embeddings: int
@@ -54,7 +57,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE: one divisor per frequency, from one set for short documents and another beyond the original length."""
+    """LongRoPE: each frequency has a divisor for documents up to the original length, and another for longer ones."""
 
     short_factor: list[float]
     long_factor: list[float]
@@ -179,8 +182,8 @@ class RotaryEmbedding(Layer):
     initialization on the meta device and checkpoints do not change them. They move to the device of the module.
 
     With `DynamicScaling` and `LongRopeScaling`, the frequencies depend on the length of the document, so that each
-    document of a batch is rotated in the same way as alone. If ``by_document`` is False, they depend on the longest row
-    of the batch, as in transformers.
+    document of a batch is rotated as if it were alone. If ``by_document`` is False, they depend on the longest row of
+    the batch, as in transformers.
 
     Args:
         width: number of rotated dimensions, which is even. It is the head dimension, or smaller for partial rotation.

@@ -168,7 +168,7 @@ class Gemma3Processor(Processor):
             ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
                 ``max_length``.
         """
-        # Pixels first: the number of an image's crops decides how many tokens its placeholder becomes.
+        # The pixels come first, because an image's number of crops determines how many tokens replace its placeholder.
         texts = self.texts(texts, options)
         pixels = each_once(self.images, one_list("Gemma3Processor", self.begin, texts, images))
         edits = self.replace(texts, image=[self._written(len(tiles) - 1) for tiles in pixels])

@@ -1,11 +1,11 @@
 """Gemma 3 text models (270M, 1B): model_type ``gemma3_text``.
 
 Differs from Llama: attention and the MLP have a norm before and a norm after them, each head of q and k is normalized
-before the rotation, and all norms multiply by 1 + weight in fp32; five of every six layers attend only to the last
-``sliding_window`` tokens, and these layers use ``rope_local_base_freq`` as rotary base and no rope scaling; scores are
-divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension); embeddings are multiplied by
-sqrt(hidden_size), and this factor is first rounded to the dtype of the weights; the MLP's activation is
-tanh-approximated GELU; the head is tied to the embedding.
+before the rotation, and all norms multiply by 1 + weight in fp32. Five of every six layers attend only to the last
+``sliding_window`` tokens, and these layers use ``rope_local_base_freq`` as rotary base and no rope scaling. Scores are
+divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension). Embeddings are multiplied by
+sqrt(hidden_size), and this factor is first rounded to the dtype of the weights. The MLP's activation is
+tanh-approximated GELU. The head is tied to the embedding.
 
 Source: https://arxiv.org/abs/2503.19786, transformers ``models/gemma3``.
 """

@@ -59,7 +59,7 @@ def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side:
 def fit(height: int, width: int, rows: int, columns: int, side: int) -> tuple[int, int]:
     """Return the height and width to which an image is resized to fit into the tiles, keeping its aspect ratio.
 
-    An image that is smaller than one tile is enlarged to the size of one tile at most.
+    An image is never enlarged beyond the size of one tile.
     """
     # The image fills this box: the limiting side is exact, and the other side is rounded down.
     high, wide = (min(max(size, side), tiles * side) for size, tiles in ((height, rows), (width, columns)))
