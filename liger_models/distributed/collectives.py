@@ -90,7 +90,7 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
 
 @torch.library.impl(LIBRARY, "all_gather", "CompositeExplicitAutograd")
 def _all_gather(x: Tensor, group: str) -> Tensor:
-    # [R, ...]. It is flattened for the collective, which takes flat tensors.
+    # The result is [R, ...]. The collective takes flat tensors, so both tensors are flattened.
     gathered = x.new_empty(_groups[group].size(), *x.shape)
     _gather_into(gathered.flatten(), x.contiguous().flatten(), group=_groups[group])
     return gathered

@@ -1,4 +1,4 @@
-"""The choice of the model parts that run on fused kernels. The caller makes it; checkpoints do not record it."""
+"""Options that select the parts of a model that run on fused kernels. Checkpoints do not record these options."""
 
 from dataclasses import dataclass
 

@@ -47,7 +47,7 @@ def can_overlap(device: torch.device) -> bool:
 
 
 def overlap(x: Tensor) -> dict[str, Any]:
-    """Return the constant OVERLAPS for a kernel launch on the device of x and, if it is True, the launch option."""
+    """Return the constant OVERLAPS for a launch on the device of x and, if kernels overlap, the launch option."""
     return {"OVERLAPS": True, "launch_pdl": True} if _active and can_overlap(x.device) else {"OVERLAPS": False}
 
 

@@ -86,12 +86,12 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             target: [B, T] int64, already shifted.
             bias: [V] bias of the head.
             preference_labels: [B], True or 1 for desirable sequences, and False or 0 for undesirable ones.
-            ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. Its
+            ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. The
                 hidden size may differ from C.
-            kl: z, the estimated KL divergence from the reference model, as a number or a tensor [] or [B]. It must not
-                be negative, and gets no gradient. None for 0.
-            ref_log_probs: the reference model's log-probabilities of the tokens [B, T] or of the sequences [B]. They
-                replace ``ref_input``, ``ref_weight`` and ``ref_bias``.
+            kl: z, the estimated KL divergence from the reference model, as a number or a tensor [] or [B], which gets
+                no gradient. z must not be negative. None for 0.
+            ref_log_probs: the reference model's log-probabilities of the tokens [B, T] or of the sequences [B], given
+                instead of ``ref_input``, ``ref_weight`` and ``ref_bias``.
 
         Returns:
             Loss [] fp32 and `KTOMetrics`.

@@ -7,8 +7,8 @@ flash-attention kernel computes l and o, the log-sum-exp and the output without 
     l'_i = log(exp(l_i) + exp(z))
     y_i = exp(l_i − l'_i) · o_i = σ(l_i − z) · o_i
 
-In the backward, a flash-attention kernel gets y and l' instead of o and l. It then recomputes P'_ij = exp(s_ij − l'_i)
-and dS. From dS it computes dq, dk and dv as without a sink::
+In the backward, a flash-attention kernel gets y and l' instead of o and l. The kernel then recomputes P'_ij =
+exp(s_ij − l'_i) and dS, and from dS it computes dq, dk and dv as without a sink::
 
     dS_ij = P'_ij · (dy_i · v_j − dy_i · y_i)
     dz = −Σ_i exp(z − l'_i) · (dy_i · y_i)

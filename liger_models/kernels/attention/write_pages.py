@@ -17,7 +17,7 @@ from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import contiguous_rows
 
 BLOCK = 1024
-"""Largest number of elements of a token's keys that a program copies. It copies the same elements of the values."""
+"""Largest number of elements of a token's keys, and of elements of its values, that a program copies."""
 
 
 def write_pages_reference(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:

@@ -192,7 +192,7 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
     Args:
         x: [..., F], float32, float16 or bfloat16.
         weight: [O, F]. The result has the dtype of the weight, which may differ from the dtype of x. Autocast does not
-            change it.
+            change the dtype of the result.
         bias: [O] or None.
         act: "gelu", "gelu_tanh", "quick_gelu" or "relu2".
 

@@ -132,7 +132,7 @@ class NormLinearOutputs(NamedTuple):
 
     Attributes:
         y: [..., O].
-        h: [..., C], the residual stream. Without x it is None, because an op may not return one of its inputs.
+        h: [..., C], the residual stream. Without x, h is None, because an op may not return one of its inputs.
         statistics: statistics of each row, from which the norm can be recomputed.
     """
 
@@ -202,8 +202,8 @@ def norm_linear_backward(
 
     Args:
         dy: [N, O], from `Product.upstream`.
-        dh: [..., C], gradient of the new residual stream; None for none.
-        saved: the saved tensors of these rows. The projection in it is not used.
+        dh: [..., C], gradient of the new residual stream; None if the stream has no gradient.
+        saved: the saved tensors of these rows. Its field ``projection`` is not used.
         product: the product of the projection.
         needs: which gradients are needed.
         totals: for a chunk, the fp32 sums of the parameters' gradients over the previous chunks; None without chunks.
@@ -333,7 +333,7 @@ def rms_norm_linear(
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C].
         weight: [O, C], a tensor or a `FrozenWeight`. y has the dtype of the weight, which may differ from the dtype of
-            the residual stream. Autocast does not change it.
+            the residual stream. Autocast does not change the dtype of y.
         bias: [O].
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
         ranks: tensor-parallel ranks, each of which has its own rows of weight and bias; None for one rank. With

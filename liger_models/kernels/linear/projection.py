@@ -299,7 +299,7 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def sum_dtype(dtype: torch.dtype, chunked: bool) -> torch.dtype | None:
     """Return the dtype in which gradients of chunks are summed.
 
-    Without chunks it is None, which stands for the gradient's own dtype.
+    Without chunks, the result is None, which stands for the gradient's own dtype.
     """
     return torch.promote_types(dtype, torch.float32) if chunked else None
 

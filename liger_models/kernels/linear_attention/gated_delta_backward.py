@@ -127,7 +127,10 @@ def scans_kernel(
 
 @triton.jit
 def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load a tile [ROWS, COLUMNS] of matrix i by a descriptor of a tensor of matrices. It is 0 outside the matrix."""
+    """Load a tile [ROWS, COLUMNS] of matrix i by a descriptor of a tensor of matrices.
+
+    Elements outside the matrix are 0.
+    """
     return tensor.load([i, row, column]).reshape(ROWS, COLUMNS)
 
 
@@ -310,8 +313,8 @@ def key_gradients_kernel(
 ):  # fmt: skip
     """Compute dk, dβ and dg of one chunk and key head.
 
-    They are the states' contribution plus the contributions that previous kernels have computed. S ∘ dS is summed in a
-    separate loop, because with another accumulator in the same loop, registers would spill.
+    The states' contribution is computed here and added to the contributions that previous kernels have computed. S ∘ dS
+    is summed in a separate loop, because with another accumulator in the same loop, registers would spill.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -340,7 +343,7 @@ def key_gradients_kernel(
             product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
         carried = tl.sum(product, 0) * tl.exp(whole)
 
-        # Compute R, the gradient of the keys' reads. It enters dβ and dk with the opposite sign.
+        # Compute R, the gradient of the keys' reads. R enters dβ and dk with the opposite sign.
         read, along = _through_state(
             dx, states, head.to(tl.int32), at, slot + head.to(tl.int32), tl.exp(total) * k_norm, keys,
             key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,

@@ -1,6 +1,7 @@
 """Forward kernels of the gated delta rule: P and A of each chunk, the scan over the chunks, and the recurrence.
 
-The formulas are in the docstring of `gated_delta_rule.py`. The backward runs the scan, too, and lets it store states.
+The formulas are in the docstring of `gated_delta_rule.py`. The backward runs the scan again, and the scan then stores
+the states.
 """
 
 from liger_models.kernels.dispatch import tl, triton
@@ -112,7 +113,7 @@ def _scale_block(products, left, right, keep):
 def _invert_block(products, factors, PRECISION: tl.constexpr):
     """Compute (I + M)⁻¹ of a diagonal block of M.
 
-    It is computed from the inverses of diagonal blocks of size 2, then of size 4, then of size 8.
+    The inverse is built from the inverses of diagonal blocks of size 2, then of size 4, then of size 8.
     """
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     m = _scale_block(products, factors, factors, row > column)

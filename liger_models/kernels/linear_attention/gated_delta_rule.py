@@ -59,7 +59,7 @@ from liger_models.kernels.linear_attention.gated_delta_forward import (
 )
 
 CHUNK = 64
-"""Number of tokens in a chunk. It is four blocks of 16 tokens, where 16 is the smallest size that tensor cores
+"""Number of tokens in a chunk. A chunk consists of four blocks of 16 tokens, the smallest size that tensor cores
 multiply."""
 
 L2_EPS = 1e-6
@@ -425,7 +425,7 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, d_out, d_final, _):
     if d_out is None and d_final is None:
         return (None,) * 10
-    saved = ctx.saved_tensors  # accessed only once, because each access recomputes them under checkpointing
+    saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
     grads = torch.ops.liger_models.gated_delta_rule_backward(d_out, d_final, *saved, ctx.scale, ctx.normalize)
     # q affects only the output, so q has a gradient only if the output has one. The sixth saved tensor is the initial
     # state, which may be None.
@@ -463,9 +463,8 @@ def _check(
 def is_fused(k: Tensor, v: Tensor) -> bool:
     """Return whether Triton kernels compute the rule.
 
-    They do so on an accelerator, in half precision, for head dimensions that are multiples of 16 bytes, and for keys
-    with at most 128 columns. In float32, the backward kernels gave wrong results on a GPU, so float32 runs in plain
-    PyTorch.
+    The kernels require an accelerator, half precision, head dimensions that are multiples of 16 bytes, and keys with at
+    most 128 columns. In float32, the backward kernels gave wrong results on a GPU, so float32 runs in plain PyTorch.
     """
     in_half = k.dtype != torch.float32 or k.device.type == "cpu"
     fits = k.shape[-1] <= 2 * KEY_COLUMNS and not any(x.shape[-1] * x.itemsize % 16 for x in (k, v))
@@ -490,7 +489,7 @@ def gated_delta_rule(
     Args:
         q, k: [B, T, Hk, Dk], float32, float16 or bfloat16. If `is_fused` is False, the rule runs in plain PyTorch.
         v: [B, T, Hv, Dv], in the dtype of q. Hv / Hk consecutive value heads share a key head.
-        g: [B, T, Hv], the logarithm of the decay, in float32. It must be at most 0.
+        g: [B, T, Hv] float32, the logarithm of the decay, at most 0.
         beta: [B, T, Hv], the fraction by which a token's value replaces the value that the state has for its key.
         scale: number by which the queries are multiplied; None for Dk^-0.5.
         normalize: whether to normalize each query and key, ``x · rsqrt(Σ x² + 1e-6)``.

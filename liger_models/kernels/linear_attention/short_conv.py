@@ -290,7 +290,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, d_out):
-    saved = ctx.saved_tensors  # accessed only once, because each access recomputes them under checkpointing
+    saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
     _, _, bias, initial_state, _ = saved
     dx, d_weight, d_bias, d_initial = torch.ops.liger_models.short_conv_backward(d_out, *saved, ctx.silu)
     d_bias = None if bias is None else d_bias.to(bias.dtype)
@@ -349,7 +349,7 @@ def short_conv(
             f"{list(initial_state.shape) if initial_state is not None else None}."
         )
     if use_triton(x):
-        # The final state is a copy of inputs. It is computed in plain PyTorch, so its gradient needs no kernel.
+        # The final state is a copy of inputs, which is computed in plain PyTorch, so its gradient needs no kernel.
         out = torch.ops.liger_models.short_conv(x, weight, bias, initial_state, cu_seqlens, activation == "silu")
         return (out, _final_state(x, K, initial_state, cu_seqlens)) if return_state else out
     out, state = short_conv_reference(

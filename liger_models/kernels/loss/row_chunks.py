@@ -219,7 +219,8 @@ def walk_chunks(
     """
     N, V = x.shape[0], weight.shape[0]
 
-    # The gradient overwrites the logits if both have the same dtype. Otherwise it has a buffer for several chunks.
+    # The gradient overwrites the logits if both have the same dtype. Otherwise the gradient has its own buffer, which
+    # holds several chunks.
     logits = logits_buffer(x, V, rows, logits_dtype)
     apart = any(need) and logits.dtype != x.dtype
     step = rows * together if apart else rows

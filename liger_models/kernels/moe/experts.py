@@ -11,8 +11,8 @@ expert. A is one of the activations of `expert_act`. Without biases, bgu = bd = 
 If there are only a few copies and no backward, the copies are not sorted (see `few`). A copy without an expert has no
 row.
 
-In the backward, the routing weight can be applied at any point between linear maps. It is applied where rows are
-narrow: dy is copied without the weight, and one kernel over u and g does all other elementwise work::
+In the backward, the routing weight can be applied before or after a linear map. Applying it where rows are narrow is
+cheapest: dy is copied without the weight, and one kernel over u and g does all other elementwise work::
 
     d_j = dy_n                            permute
     g_j = Wd_eᵀ · d_j                     grouped product; the gradient of A(u_j), without the routing weight
@@ -87,7 +87,7 @@ def moe_mlp_reference(
 ) -> Tensor:
     """Compute `moe_mlp` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64.
 
-    The loop over the experts is a separate op, because in it the host waits for the numbers of rows per expert, which a
+    The loop over the experts is a separate op, because the host waits for the number of rows of each expert, which a
     compiler cannot trace. Quantized matrices are dequantized at the start. Dropout drops other elements than in
     `moe_mlp`.
     """
@@ -357,7 +357,7 @@ class ExpertProjection(NamedTuple):
 
 
 class MoEInputs(NamedTuple):
-    """Inputs of the ops `moe_mlp` and `moe_mlp_inference`. They are described in `moe_mlp`.
+    """Inputs of the ops `moe_mlp` and `moe_mlp_inference`. The function `moe_mlp` describes these inputs.
 
     ``seed`` has the seeds of the dropout, or is None for no dropout.
     """
@@ -636,7 +636,7 @@ def moe_mlp(
         gate_up_weight: [X, 2 F, C]. In each expert's matrix, row 2f is gate f, and row 2f + 1 is up f. Both weights may
             be `FrozenWeight`.
         down_weight: [X, C, F], in the dtype of gate_up_weight. y has the dtype of the weights, which may differ from
-            the dtype of x. Autocast does not change it.
+            the dtype of x. Autocast does not change the dtype of y.
         gate_up_bias: [X, 2 F], in the order of the rows of gate_up_weight; None for no bias.
         down_bias: [X, C]; None for no bias.
         gate_up_low_rank: ``(A [X, R, C], B [X, 2 F, R])`` in the dtype of the weights. ``x[n] @ Aᵀ @ Bᵀ``, with the

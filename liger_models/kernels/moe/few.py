@@ -1,4 +1,4 @@
-"""Products of few rows with the matrices of their experts. They take about as long as reading the matrices.
+"""Products of few rows with the matrices of their experts, which take about as long as reading the matrices.
 
 A decoding step needs no gradients. The copies of the tokens are numbered as in `permutation`, s = n · K + k. e is the
 expert of a copy, and A is one of the activations of `expert_act`::
@@ -87,7 +87,7 @@ def _few_rows(
         lanes = tl.arange(0, BLOCK)
         mine = tl.load(where_ptr + lanes, mask=lanes < COUNT, other=-1) == expert
         # ``place`` is the position of each copy among the copies of the expert. The tile has the copies whose position
-        # is in ``wanted``. They are found by comparing [BLOCK_ROWS, BLOCK] pairs at once.
+        # is in ``wanted``. All [BLOCK_ROWS, BLOCK] pairs are compared at once.
         place = tl.cumsum(mine.to(tl.int32), 0) - 1
         rows = tl.sum(tl.where(mine[None, :] & (place[None, :] == wanted[:, None]), lanes[None, :], 0), 1)
     return rows.to(tl.int64), wanted < end
@@ -213,8 +213,9 @@ def _few_kernel(
 def _fits(weight: Weight) -> bool:
     """Return whether the kernels support the matrices.
 
-    They support dense matrices, NF4 with whole blocks per row, and float8 if the GPU can convert float8. If float8 has
-    one scale per block, `float8_blocks` must support the width of the blocks. Other formats are not supported.
+    The kernels support dense matrices, NF4 with whole blocks per row, and float8 if the GPU can convert float8. If
+    float8 has one scale per block, `float8_blocks` must support the width of the blocks. Other formats are not
+    supported.
     """
     if isinstance(weight, Tensor):
         return True
@@ -228,7 +229,7 @@ def _fits(weight: Weight) -> bool:
 def takes_few(rows: Tensor, weight: Weight) -> bool:
     """Return whether `few_product` runs for rows [S, C] and matrices [X, O, C].
 
-    It runs for few rows and for frozen matrices in a supported format.
+    `few_product` needs few rows, and frozen matrices in a supported format.
     """
     few = len(rows) <= FEW_ROWS * weight.shape[0]
     return few and isinstance(weight, FrozenWeight) and _fits(weight) and not is_batch_invariant()
@@ -237,7 +238,7 @@ def takes_few(rows: Tensor, weight: Weight) -> bool:
 def takes_few_copies(experts: Tensor, gate_up_weight: Weight, down_weight: Weight) -> bool:
     """Return whether `few_experts` can compute the copies of experts [N, K].
 
-    It takes few copies, and matrices in a supported format.
+    `few_experts` needs few copies, and matrices in a supported format.
     """
     few = 0 < experts.numel() <= min(FEW_COPIES[-1], FEW_ROWS * gate_up_weight.shape[0])
     return few and _fits(gate_up_weight) and _fits(down_weight) and not is_batch_invariant()
@@ -252,15 +253,15 @@ def _launch(
     storage = weight.format.name if frozen else "dense"
     stored = weight.tensors if frozen else (weight, None)
 
-    # The columns of a step must share a scale. In NF4 and "blocks" they are in the same block, and in other formats
-    # they may be any columns of a row.
+    # The columns of a step must share a scale. In NF4 and "blocks", these are columns of the same block. In other
+    # formats, these may be any columns of a row.
     one_row = one_row and storage != "nf4"
     block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[storage])
     blocks = weight.layout[0] if storage == "blocks" else 0
     block_in = min(block_in, blocks or block_in)
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
     if is_sorted:
-        # If rows are sorted, the rows of a tile have the same expert. A program finds it among the ends of X experts.
+        # If rows are sorted, the rows of a tile have the same expert, which is found by the ends of X experts' rows.
         tiles, count, block = most_tiles(results, X, FEW_ROWS), X, max(triton.next_power_of_2(X), 2)
     else:
         # Otherwise there is a tile per copy. A tile of several rows finds the other copies of its expert by comparison.

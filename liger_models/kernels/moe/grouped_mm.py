@@ -189,11 +189,11 @@ _library_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the public 
 def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
     """Return whether grouped products of contiguous weights [X, 2 F, C] and [X, C, F] run in PyTorch's grouped_mm.
 
-    They run there if grouped_mm is a single CUTLASS kernel that does not wait for the device. This is the case in bf16
-    on Hopper, for fewer than 1024 experts whose rows consist of whole 16-byte vectors, and for any number of rows per
-    expert. On Blackwell, grouped_mm's weight gradient of an expert without rows is not zero (pytorch#172439). In all
-    other cases, grouped_mm loops over the experts and waits for the device. Inside `batch_invariant`, the Triton kernel
-    runs, which has the same tile shape for any number of rows.
+    PyTorch's grouped_mm is used where it is a single CUTLASS kernel that does not wait for the device. This is the case
+    in bf16 on Hopper, for fewer than 1024 experts whose rows consist of whole 16-byte vectors, and for any number of
+    rows per expert. On Blackwell, grouped_mm's weight gradient of an expert without rows is not zero (pytorch#172439).
+    In all other cases, grouped_mm loops over the experts and waits for the device. Inside `batch_invariant`, the Triton
+    kernel runs, which has the same tile shape for any number of rows.
     """
     return (
         cuda_capability(gate_up_weight.device)[0] == 9
@@ -223,7 +223,7 @@ def _tile(rows: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
 def most_tiles(S: int, X: int, block_rows: int) -> int:
     """Return an upper bound of the number of tiles for S rows of X experts.
 
-    It counts all full tiles, and one partial tile for each expert that has rows.
+    The bound counts all full tiles, and one partial tile for each expert that has rows.
     """
     return S // block_rows + min(S, X)
 

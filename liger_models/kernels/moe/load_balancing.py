@@ -54,7 +54,7 @@ def load_balancing_loss(
             )
         counted = attention_mask.reshape(-1).to(logits.device, compute).repeat(rows // attention_mask.numel())
         probabilities = probabilities * counted.unsqueeze(-1)
-    # Only ones are added, so the result of atomic additions does not depend on their order.
+    # Only ones are added, so the order of atomic additions does not change the result.
     picked = counted.new_zeros(X).scatter_add(
         0, experts.reshape(-1), counted.unsqueeze(-1).expand_as(experts).reshape(-1)
     )

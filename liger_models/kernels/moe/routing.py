@@ -1,7 +1,7 @@
 """Top-K routing: the experts of each token and their weights, computed from the router's logits.
 
 For each token, T is the set of the K experts with the largest logits l. q is the softmax of l over all X experts or,
-with ``normalize``, over T only. The weights are computed in fp32. With ``round_weights``, they are rounded to the dtype
+with ``normalize``, over T only. The weights w are computed in fp32. With ``round_weights``, w is rounded to the dtype
 of the logits::
 
     w_k = q[T_k]
@@ -31,7 +31,7 @@ ROUTE_ROWS, ROUTE_TILE = 32, 4096
 same time."""
 
 FEW_TOKENS = 64
-"""Up to this number of tokens, there is a program for each token. With up to 256 experts, it has one warp."""
+"""Up to this number of tokens, each token has its own program. With up to 256 experts, that program has one warp."""
 
 
 def route_reference(
@@ -70,7 +70,7 @@ def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
 
 @triton.jit
 def _load_logits(logits_ptr, rows, lanes, N, X):
-    """Load the tokens' logits in fp32. They are −inf beyond the last expert, and 0 in rows beyond the last token."""
+    """Load the tokens' logits in fp32, with −inf beyond the last expert, and 0 in rows beyond the last token."""
     inside = (rows < N)[:, None] & (lanes < X)[None, :]
     logits = tl.load(logits_ptr + rows[:, None] * X + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
     return tl.where(lanes[None, :] < X, logits, float("-inf"))

@@ -10,10 +10,10 @@ computed in fp32::
 
 p is computed from the unrounded m and v. Then p, m and v are rounded to the dtypes of their tensors, either to nearest
 or stochastically. Stochastic rounding of x to bfloat16 adds a random integer r, uniform in [0, 2¹⁶), to the 32 bits of
-x, and keeps the upper 16 bits, so that E[rounded x] = x. It is as important for moments as for parameters: rounded to
-nearest, 0.999 · v would remain v. r is Philox(seed; element, tensor, step), so r depends neither on the grid nor on the
-global generators. 8-bit moments consist of codes and scales, which `moments` describes. They are always rounded
-stochastically.
+x, and keeps the upper 16 bits, so that E[rounded x] = x. Stochastic rounding is as important for moments as for
+parameters: rounded to nearest, 0.999 · v would remain v. r is Philox(seed; element, tensor, step), so r depends neither
+on the grid nor on the global generators. 8-bit moments consist of codes and scales, which `moments` describes. 8-bit
+moments are always rounded stochastically.
 
 The kernel finds the tensors in a table with one row per tensor. The table is copied to the device with every launch,
 because gradients have new addresses in every step. The host never waits for the device. The function is not registered
@@ -38,7 +38,7 @@ NUM_WARPS = 4
 flight."""
 
 BLOCKS = 2
-"""Number of blocks that a program processes one after the other, having looked up its tensor once. On an H200, the
+"""Number of blocks that a program processes one after the other after a single search for its tensor. On an H200, the
 kernel reaches 0.93 of copy bandwidth, or 0.91 with stochastic rounding. With one block per program, it would reach
 0.84."""
 
@@ -185,7 +185,7 @@ def _update(
     v_ptr = _tensor_at(row + 7, STATE_DTYPE, ALIGNED) + at
     inside = tl.arange(0, BLOCK) < remaining
 
-    # These loads bypass the L1 cache, so that the table stays in it.
+    # These loads bypass the L1 cache, so that the table stays in the cache.
     g = tl.load(g_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     m = tl.load(m_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     v = tl.load(v_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)

@@ -48,9 +48,9 @@ def store_weight_gradients(
     dw_ptr, program, is_query, is_key, dw1, dw2, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Sum a program's weight gradients over its query heads and over its key heads, and store both sums.
+    """Sum a program's weight gradients over its query heads and over its key heads.
 
-    They are stored in dw [programs, 2, D].
+    Both sums are stored in dw [programs, 2, D].
     """
     one = tl.arange(0, 1)[:, None]
     for part in tl.static_range(2):

@@ -14,9 +14,9 @@ In the backward, let dz be dq rotated back, and let s = dz · (weight_offset + w
 
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ dz · n
 
-The packed projection is saved, from which the backward recomputes r. The outputs, which attention saves in any case,
-cannot replace it, because they do not determine n where a weight is 0. The weight gradients are summed in fp32: each
-program writes a partial sum, and `sum_partials` adds the partial sums.
+The packed projection is saved, from which the backward recomputes r. Saving only the outputs, which attention saves in
+any case, would not suffice, because the outputs do not determine n where a weight is 0. The weight gradients are summed
+in fp32: each program writes a partial sum, and `sum_partials` adds the partial sums.
 
 Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
 (https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656).

@@ -85,7 +85,8 @@ def qkv_norm_rope_reference(
 def _slots(chunk, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
     """Return four tensors [ROWS, 1] that describe a program's heads.
 
-    They are the index in the packed row, the KV head, the index in this KV head's group, and whether the head exists.
+    These are the index in the packed row, the KV head, the index in the group of this KV head, and whether the head
+    exists.
     """
     slot = chunk * ROWS + tl.arange(0, ROWS)[:, None]
     return slot, slot // (GROUP + PARTS), slot % (GROUP + PARTS), slot < G * (GROUP + PARTS)
@@ -132,7 +133,7 @@ def _qkv_norm_rope_kernel(
     z1, z2 = (n1 * w1).to(dtype).to(tl.float32), (n2 * w2).to(dtype).to(tl.float32)
     y1, y2 = rotate(z1, z2, cos, sin, member <= GROUP, HALF, BLOCK)
 
-    # A key that is also the value is stored twice: first rotated, as the key, then as n, the value.
+    # A key that is also the value is stored twice: rotated as the key, and as n as the value.
     q = q_ptr + row * (H * D) + (group * GROUP + member) * D
     value = v_ptr + row * (G * D) + group * D
     if PARTS == 0:
