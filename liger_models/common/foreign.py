@@ -175,5 +175,5 @@ def foreign_arguments(name: str) -> Callable[[Function], Function]:
 
 
 def is_hub_name(folder: str | os.PathLike[str]) -> bool:
-    """Return whether ``folder`` has the form ``owner/name`` of a hub name and no such local path exists."""
+    """Return whether ``folder`` has the form ``owner/name`` of a hub name and does not exist as a local path."""
     return isinstance(folder, str) and not os.path.exists(folder) and bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", folder))

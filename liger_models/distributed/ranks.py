@@ -42,7 +42,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
     """Return a context manager that, on exit, raises an exception of any rank on all ranks.
 
     The exit is a collective, in which every rank waits for all other ranks. If several ranks failed, all ranks raise
-    the exception of the lowest failed rank.
+    the exception of the failed rank with the lowest number.
 
     Args:
         group: the process group that exchanges the errors, which must include all ranks; None for the default group.

@@ -67,6 +67,6 @@ def end_previous(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def await_previous(OVERLAPS: tl.constexpr):
-    """Call `start_next` and `end_previous`. For kernels that load nothing before the previous kernel ends."""
+    """Call `start_next` and `end_previous`, in a kernel that loads nothing before the previous kernel ends."""
     start_next(OVERLAPS)
     end_previous(OVERLAPS)

@@ -152,7 +152,7 @@ class PreferenceLoss(FusedLinearLoss):
                     ref_input, ref_weight, target, bias=ref_bias, **self._head_options
                 )
             assert ref_log_probs is not None
-            # Log-probabilities [B] of sequences are l_ref(y). Those of tokens, [B, T], are first reduced to l_ref(y).
+            # Given log-probabilities of sequences, [B], are l_ref(y). Those of tokens, [B, T], are reduced to l_ref(y).
             if ref_log_probs.dim() == 1:
                 if len(ref_log_probs) != len(target):
                     raise ValueError(

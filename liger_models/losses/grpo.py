@@ -3,7 +3,7 @@
 The log-probabilities of the reference model take one call of `fused_linear_logprobs` without gradients. Those of the
 policy take one call of `loss_of_log_probs` or, if the caller has all logits, one call of `cross_entropy`. The loss is
 computed from log-probabilities [B, T] in plain PyTorch, and autograd differentiates it. ``from_log_probs`` computes
-only this last part, from log-probabilities that the caller has. ``token_losses`` computes it without the reduction.
+only this last part, from log-probabilities that the caller has. ``token_losses`` computes the loss of each token.
 """
 
 from typing import Any
@@ -78,7 +78,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         max_completion_length: used in the divisor of dr_grpo; other loss types ignore it.
         importance_sampling_level: "token" for one ratio w per token, or "sequence" for one ratio per sequence.
         sapo_temperature_pos, sapo_temperature_neg: τ of sapo for A > 0 and for A <= 0, respectively.
-        temperature: divisor of the logits, which must be the one with which the completions were sampled.
+        temperature: divisor of the logits; must be the temperature with which the completions were sampled.
         delta: δ, an upper bound of w for A < 0, where the clipping above does not bound w (two-sided clipping); None
             for no bound.
         use_bias_correction_kl: whether to multiply the KL term by w.

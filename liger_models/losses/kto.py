@@ -12,8 +12,8 @@ from liger_models.losses.base_preference import PreferenceLoss, sigmoid
 class KTOMetrics(NamedTuple):
     """Metrics of the KTO loss: sums [] over the desirable ("chosen") and the undesirable ("rejected") sequences.
 
-    The fields are in the same order as Liger-Kernel's metrics. The sums of the logits are sums over tokens and
-    vocabulary, too, and are taken before the softcap. `from_log_probs` sets them to None.
+    The fields are in the same order as Liger-Kernel's metrics. The logits are summed over sequences, tokens and
+    vocabulary, before the softcap. `from_log_probs` sets the sums of the logits to None.
     """
 
     chosen_logps_sum: Tensor

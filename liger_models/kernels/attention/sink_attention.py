@@ -14,7 +14,7 @@ exp(s_ij − l'_i) and dS, and from dS it computes dq, dk and dv as without a si
     dz = −Σ_i exp(z − l'_i) · (dy_i · y_i)
 
 The flash-attention kernels are PyTorch's. cuDNN runs where it is fastest: for causal attention without a window or
-documents, and for lengths that are multiples of `CUDNN_STEP`. Elsewhere, the variable-length kernel runs. The Triton
+documents, and for lengths that are multiples of `CUDNN_STEP`. Otherwise, the variable-length kernel runs. The Triton
 kernels in this file turn o and l into y and l' in place, and sum dz.
 
 q, k, v, y, l' and the sinks are saved. Attention without sinks saves the same tensors except the sinks [H].
@@ -68,7 +68,7 @@ def sink_attention_reference(
 
 
 def _visible(B: int, T: int, window: int | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """Return a bool tensor [B · T, B · T] that is True where the first token sees the second."""
+    """Return a bool tensor [B · T, B · T] that is True at [i, j] if token i sees token j."""
     index = torch.arange(B * T, device=device)
     distance = index[:, None] - index
     row = index // T if T else index
@@ -165,7 +165,7 @@ def _flash(
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads, attn_mask=added, scale=scale)
         return out.transpose(1, 2).contiguous().view(B, T, H, D), lse.reshape(H, B * T).float().contiguous()
 
-    # cuDNN is faster where it runs.
+    # Where cuDNN can run, it is faster than the variable-length kernel.
     if cu_seqlens is None and not window and _cudnn_runs(q, k, v):
         heads = [x.transpose(1, 2) for x in (q, k, v)]
         out, lse = aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, True, False, scale=scale)[:2]
@@ -312,7 +312,7 @@ register_autograd("sink_attention", _backward, _setup)
 def is_fused(q: Tensor) -> bool:
     """Return whether `sink_attention` runs flash-attention kernels for q, which do not store scores.
 
-    On accelerators, this takes half precision and a head dimension of at most 256.
+    On accelerators, q must have half precision and a head dimension of at most 256.
     """
     half = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
     return use_triton(q) and (half or q.device.type == "cpu")

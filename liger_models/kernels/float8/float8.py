@@ -105,7 +105,7 @@ class Matrix(NamedTuple):
     ``plain``               [N, C]                      x
     ``rms_norm``            [N, C], [C], [N]            `rms_norm` of x with weight ``other``
     ``product``             [N, 2 C]                    `gated_act` of x
-    ``gradient``            [N, C], [N, C / 2]          gradient of x, where ``other`` is that of `gated_act`
+    ``gradient``            [N, C], [N, C / 2]          gradient of x, given the gradient ``other`` of `gated_act`
     ======================  ==========================  =============================================
     """
 
@@ -386,7 +386,7 @@ def add_amax(matrix: Matrix, amax: Tensor) -> None:
     N, C = matrix.shape
     pointers, constants = _arguments(matrix)
     count = matrix.x.numel()
-    # A single maximum of elementwise values can be found in the order of memory, which is faster than tile by tile.
+    # For one maximum of elementwise values, memory is read in order, which is faster than reading tile by tile.
     if N * C and amax.numel() == 1 and matrix.rstd is None:
         with on_device_of(matrix.x):
             _flat_amax_kernel[(triton.cdiv(count, FLAT * FLAT_BLOCKS),)](

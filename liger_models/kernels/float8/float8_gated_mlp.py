@@ -126,7 +126,7 @@ def _forward(inputs: Float8GatedMLPInputs) -> Float8GatedMLPOutputs:
     amax = torch.zeros(4, dtype=torch.float32, device=mlp.residual.device)
     products = _products(inputs, amax)
 
-    # All chunks share the rounded weights. If no result is needed, only the backward needs the products.
+    # All chunks share the rounded weights. If neither y nor u is needed, only the maxima of the weights are found.
     for product in products:
         if mlp.result or not mlp.recompute:
             product.round_weight()

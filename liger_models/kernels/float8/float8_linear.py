@@ -12,8 +12,7 @@ weights::
     dW = q(dy)ᵀ @ q(N(h)),   db = Σ_rows dy
 
 The kernel of an RMSNorm also rounds, so the normalized rows exist only in float8. The backward recomputes these rows
-from h.
-q(W) is not saved: the forward rounds the rows of W, and the backward needs W rounded by columns.
+from h. q(W) is not saved: the forward rounds W by rows, and the backward needs W rounded by columns.
 
 The same tensors are saved as in `norm_linear`. With one scale per operand, the largest absolute values of N(h) and W
 are saved, too.

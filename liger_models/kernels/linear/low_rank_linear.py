@@ -22,7 +22,7 @@ from liger_models.kernels.linear.projection import Projection, check_linear, che
 from liger_models.kernels.matmul.row_linear import LowRank
 
 low_rank_linear_reference = linear
-"""`low_rank_linear` in plain PyTorch."""
+"""Computes `low_rank_linear` in plain PyTorch."""
 
 
 class LowRankLinearInputs(NamedTuple):

@@ -19,12 +19,12 @@ Gradients that are not needed are not computed. Every other gradient has the dty
 single op, which hides the recomputed N(h) from compilers. If a compiler saw N(h), it would save N(h) in the forward.
 
 A frozen W may be stored in fewer bits (`FrozenWeight`). It is then multiplied in float8, or it is dequantized before
-the product for y and again before the product for dn. Each time, the buffer is freed after the product. Only the stored
-W is saved, which takes no additional memory.
+the product for y and again before the product for dn. After each product, the dequantized W is freed. Only the stored W
+is saved, which takes no additional memory.
 
 With ``ranks``, each rank has its own rows of W, and dn is summed over the ranks before N'. With
 ``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before the products, dn is
-reduce-scattered, and y covers all tokens, but no more tensors are saved. B is sharded by rows, like W. dA is a rank's
+reduce-scattered, and y covers all tokens. The gathered N(h) is not saved. B is sharded by rows, like W. dA is a rank's
 part of a sum over the ranks, and the caller must compute this sum.
 
 Source: https://arxiv.org/abs/1910.07467 (RMSNorm), https://arxiv.org/abs/1607.06450 (LayerNorm),

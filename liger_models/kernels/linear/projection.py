@@ -223,7 +223,7 @@ class Product:
         d_product [N, F] may be overwritten.
 
         Returns:
-            The `upstream` gradient of this product, and the gated product, which is the rows for ``down.gradients``.
+            The `upstream` gradient of this product, and the gated product, which ``down.gradients`` takes as its rows.
             The gated product may be used only with ``need_product``.
         """
         return gated_act_backward(

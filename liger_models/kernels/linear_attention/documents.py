@@ -11,7 +11,7 @@ def locate(cu_ptr, slot, documents, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr
     """Return the document of a block, the document's start and end, and the block's start and end.
 
     The blocks of document n, which begins at token ``start``, have the slots from start // BLOCK + n on. There are then
-    enough slots for a document of any length. If a slot has no tokens, start and end of its block are equal.
+    enough slots for a document of any length. If a slot has no tokens, the start and the end of its block are equal.
     """
     lanes = tl.arange(0, DOCUMENTS)
     starts = tl.load(cu_ptr + lanes, mask=lanes < documents, other=0)

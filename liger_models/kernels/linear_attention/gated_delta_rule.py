@@ -18,7 +18,7 @@ goes through the chunks in the opposite order. dS is the gradient of the state a
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-S and D do not depend on these gradients, and are recomputed at the same time. The other gradients of a chunk come from
+S and D do not depend on these gradients, and the same launch recomputes them. The other gradients of a chunk come from
 its reads, by queries and keys, and from its writes, by keys. ∘ is the elementwise product::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
@@ -116,7 +116,7 @@ def gated_delta_rule_reference(
     # Find the document of each token. Without documents, each row is a document.
     token = torch.arange(T, device=v.device)
     edges = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()
-    # The search is not in edges[1:], because Inductor of PyTorch 2.11 does not support a slice here.
+    # The search is in all of `edges` instead of edges[1:], because Inductor of PyTorch 2.11 does not support a slice.
     document = torch.searchsorted(edges, token, right=True) - 1
 
     # ``state`` [B, Hv, Dk, Dv] is the state before a chunk, and ``finals`` has the final state of each document.
@@ -139,9 +139,9 @@ def gated_delta_rule_reference(
         carried = tokens_document == document[max(start - 1, 0)]
         carried = (carried if start or cu_seqlens is None else carried & False).to(dtype)[:, None]
 
-        # Compute the decays between tokens, [.., C, C], and since the state, [.., C, 1]. Each decay is a separate sum.
-        # In a difference of running sums, small terms would be lost beside a large one, and an infinite term would give
-        # NaN.
+        # Compute the decays from token to token, [.., C, C], and from the state to each token, [.., C, 1]. Each decay
+        # is a separate sum. In a difference of running sums, small terms would be lost beside a large one, and an
+        # infinite term would give NaN.
         later = torch.ones_like(causal).tril(-1)
         sums = decay[..., :, None].expand(*decay.shape, decay.shape[-1]).masked_fill(~later, 0).cumsum(-2)
         between = sums.masked_fill(~causal, -torch.inf).exp()
@@ -190,7 +190,7 @@ class _Sizes:
         self.documents = len(self.cu) - 1
         self.slots = slots(self.tokens, self.documents, CHUNK)
 
-        # Choose the padded number of columns of q and k, that of v, and the columns of v per program of a scan.
+        # Choose the padded widths of q and k and of v, and the number of columns of v per program of a scan.
         block_k = KEY_COLUMNS if self.Dk <= KEY_COLUMNS else 2 * KEY_COLUMNS
         block_v = max(triton.next_power_of_2(self.Dv), 16)
         columns = min(block_v, SCAN_COLUMNS)
@@ -490,7 +490,7 @@ def gated_delta_rule(
         q, k: [B, T, Hk, Dk], float32, float16 or bfloat16. If `is_fused` is False, the rule runs in plain PyTorch.
         v: [B, T, Hv, Dv], in the dtype of q. Hv / Hk consecutive value heads share a key head.
         g: [B, T, Hv] float32, the logarithm of the decay, at most 0.
-        beta: [B, T, Hv], the fraction by which a token's value replaces the value that the state has for its key.
+        beta: [B, T, Hv], the fraction by which a token's value replaces the value that the state has for the key.
         scale: number by which the queries are multiplied; None for Dk^-0.5.
         normalize: whether to normalize each query and key, ``x · rsqrt(Σ x² + 1e-6)``.
         initial_state: [B, Hv, Dk, Dv] float32, the state before the first token, or [documents, Hv, Dk, Dv] with a

@@ -162,9 +162,9 @@ def _conv_backward_kernel(
         x3 = _before(x_at, initial_ptr, first - 3, start, x_t, at_initial, inside, K, HAS_INITIAL)
         x2 = _before(x_at, initial_ptr, first - 2, start, x_t, at_initial, inside, K, HAS_INITIAL)
         x1 = _before(x_at, initial_ptr, first - 1, start, x_t, at_initial, inside, K, HAS_INITIAL)
-        # dx1, dx2 and dx3 are the sums of dx so far for the last three tokens. It would be simpler to keep three d0.
-        # But if a loop only passes values from one variable to the next, and the variables start from the same
-        # constant, Triton 3.6 and 3.7 drop these values.
+        # dx1, dx2 and dx3 are the sums of dx so far for the last three tokens. Keeping the last three values of d0
+        # would be simpler, but if a loop only passes values from one variable to the next, and the variables start from
+        # the same constant, Triton 3.6 and 3.7 drop these values.
         dx1, dx2, dx3 = none, none, none
         # The gradient of token t − 3 needs dp up to token t, so the loop visits three more tokens of the document.
         for step in tl.range(0, last - first + 3, UNROLL, num_stages=STAGES):
@@ -317,8 +317,8 @@ def short_conv(
         weight: [C, K], where K is from 2 to 4. The last weight is that of the token itself.
         bias: [C].
         activation: "silu" or None.
-        initial_state: [B, C, K − 1], the inputs before the first token, with the most recent input last. Or
-            [documents, C, K − 1] with a state for each document. None for 0.
+        initial_state: [B, C, K − 1], the inputs before the first token, with the most recent input last; or
+            [documents, C, K − 1], with a state for each document. None for 0.
         return_state: whether to return the last K − 1 inputs, too, from which the next tokens continue.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
             Tokens do not see other documents.

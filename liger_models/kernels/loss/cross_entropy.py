@@ -20,8 +20,8 @@ raises an error on the CPU. On an accelerator it results in NaN, because raising
 device.
 
 If the loss is a scalar (reduction "mean" or "sum"), the forward also computes the gradient, in the same kernel. The
-kernel reads each row twice, and the second read hits the cache. Per-token results and compiled graphs compute the
-gradient in the backward, from the logits.
+kernel reads each row twice, and the second read hits the cache. For per-token results, and in compiled graphs, the
+gradient is computed from the logits in the backward.
 
 The backward needs the logits, which are never written to, and lse. lse is saved as two fp32 numbers, max z and
 Σ exp(z − max z), because a single rounded number would lose the digits of p − 1 where p is close to 1.
@@ -514,7 +514,7 @@ register_autograd("cross_entropy", _backward, _setup)
 def _loss_and_gradient(logits, target, class_weight, factors, options, predict) -> tuple[Tensor, ...]:
     """Return Σ factors · token losses, the z-loss part of this sum, the predictions, the gradient, and its scale.
 
-    The gradient must still be multiplied by the scale, which is not 1 only for fp16; see `without_exponent`.
+    The gradient must still be multiplied by the scale, which differs from 1 only for fp16; see `without_exponent`.
     """
     logits = logits.contiguous()
     gradient = torch.empty_like(logits)
@@ -541,7 +541,7 @@ def check_arguments(
     reduction: str,
     num_items: Tensor | float | None,
 ) -> None:
-    """Raise ValueError or TypeError if an argument is invalid. The message has the argument's requirement and value."""
+    """Raise ValueError or TypeError if an argument is invalid. The message states the requirement and the value."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -603,7 +603,7 @@ def cross_entropy(
             are not ignored; "sum" only sums the losses; "none" returns the loss of each token.
         num_items: divisor for reduction "mean", such as the number of targets over all accumulation steps and ranks.
             The loss is 0 if the divisor is 0.
-        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: whether to return this field.
+        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: whether to return the field.
 
     Returns:
         `CrossEntropyOutput`.

@@ -229,7 +229,7 @@ register_autograd("distribution_divergence", _autograd, _setup)
 def _loss_and_gradient(student, teacher, factors, kind, beta, eps) -> tuple[Tensor, ...]:
     """Return Σ factors · (sum of each row's terms), the gradient, and its scale.
 
-    The gradient must still be multiplied by the scale, which is not 1 only for fp16; see `without_exponent`.
+    The gradient must still be multiplied by the scale, which differs from 1 only for fp16; see `without_exponent`.
     """
     student, teacher = student.contiguous(), teacher.contiguous()
     gradient = torch.empty_like(student)

@@ -2,7 +2,7 @@
 
 The upstream gradient of a scalar loss is a single number, which the forward does not know. The forward of such an op
 takes the weight of each token's loss, and computes the gradients for an upstream gradient of 1. The backward multiplies
-these gradients by the upstream gradient, unless it is 1, as usual.
+these gradients by the upstream gradient, unless the upstream gradient is 1, as it usually is.
 """
 
 from collections.abc import Callable, Sequence
@@ -125,10 +125,10 @@ def gradients_fake(x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Te
 
 
 def scalar_loss_setup(ctx, inputs, output):
-    """Save the gradients that an op, as described in `HandOver`, has computed.
+    """Save the gradients that an op has computed. `HandOver` describes such ops.
 
-    The function is the ``setup_context`` of such an op in compiled graphs. Only the loss, which is the op's first
-    result, is differentiable.
+    The function is the ``setup_context`` of the op in compiled graphs. Only the loss, which is the op's first result,
+    is differentiable.
     """
     x, weight, _, bias, *_ = inputs
     *_, dx, dweight, dbias, scale = output
@@ -156,8 +156,8 @@ class HandOver(torch.autograd.Function):
     results without a gradient, one gradient for each input in ``indices``, and a scale by which the gradients must
     still be multiplied. The gradient of an input that needs none may be any tensor.
 
-    A second backward (``retain_graph``) runs the op again, because the first one has given the gradients away. A second
-    derivative (``create_graph``) raises an error.
+    A second backward (``retain_graph``) runs the op again, because the first backward has scaled and returned the
+    gradients. A second derivative (``create_graph``) raises an error.
     """
 
     @staticmethod
@@ -180,7 +180,7 @@ class HandOver(torch.autograd.Function):
         if upstream is None:
             return tuple(result)
 
-        # The first backward takes the gradients that the forward computed. Another backward must compute them again.
+        # The first backward uses up the gradients that the forward computed. Another backward must recompute them.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             gradients = _split_results(ctx.op(*inputs, *ctx.options), ctx.indices)[1]

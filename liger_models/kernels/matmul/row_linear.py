@@ -13,9 +13,9 @@ bandwidth if W has few rows.
 With 2 to `MOST_ROWS` rows of x, the kernel uses matrix units. If W has too few rows to occupy all multiprocessors,
 several programs divide the columns of W, and a second kernel adds their sums.
 
-The single-row kernel also computes x @ Aᵀ, in one launch with one program for each rank and row. If x has a single row,
-then on Hopper and later GPUs the kernel for y starts at the same time, and waits for x @ Aᵀ only after it has computed
-its own sums (see `overlap`).
+x @ Aᵀ is computed by the single-row kernel, with a program for each row of x and each row of A. If x has a single row,
+then on Hopper and later GPUs the kernel for y runs at the same time as the kernel for x @ Aᵀ. The kernel for y waits
+for x @ Aᵀ only after it has computed its own sums (see `overlap`).
 """
 
 from typing import Any
@@ -48,8 +48,8 @@ slower for a float8 W. On an H200, for the projections of Llama 3.2 1B and 3B an
 within 1 % of the best of 32 choices."""
 
 LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
-"""Number of columns of A that a program reads at once, which is nearly always the whole row, and number of columns per
-warp."""
+"""Largest number of columns of A that a program reads at once, and number of columns per warp. A row of A is nearly
+always read at once."""
 
 MOST_ROWS = 16
 """Largest number of rows of x for which these kernels run. On an H200, for the projections of Llama 3.2 3B and the
@@ -111,7 +111,7 @@ def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
 def store_row(
     y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Add the bias to a program's ROWS sums of one row, and store them. With an ACT, also store act(gate) · up."""
+    """Add the bias to a program's ROWS sums for one row, and store the sums. With an ACT, also store act(gate) · up."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
@@ -291,7 +291,7 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
     """Launch the kernel that computes ``x @ Aᵀ`` for contiguous rows x [..., K].
 
     The next kernel to be launched must be the kernel for y. If x has a single row, the kernel for y may start early.
-    All tensors that it reads before it waits must then be complete.
+    All tensors that the kernel for y reads before it waits must then be complete.
 
     Returns:
         The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and the constants and options of its launch. Only the

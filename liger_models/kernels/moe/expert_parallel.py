@@ -121,8 +121,8 @@ def moe_mlp_over(
     )  # [R, 2], the number of rows that each rank sends, and the number of copies of these rows for local experts
     sent, received, local_copies = torch.stack([counts[:, 0], *incoming.T]).tolist()
     M = sum(sent)
-    # Compute the row of each token in the send buffer [M, C], which is ordered by receiving rank. M stands for a token
-    # that is not sent to a rank.
+    # Compute the row of each token in the send buffer [M, C], which is ordered by receiving rank. The row is M if the
+    # token is not sent to a rank.
     first = counts[:, 0].cumsum(0) - counts[:, 0]
     slot = torch.where(goes, first[:, None] + goes.cumsum(1) - 1, M).int().T.contiguous()  # [N, R]
 

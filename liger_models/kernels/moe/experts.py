@@ -11,8 +11,8 @@ expert. A is one of the activations of `expert_act`. Without biases, bgu = bd = 
 If there are only a few copies and no backward, the copies are not sorted (see `few`). A copy without an expert has no
 row.
 
-In the backward, the routing weight can be applied before or after a linear map. Applying it where rows are narrow is
-cheapest: dy is copied without the weight, and one kernel over u and g does all other elementwise work::
+In the backward, the routing weight can be applied before or after a linear map. It is cheapest to apply the weight
+where rows are narrow: dy is copied without the weight, and one kernel over u and g does all other elementwise work::
 
     d_j = dy_n                            permute
     g_j = Wd_eᵀ · d_j                     grouped product; the gradient of A(u_j), without the routing weight
@@ -32,7 +32,7 @@ The inputs r_j and A(u_j) of low-rank terms may have dropout, which `dropout` ge
 backward.
 
 Frozen matrices may be stored in fewer bits (`FrozenWeight`). The matrices of a projection are dequantized right before
-each product, and freed after it.
+each product, and freed after the product.
 
 The stored weights, order, slot, ends, u (without its bias) and, if a gradient needs it, x are saved. With
 ``recompute``, u is not saved. The backward then recomputes u, bitwise identical, and overwrites it with du. The sorted
@@ -269,7 +269,7 @@ Drop = Callable[[Tensor], Tensor]
 
 
 def _drops(order: Tensor, seed: Tensor | None, dropout: float, K: int) -> tuple[Drop, Drop]:
-    """Return the dropout of the inputs of the low-rank terms of gate and up, and that of down.
+    """Return two functions that apply dropout to inputs of low-rank terms: of gate and up, and of down.
 
     For gate and up, the same elements are dropped in all copies of a token.
     """
@@ -649,8 +649,8 @@ def moe_mlp(
             product and does not change the gradients. The reference backend ignores this option.
         dropout: probability of dropping an element of the low-rank terms' inputs. The same elements of x are dropped
             for all experts of a token.
-        copies: number of entries in ``experts`` that are less than X. The remaining entries are X, stand for no expert,
-            and add nothing. None if there are no such entries.
+        copies: number of entries in ``experts`` that are less than X. The remaining entries are X, which stands for no
+            expert, and contribute nothing to y. None if there are no such entries.
 
     Returns:
         [N, C] in the dtype of the weights.

@@ -41,8 +41,8 @@ it suffices. If there are more copies than the larger number, the copies are sor
 FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "blocks": (64, 128), "dense": (32, 128)}
 FEW_WARPS = 4
 FEW_STAGES = 4
-"""Number of results per tile and number of columns per step for each storage format, number of warps, and number of
-pipeline stages. The columns of a step share a scale."""
+"""For each storage format, the number of results per tile and the number of columns per step. Then the number of warps
+and the number of pipeline stages, which all formats share. The columns of a step share a scale."""
 
 ROW_BLOCKS = 8, 256
 ROW_WARPS = 2

@@ -38,7 +38,7 @@ NUM_WARPS = 4
 flight."""
 
 BLOCKS = 2
-"""Number of blocks that a program processes one after the other after a single search for its tensor. On an H200, the
+"""Number of blocks that a program processes in turn, after it has searched for their tensor once. On an H200, the
 kernel reaches 0.93 of copy bandwidth, or 0.91 with stochastic rounding. With one block per program, it would reach
 0.84."""
 
@@ -203,12 +203,12 @@ def _update_codes(
     row, factors, start, remaining, seed,
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do what `_update` does, for 8-bit moments. Elements are counted as if rows were padded to whole blocks of 128."""
+    """Perform `_update` for 8-bit moments. Elements are counted as if rows were padded to whole blocks of 128."""
     # Compute the rows and columns of R blocks of 128 elements, [R, 128].
     R: tl.constexpr = BLOCK // 128
     columns = tl.load(row + 10).to(tl.int32)
     if ALIGNED:
-        columns = columns // 16 * 16  # changes nothing, but tells the compiler that rows are aligned for vector loads
+        columns = columns // 16 * 16  # a no-op that lets the compiler infer that rows are aligned for vector loads
     row_blocks = (columns + 127) // 128
     block = (start // 128).to(tl.int32) + tl.arange(0, R)
     line = block // row_blocks

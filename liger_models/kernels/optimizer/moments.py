@@ -32,7 +32,7 @@ SMALLEST = 2.0**-126
 def has_blocks(shape: Sequence[int]) -> bool:
     """Return whether moments of this shape are stored as codes.
 
-    This requires two or more dimensions, and rows of at least one block.
+    The shape must have two or more dimensions, and rows of at least one block.
     """
     return len(shape) > 1 and shape[-1] >= WIDTH
 
