@@ -343,7 +343,7 @@ def local_tokens(x: Tensor, group: Group) -> Tensor:
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """All-gather token shards: [..., T / R, C] -> [..., T, C].
 
-    All ranks must do the same with the result. The backward therefore does not sum the gradients over the ranks.
+    All ranks must use the result in the same way. The backward therefore does not sum the gradients over the ranks.
     """
     return _GatherTokens.apply(x, group)  # type: ignore[no-any-return]
 
@@ -351,7 +351,7 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
 def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:
     """All-gather vocabulary shards, divided as ``torch.chunk`` divides them, to [..., V].
 
-    All ranks must do the same with the result. The backward therefore does not sum the gradients over the ranks.
+    All ranks must use the result in the same way. The backward therefore does not sum the gradients over the ranks.
     """
     return _GatherVocab.apply(x, group, V)  # type: ignore[no-any-return]
 

@@ -270,7 +270,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         if num_items_in_batch is None and self.loss_type in TOKEN_MEANS:
             num_items_in_batch = _tokens_of_all_ranks(attention_mask)
 
-        # The loss of all sequences as a function of their log-probabilities. `loss_of_log_probs` calls it repeatedly.
+        # The loss as a function of the log-probabilities of all sequences. `loss_of_log_probs` calls it repeatedly.
         def loss_of(log_probs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             return self.from_log_probs(
                 log_probs, attention_mask, advantages, ref_per_token_logps=reference,

@@ -337,8 +337,8 @@ def sink_attention(
         sinks: [H], in any floating-point dtype.
         scale: number by which q·k is multiplied.
         window: number of tokens to which a token attends, including itself; None for all tokens.
-        cu_seqlens: [n + 1] int32, bounds of the documents in the B · T flattened tokens. They include the bounds of all
-            rows. If None, each row is a document.
+        cu_seqlens: [n + 1] int32, bounds of the documents in the B · T flattened tokens. The bounds of all
+            rows must be among them. If None, each row is a document.
         max_seqlen: upper bound of the length of a document; None for T.
 
     Returns:

@@ -1,4 +1,4 @@
-"""An activation followed by a linear layer. The activation's output is not saved, only its input.
+"""An activation followed by a linear layer. The activation's input is saved, but not the activation's output.
 
 The forward computes the activation in fp32::
 

@@ -1,4 +1,4 @@
-"""The projection in a fused op: its product with rows, and the gradients of the rows and of its parameters.
+"""The projection in a fused op: its product with rows, and the gradients of rows and parameters.
 
 The rows n [N, C] are the output of a norm or an activation. The low-rank term (LoRA) is optional, and n @ Aᵀ is
 rounded::

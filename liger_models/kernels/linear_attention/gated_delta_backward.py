@@ -145,8 +145,8 @@ def pair_kernel(
     """Compute dV, and the backward's two matrices [C, C] between the tokens of one chunk and key head.
 
     The matrices are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads, and scaled by the inverse norms of the
-    tokens of the row and of the column. The kernel also computes their contributions to dβ and to the gradients of the
-    running sums of g. Tiles are loaded by descriptors, which ignore the end of a document, so products are masked
+    tokens of the row and of the column. The kernel also computes what these matrices add to dβ and to the gradients of
+    the running sums of g. Tiles are loaded by descriptors, which ignore the end of a document, so products are masked
     beyond the end.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)

@@ -132,7 +132,7 @@ def _concatenate(sums: list[Tensor]) -> Tensor:
 
 
 def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a buffer for the logits of up to ``rows`` rows of x. Its rows are aligned for fast matrix products."""
+    """Allocate a buffer for the logits of up to ``rows`` rows of x. Rows are aligned for fast matrix products."""
     buffer = x.new_empty(min(rows, len(x)), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)
     if x.device.type == "cpu":
         buffer[:, V:] = 0  # on CPUs with AMX, bf16 products read this padding, and 0 · NaN would be NaN

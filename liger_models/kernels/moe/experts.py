@@ -28,8 +28,8 @@ separate grouped products, and the backward recomputes A_e · r_j and A_e · p_j
     dB_e = Σ_j du_j ⊗ (A_e · r_j),   dA_e = Σ_j (B_eᵀ · du_j) ⊗ r_j     gate and up
     dB_e = Σ_j d_j ⊗ (A_e · p_j),    dA_e = Σ_j (B_eᵀ · d_j) ⊗ p_j      down
 
-The inputs r_j and A(u_j) of low-rank terms may have dropout, which `dropout` generates again from its seed in the
-backward.
+The inputs r_j and A(u_j) of low-rank terms may have dropout. Only its seed is saved, from which the backward generates
+the same random numbers.
 
 Frozen matrices may be stored in fewer bits (`FrozenWeight`). The matrices of a projection are dequantized right before
 each product, and freed after the product.
@@ -497,7 +497,7 @@ def _backward(inputs: MoEUpstream) -> MoEGradients:
         if not needs.gate_up.rows:
             rows = None
 
-    # Continue the backward through the down projection and the activation. If u was recomputed, du overwrites it.
+    # Continue the backward through the down projection and the activation. If u was recomputed, du overwrites u.
     dy_rows = permute(dy, slot, S, dtype)  # [S, C]
     if need_du or needs.weights:
         g, h = _input_gradient(dy_rows, down.weight, down.low_rank, ends, library, drop_out)  # [S, F]

@@ -23,7 +23,7 @@ from liger_models.kernels.overlap import await_previous, overlap
 
 SORT_BLOCK = 2048
 """Number of copies that a program of the sort reads at a time. There is a program for each expert, which reads the
-experts of all copies twice. These are 16-bit numbers, which stay in the L2 cache. The programs exchange no data, so a
+experts of all copies twice. Experts are 16-bit numbers, which stay in the L2 cache. The programs exchange no data, so a
 single launch suffices."""
 
 ROW_BLOCK = 1024

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE) of one tensor, or of the packed QKV projection, fused with its split.
+"""Rotary position embedding (RoPE) of one tensor or, fused with the split, of the packed QKV projection.
 
 In each head of each token, the first R of D elements are rotated in pairs (x1, x2), in fp32. R is called the rotary
 width. The other elements, and the values v, are copied::
