@@ -405,7 +405,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
     def _clipped(self, ratio: Tensor, A: Tensor) -> Tensor:
         """Return a bool tensor in the shape of ``ratio`` that is True where clipping stops the gradient."""
-        # Clipping stops the gradient only where a step along it would move w further out of the bounds.
+        # Clipping stops the gradient only where a gradient step would move w further out of the bounds.
         if self.loss_type in UNCLIPPED:
             return torch.zeros_like(ratio, dtype=torch.bool)
         if self.loss_type == "cispo":

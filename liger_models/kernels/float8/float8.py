@@ -196,7 +196,7 @@ def _values(
     exists = row < N
     column = start + tl.arange(0, COLUMNS)[None, :]
     inside = exists & (column < C)
-    # Computed values are first rounded to the dtype of x, as a separate op for this computation rounds its result.
+    # Computed values are first rounded to the dtype of x, as if a separate op had computed and stored them.
     if KIND == "plain":
         return tl.load(x_ptr + row * C + column, mask=inside, other=0.0).to(tl.float32)
     elif KIND == "rms_norm":
