@@ -16,9 +16,9 @@ class Foreign(NamedTuple):
 
     Attributes:
         todo: advice for the user, part of the error message.
-        defaults: values that mean what this package does by default; an argument with such a value is dropped.
+        defaults: values that request the default behavior of this package. An argument with such a value is dropped.
         rename: name of the equivalent argument in this package; empty if there is none.
-        convert: function from transformers' value to the value of ``rename``. It returns None for unsupported values.
+        convert: function that maps transformers' value to the value of ``rename``, or to None if that is unsupported.
     """
 
     todo: str
@@ -182,5 +182,5 @@ def foreign_arguments(name: str) -> Callable[[Function], Function]:
 
 
 def is_hub_name(folder: str | os.PathLike[str]) -> bool:
-    """Return whether ``folder`` has the form ``owner/name`` of a hub name and no such local path exists."""
+    """Return whether ``folder`` has the form ``owner/name`` of a hub name and does not exist as a local path."""
     return isinstance(folder, str) and not os.path.exists(folder) and bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", folder))

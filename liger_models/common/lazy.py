@@ -58,7 +58,7 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
     homes = {alias.name: str(node.module) for node in imports for alias in node.names}
     exported = _EXPORTS[package] = sorted(homes)
     if not any(isinstance(finder, _Nearest) for finder in sys.meta_path):
-        sys.meta_path.append(_Nearest())  # last, so that it is asked only if no other finder finds the module
+        sys.meta_path.append(_Nearest())  # last, so that this finder runs only if no other finder finds the module
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -90,7 +90,7 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
 
 @torch.library.impl(LIBRARY, "all_gather", "CompositeExplicitAutograd")
 def _all_gather(x: Tensor, group: str) -> Tensor:
-    # [R, ...]. It is flattened for the collective, which takes flat tensors.
+    # The result is [R, ...]. The collective takes flat tensors, so both tensors are flattened.
     gathered = x.new_empty(_groups[group].size(), *x.shape)
     _gather_into(gathered.flatten(), x.contiguous().flatten(), group=_groups[group])
     return gathered
@@ -343,7 +343,7 @@ def local_tokens(x: Tensor, group: Group) -> Tensor:
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """All-gather token shards: [..., T / R, C] -> [..., T, C].
 
-    All ranks must do the same with the result. The backward therefore does not sum the gradients over the ranks.
+    All ranks must use the result in the same way. The backward therefore does not sum the gradients over the ranks.
     """
     return _GatherTokens.apply(x, group)  # type: ignore[no-any-return]
 
@@ -351,7 +351,7 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
 def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:
     """All-gather vocabulary shards, divided as ``torch.chunk`` divides them, to [..., V].
 
-    All ranks must do the same with the result. The backward therefore does not sum the gradients over the ranks.
+    All ranks must use the result in the same way. The backward therefore does not sum the gradients over the ranks.
     """
     return _GatherVocab.apply(x, group, V)  # type: ignore[no-any-return]
 

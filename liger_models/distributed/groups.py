@@ -1,4 +1,4 @@
-"""The process groups over which a model is distributed, and the division of a batch's tokens among their ranks."""
+"""The process groups over which a model is distributed, and the division of a batch's tokens among the ranks."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class ParallelGroups:
 
         Args:
             T: number of tokens per row.
-            whole: whether the forward needs all tokens on every rank, which context parallelism excludes.
+            whole: whether the forward needs all tokens on every rank, which is impossible with context parallelism.
         """
         sharing = self.context or (self.tensor if self.tensor is not None and self.tensor.sequence_parallel else None)
         if sharing is not None and T % sharing.size != 0:
@@ -100,7 +100,8 @@ class ParallelGroups:
     def gather_logits(self, logits: Tensor | None) -> Tensor | None:
         """Gather the logits [B, T / R, V] of each rank's tokens into the logits [B, T, V] of all tokens.
 
-        Each rank's gradient is multiplied by R, so that its mean over the ranks is the gradient of the gathered logits.
+        Each rank's gradient is multiplied by R. The mean of these gradients over the ranks is then the gradient of the
+        gathered logits.
         """
         if logits is None or self.context is None:
             return logits

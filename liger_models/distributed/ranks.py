@@ -42,10 +42,10 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
     """Return a context manager that, on exit, raises an exception of any rank on all ranks.
 
     The exit is a collective, in which every rank waits for all other ranks. If several ranks failed, all ranks raise
-    the exception of the lowest failed rank.
+    the exception of the failed rank with the lowest number.
 
     Args:
-        group: the process group that exchanges the errors. It must include all ranks. None for the default group.
+        group: the process group that exchanges the errors, which must include all ranks; None for the default group.
     """
     error: Exception | None = None
     try:
@@ -108,7 +108,7 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
     if world_size() == 1:
         return work()
     # The result is sent through the store instead of a collective. Rank 0 therefore need not wait for other ranks, and
-    # they may be inside collectives while it works.
+    # other ranks may be inside collectives while rank 0 works.
     store, key = _store(), _key(name)
     result: Any = None
     error: Exception | None = None
@@ -198,7 +198,7 @@ def _lost_store(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sign_of_life(key: str) -> Iterator[None]:
-    """Return a context manager in which a thread sends heartbeats: it increments a counter that `_wait` watches."""
+    """Return a context manager in which a thread sends heartbeats by incrementing a counter that `_wait` watches."""
     store, ended = _store(), threading.Event()
 
     def count() -> None:

@@ -128,7 +128,7 @@ def cuda_capability(device: torch.device) -> tuple[int, int]:
 
 
 def has_ptx(x: Tensor) -> bool:
-    """Return whether kernels on the device of ``x`` may contain PTX, which takes an NVIDIA GPU from Ampere on."""
+    """Return whether kernels on the device of ``x`` may contain PTX, which requires an NVIDIA GPU from Ampere on."""
     return cuda_capability(x.device) >= (8, 0)
 
 

@@ -1,4 +1,4 @@
-"""The choice of the model parts that run on fused kernels. The caller makes it; checkpoints do not record it."""
+"""Options that select the parts of a model that run on fused kernels. Checkpoints do not record these options."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ class KernelOptions:
     """One choice per part of a model: fused kernel (True), or plain PyTorch for debugging and comparison (False).
 
     Args:
-        rms_norm: RMSNorms and the linear layers after them. The fused kernels do not save the normed activations.
+        rms_norm: RMSNorms and the linear layers after them. The fused kernels do not save the normalized activations.
         layer_norm: LayerNorms and the linear layers after them, in the same way.
         rope: the rotary embedding of the packed QKV projection.
         swiglu: the MLP's activation, whichever function it is and whether or not it is gated.

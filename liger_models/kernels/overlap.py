@@ -47,7 +47,7 @@ def can_overlap(device: torch.device) -> bool:
 
 
 def overlap(x: Tensor) -> dict[str, Any]:
-    """Return the constant OVERLAPS for a kernel launch on the device of x and, if it is True, the launch option."""
+    """Return the constant OVERLAPS for a launch on the device of x and, if kernels overlap, the launch option."""
     return {"OVERLAPS": True, "launch_pdl": True} if _active and can_overlap(x.device) else {"OVERLAPS": False}
 
 
@@ -67,6 +67,6 @@ def end_previous(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def await_previous(OVERLAPS: tl.constexpr):
-    """Call `start_next` and `end_previous`. For kernels that load nothing before the previous kernel ends."""
+    """Call `start_next` and `end_previous`, in a kernel that loads nothing before the previous kernel ends."""
     start_next(OVERLAPS)
     end_previous(OVERLAPS)

@@ -10,8 +10,8 @@ All preference losses share this notation:
 
 A loss over pairs is a mean over pairs plus ``alpha`` · NLL.
 
-The log-probabilities of the reference model take one call of `fused_linear_logprobs` without gradients, and those of
-the policy one call of `loss_of_log_probs`. The loss is computed from log-probabilities [B, T] in plain PyTorch, and
+The log-probabilities of the reference model take one call of `fused_linear_logprobs` without gradients. Those of the
+policy take one call of `loss_of_log_probs`. The loss is computed from log-probabilities [B, T] in plain PyTorch, and
 autograd differentiates it. ``from_log_probs`` computes only this last part, from log-probabilities that the caller has.
 """
 
@@ -152,7 +152,7 @@ class PreferenceLoss(FusedLinearLoss):
                     ref_input, ref_weight, target, bias=ref_bias, **self._head_options
                 )
             assert ref_log_probs is not None
-            # Log-probabilities [B] of sequences are l_ref(y). Those of tokens, [B, T], are first reduced to l_ref(y).
+            # Given log-probabilities of sequences, [B], are l_ref(y). Those of tokens, [B, T], are reduced to l_ref(y).
             if ref_log_probs.dim() == 1:
                 if len(ref_log_probs) != len(target):
                     raise ValueError(
@@ -260,7 +260,7 @@ class PairLoss(PreferenceLoss, ABC):
             lambda log_probs: self._from_log_probs(log_probs, target, reference, add_nll),
             x, weight, target, together=2, uniform=True, bias=bias, **self._head_options,
         )  # fmt: skip
-        # For the mean logits, Liger-Kernel uses all logits. Here they are computed from means of x and of the weight.
+        # Liger-Kernel computes the mean logits from all logits. Here, means of x and of the weight suffice.
         means = self._mean_logits(x, weight, bias)  # [2·pairs]
         chosen, rejected = means.view(2, len(means) // 2).sum(1) / max(len(target) // 2, 1)
         return loss, metrics._replace(chosen_logits_mean=chosen, rejected_logits_mean=rejected)

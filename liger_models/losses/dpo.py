@@ -49,7 +49,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
         workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
 
     Raises:
-        ValueError: the loss type is unknown, or an option does not apply to it.
+        ValueError: the loss type is unknown, or an option is given that the loss type does not have.
 
     Source: https://arxiv.org/abs/2305.18290, ipo https://arxiv.org/abs/2310.12036, robust
     https://arxiv.org/abs/2403.00409, exo https://arxiv.org/abs/2402.00856, nca https://arxiv.org/abs/2402.05369, bco
@@ -130,10 +130,10 @@ class LigerFusedLinearDPOLoss(PairLoss):
             _input: [2·pairs, T, C] hidden states, the chosen sequences first.
             target: [2·pairs, T] int64, already shifted.
             bias: [V] bias of the head.
-            ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. Its
+            ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. The
                 hidden size may differ from C.
             ref_log_probs: the reference model's log-probabilities of the tokens [2·pairs, T] or of the sequences
-                [2·pairs]. They replace the three arguments above.
+                [2·pairs], given instead of the three arguments above.
 
         Returns:
             Loss [] fp32 and `PreferenceMetrics`.

@@ -3,7 +3,7 @@
 The log-probabilities of the reference model take one call of `fused_linear_logprobs` without gradients. Those of the
 policy take one call of `loss_of_log_probs` or, if the caller has all logits, one call of `cross_entropy`. The loss is
 computed from log-probabilities [B, T] in plain PyTorch, and autograd differentiates it. ``from_log_probs`` computes
-only this last part, from log-probabilities that the caller has. ``token_losses`` does so without the reduction.
+only this last part, from log-probabilities that the caller has. ``token_losses`` computes the loss of each token.
 """
 
 from typing import Any
@@ -87,14 +87,14 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         beta: β, weight of the KL term.
         compiled, chunk_size: ignored; accepted for compatibility with Liger-Kernel. ``workspace_mib`` limits the size
             of a chunk.
-        use_ref_model: whether there is a reference model. It must be True unless ``beta`` is 0.
+        use_ref_model: whether there is a reference model. A reference model is required unless ``beta`` is 0.
         epsilon_low, epsilon_high: ε_low and ε_high. An ε_high that is larger than ε_low is known as "clip-higher".
             Leave out ``epsilon_low`` with cispo, and both arguments with sapo and vespo.
         loss_type: one of the types listed above.
         max_completion_length: used in the divisor of dr_grpo; other loss types ignore it.
         importance_sampling_level: "token" for one ratio w per token, or "sequence" for one ratio per sequence.
         sapo_temperature_pos, sapo_temperature_neg: τ of sapo for A > 0 and for A <= 0, respectively.
-        temperature: divisor of the logits; the same as when the completions were sampled.
+        temperature: divisor of the logits; must be the temperature with which the completions were sampled.
         delta: δ, an upper bound of w for A < 0, where the clipping above does not bound w (two-sided clipping); None
             for no bound.
         use_bias_correction_kl: whether to multiply the KL term by w.
@@ -223,8 +223,8 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             ref_per_token_logps: [B, T] log-probabilities under the reference model.
             old_per_token_logps: [B, T] log-probabilities under the policy that sampled the completions; None if that is
                 the current policy, so that w = 1.
-            ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. They
-                replace ``ref_per_token_logps``.
+            ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias, given
+                instead of ``ref_per_token_logps``.
             vllm_is_ratio: [B, T], [B, 1] or [B]. The first term of each token's loss is multiplied by this importance
                 ratio, which corrects for a sampler whose probabilities differ from the policy's. vespo multiplies W by
                 the ratio instead.
@@ -259,7 +259,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         if num_items_in_batch is None and self.loss_type in TOKEN_MEANS:
             num_items_in_batch = _tokens_of_all_ranks(attention_mask)
 
-        # The loss of all sequences as a function of their log-probabilities. `loss_of_log_probs` calls it repeatedly.
+        # The loss as a function of the log-probabilities of all sequences. `loss_of_log_probs` calls it repeatedly.
         def loss_of(log_probs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             return self.from_log_probs(
                 log_probs, attention_mask, advantages, ref_per_token_logps=reference,
@@ -355,7 +355,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
     def _policy_losses(
         self, log_probs: Tensor, log_ratio: Tensor, ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None
     ) -> Tensor:
-        """Compute the first term of L, [B, T], or [B, 1] if it is the same for all tokens of a sequence."""
+        """Compute the first term of L, [B, T], or [B, 1] if all tokens of a sequence have the same value."""
         if self.loss_type == "cispo":
             return -ratio.detach().clamp_max(self.epsilon_high) * A * log_probs
         if self.loss_type == "sapo":
@@ -393,7 +393,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         return torch.expm1(-difference) + difference
 
     def _clipped(self, ratio: Tensor, A: Tensor) -> Tensor:
-        """Where clipping stops the gradient, bool in the shape of ``ratio``."""
+        """Return a bool tensor in the shape of ``ratio`` that is True where clipping stops the gradient."""
         # Clipping stops the gradient only where the step would move w further out of the bounds.
         if self.loss_type in ("sapo", "vespo"):
             return torch.zeros_like(ratio, dtype=torch.bool)
@@ -463,7 +463,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
 
 class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
-    """The loss of `LigerFusedLinearGRPOLoss`, computed from all logits. It can return the loss of each token.
+    """The loss of `LigerFusedLinearGRPOLoss`, computed from all logits. The loss of each token can be returned, too.
 
     Args:
         softcap, logit_scale: set them only if the model has not yet applied them to the logits.

@@ -9,7 +9,7 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, FusedDi
 
 
 def check_beta(name: str, beta: float) -> None:
-    """Raise ValueError unless β is in [0, 1]. ``name`` is the name of the class and of the argument."""
+    """Raise ValueError unless β is in [0, 1]. ``name`` is the name of class and argument in the message."""
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"{name} must lie in [0, 1], got {beta}.")
 
@@ -36,7 +36,7 @@ class LigerFusedLinearJSDLoss(FusedDistillationLoss):
 
 
 class LigerFusedLinearJSD(FusedDivergence):
-    """Generalized Jensen-Shannon divergence, fused with the heads of both models. It does not include a cross entropy.
+    """Generalized Jensen-Shannon divergence, fused with the heads of both models, without a cross entropy.
 
     Args:
         jsd_beta: β in [0, 1]. 0 gives the forward KL divergence, and 1 the reverse KL divergence.
@@ -90,7 +90,7 @@ class LigerFusedLinearJSD(FusedDivergence):
             teacher_input: [..., C'] hidden states of the teacher; C' may differ from C.
             teacher_weight: [V, C'] weight of the teacher's head.
             shift_labels: [...] int64. Tokens whose label is ``ignore_index`` are skipped; other labels have no effect.
-                None skips no token.
+                If None, no token is skipped.
         """
         return linear_divergence(
             student_input, student_weight, teacher_input, teacher_weight, shift_labels,
@@ -117,8 +117,8 @@ class LigerJSD(nn.Module):
         Args:
             log_q: [..., V], the student's log-probabilities.
             log_p: [..., V], the teacher's log-probabilities, which get no gradient.
-            shift_labels: [...]. Rows whose label is ``ignore_index`` are skipped; other labels have no effect. None
-                skips no row.
+            shift_labels: [...]. Rows whose label is ``ignore_index`` are skipped; other labels have no effect. If None,
+                no row is skipped.
         """
         check_distributions("LigerJSD", log_q, log_p, shift_labels)
         divergence = kind_or_limit("jsd", self.beta)  # a KL divergence at β = 0 and 1

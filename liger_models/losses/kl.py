@@ -34,7 +34,7 @@ class LigerFusedLinearKLDivLoss(FusedLinearLoss):
         reduction: "batchmean" for the mean over the tokens that are not ignored, "mean" for the mean over these tokens
             and the vocabulary, or "sum".
         ignore_index: label of tokens that the loss skips.
-        temperature: divisor of the student's logits. It does not change the teacher's probabilities.
+        temperature: divisor of the student's logits. The teacher's probabilities are used unchanged.
         eps: lower bound of a probability inside the logarithm.
         accum_dtype: must be None or float32, which have the same effect: gradients are summed over chunks as described
             in `linear_cross_entropy`.
@@ -84,9 +84,9 @@ class LigerFusedLinearKLDivLoss(FusedLinearLoss):
         Args:
             student_input: [..., C] hidden states of the student.
             student_weight: [V, C] weight of the student's head.
-            target: [..., V], the teacher's probabilities in any floating-point dtype. They get no gradient.
+            target: [..., V], the teacher's probabilities in any floating-point dtype, which get no gradient.
             shift_labels: [...] int64. Tokens whose label is ``ignore_index`` are skipped; other labels have no effect.
-                None skips no token.
+                If None, no token is skipped.
             student_bias: [V] bias of the student's head.
         """
         return linear_kl_div(
@@ -126,11 +126,11 @@ class LigerKLDIVLoss(nn.Module):
         self.eps, self.reduction, self.log_target = eps, reduction, log_target
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        """Compute the loss [] fp32. With reduction "none", it is [..., V].
+        """Compute the loss in fp32, [] or, with reduction "none", [..., V].
 
         Args:
             y_pred: [..., V] log-probabilities.
-            y_true: [..., V] probabilities or, with ``log_target``, log-probabilities. They get no gradient.
+            y_true: [..., V] probabilities or, with ``log_target``, log-probabilities; gets no gradient.
         """
         check_distributions("LigerKLDIVLoss", y_pred, y_true)
         divergence = "kl_log" if self.log_target else "kl"

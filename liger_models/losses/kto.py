@@ -13,8 +13,8 @@ from liger_models.losses.base_preference import PreferenceLoss, sigmoid
 class KTOMetrics(NamedTuple):
     """Metrics of the KTO loss: sums [] over the desirable ("chosen") and the undesirable ("rejected") sequences.
 
-    The fields are in the same order as Liger-Kernel's metrics. The sums of the logits are sums over tokens and
-    vocabulary, too, and are taken before the softcap. `from_log_probs` sets them to None.
+    The fields are in the same order as Liger-Kernel's metrics. The logits are summed over sequences, tokens and
+    vocabulary, before the softcap. `from_log_probs` sets the sums of the logits to None.
     """
 
     chosen_logps_sum: Tensor
@@ -34,8 +34,8 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
     """Kahneman-Tversky optimization (KTO).
 
     The loss of a sequence y is ``λ_d·(1 − σ(β·(r(y) − z)))`` if y is desirable, and ``λ_u·(1 − σ(β·(z − r(y))))`` if y
-    is undesirable. The loss is averaged over all sequences. r(y) is the log-probability of y minus, if there is a
-    reference model, the log-probability of y under the reference model.
+    is undesirable. The loss is averaged over all sequences. r(y) is the log-probability of y. If there is a reference
+    model, the log-probability of y under the reference model is subtracted.
 
     Args:
         desirable_weight, undesirable_weight: λ_d and λ_u.
@@ -87,12 +87,12 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             target: [B, T] int64, already shifted.
             bias: [V] bias of the head.
             preference_labels: [B], True or 1 for desirable sequences, and False or 0 for undesirable ones.
-            ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. Its
+            ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. The
                 hidden size may differ from C.
-            kl: z, the estimated KL divergence from the reference model, as a number or a tensor [] or [B]. It must not
-                be negative, and gets no gradient. None for 0.
-            ref_log_probs: the reference model's log-probabilities of the tokens [B, T] or of the sequences [B]. They
-                replace ``ref_input``, ``ref_weight`` and ``ref_bias``.
+            kl: z, the estimated KL divergence from the reference model, as a number or a tensor [] or [B], which gets
+                no gradient. z must not be negative. None for 0.
+            ref_log_probs: the reference model's log-probabilities of the tokens [B, T] or of the sequences [B], given
+                instead of ``ref_input``, ``ref_weight`` and ``ref_bias``.
 
         Returns:
             Loss [] fp32 and `KTOMetrics`.

@@ -34,7 +34,7 @@ class LigerFusedCETVDLoss(nn.Module):
 
         Args:
             student_logits: [..., V]. The tensor is never written to.
-            teacher_logits: [..., V]. They get no gradient.
+            teacher_logits: [..., V]; get no gradient.
             target: [...] int64, already shifted.
         """
         return logits_divergence(
@@ -59,13 +59,13 @@ class LigerTVDLoss(nn.Module):
         self.reduction, self.ignore_index = reduction, ignore_index
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """Compute the loss [] fp32. With reduction "none", it is [..., V].
+        """Compute the loss in fp32, [] or, with reduction "none", [..., V].
 
         Args:
             p: [..., V], the student's probabilities.
             q: [..., V], the teacher's probabilities, which get no gradient.
-            shift_labels: [...]. Rows whose label is ``ignore_index`` are skipped; other labels have no effect. None
-                skips no row.
+            shift_labels: [...]. Rows whose label is ``ignore_index`` are skipped; other labels have no effect. If None,
+                no row is skipped.
         """
         check_distributions("LigerTVDLoss", p, q, shift_labels)
         return distribution_divergence(

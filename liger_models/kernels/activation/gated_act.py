@@ -36,7 +36,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 BLOCK = 1024
 NUM_WARPS = 8
 """Number of results and of warps of a program. In bf16, a thread loads 4 pairs of gate and up in one 16-byte vector and
-computes their results. Splitting and interleaving then need no shared memory; with 8 pairs per thread, both would."""
+computes 4 results. Splitting and interleaving then need no shared memory; with 8 pairs per thread, both would."""
 
 
 def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:

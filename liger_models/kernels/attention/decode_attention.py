@@ -123,7 +123,7 @@ def _decode_kernel(
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK_N):
-        # Load keys and values of a step, [BLOCK_N, BLOCK_D] each. They are all in the same page.
+        # Load keys and values of a step, [BLOCK_N, BLOCK_D] each, which are all in the same page.
         page = tl.load(table_ptr + batch * table_b + start // PAGE).to(tl.int64)
         key = start + tl.arange(0, BLOCK_N)
         slot = page * PAGE + start % PAGE + tl.arange(0, BLOCK_N)
@@ -132,7 +132,7 @@ def _decode_kernel(
         k = tl.load(keys_ptr + at, mask=inside, other=0.0)
         v = tl.load(values_ptr + at, mask=inside, other=0.0)
 
-        # Compute scores in base 2, [BLOCK_M, BLOCK_N], and add their part of the output.
+        # Compute scores in base 2, [BLOCK_M, BLOCK_N], and add the step's part of the output.
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
         scores = tl.where(((key >= first) & (key < end))[None, :], scores, float("-inf"))

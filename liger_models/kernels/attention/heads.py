@@ -1,4 +1,4 @@
-"""The online softmax step that attention kernels share, and checks of their arguments."""
+"""The online softmax step and the argument checks that attention kernels share."""
 
 from torch import Tensor
 

@@ -101,7 +101,7 @@ def _invariant_attention_kernel(
 ):  # fmt: skip
     """Compute HEADS query heads of a KV head for TOKENS tokens per program.
 
-    They are TOKENS · HEADS rows of each matrix product.
+    Each matrix product has TOKENS · HEADS rows for these heads and tokens.
     """
     parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // parts
@@ -148,7 +148,7 @@ def _invariant_attention_kernel(
             k = tl.load(k_ptr + slot[:, None] * k_n + kv_head * k_g + column[None, :], mask=exists, other=0.0)
             v = tl.load(v_ptr + slot[:, None] * v_n + kv_head * v_g + column[None, :], mask=exists, other=0.0)
 
-            # Compute scores in base 2, [BLOCK_M, BLOCK_N], and add their part of the output.
+            # Compute scores in base 2, [BLOCK_M, BLOCK_N], and add the step's part of the output.
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
             seen = in_document[:, None] & (key[None, :] >= lowest[:, None]) & (key[None, :] <= last[:, None])
@@ -231,7 +231,7 @@ def invariant_attention(
         k, v: [S, G, D] in the dtype of q, where H is a multiple of G. With ``table``, they are pages [pages, P, G, D],
             and the keys of a row are numbered in the order of its pages.
         first: [N] int32, index of the first key of each token's document.
-        last: [N] int32, index of the last key that each token sees, which is the token's own key. It is at least
+        last: [N] int32, index of the last key that each token sees, which is the token's own key, and at least
             ``first``.
         scale: number by which q·k is multiplied.
         window: number of tokens that a token sees, including itself; None for all tokens.

@@ -7,14 +7,14 @@ flash-attention kernel computes l and o, the log-sum-exp and the output without 
     l'_i = log(exp(l_i) + exp(z))
     y_i = exp(l_i − l'_i) · o_i = σ(l_i − z) · o_i
 
-In the backward, a flash-attention kernel gets y and l' instead of o and l. It then recomputes P'_ij = exp(s_ij − l'_i)
-and dS. From dS it computes dq, dk and dv as without a sink::
+In the backward, a flash-attention kernel gets y and l' instead of o and l. The kernel then recomputes P'_ij =
+exp(s_ij − l'_i) and dS, and from dS it computes dq, dk and dv as without a sink::
 
     dS_ij = P'_ij · (dy_i · v_j − dy_i · y_i)
     dz = −Σ_i exp(z − l'_i) · (dy_i · y_i)
 
 The flash-attention kernels are PyTorch's. cuDNN runs where it is fastest: for causal attention without a window or
-documents, and for lengths that are multiples of `CUDNN_STEP`. Elsewhere, the variable-length kernel runs. The Triton
+documents, and for lengths that are multiples of `CUDNN_STEP`. Otherwise, the variable-length kernel runs. The Triton
 kernels in this file turn o and l into y and l' in place, and sum dz.
 
 q, k, v, y, l' and the sinks are saved. Attention without sinks saves the same tensors except the sinks [H].
@@ -68,7 +68,7 @@ def sink_attention_reference(
 
 
 def _visible(B: int, T: int, window: int | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """Return a bool tensor [B · T, B · T] that is True where the first token sees the second."""
+    """Return a bool tensor [B · T, B · T] that is True at [i, j] if token i sees token j."""
     index = torch.arange(B * T, device=device)
     distance = index[:, None] - index
     row = index // T if T else index
@@ -165,7 +165,7 @@ def _flash(
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads, attn_mask=added, scale=scale)
         return out.transpose(1, 2).contiguous().view(B, T, H, D), lse.reshape(H, B * T).float().contiguous()
 
-    # cuDNN is faster where it runs.
+    # Where cuDNN can run, it is faster than the variable-length kernel.
     if cu_seqlens is None and not window and _cudnn_runs(q, k, v):
         heads = [x.transpose(1, 2) for x in (q, k, v)]
         out, lse = aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, True, False, scale=scale)[:2]
@@ -312,7 +312,7 @@ register_autograd("sink_attention", _backward, _setup)
 def is_fused(q: Tensor) -> bool:
     """Return whether `sink_attention` runs flash-attention kernels for q, which do not store scores.
 
-    On accelerators, this takes half precision and a head dimension of at most 256.
+    On accelerators, q must have half precision and a head dimension of at most 256.
     """
     half = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
     return use_triton(q) and (half or q.device.type == "cpu")
@@ -337,8 +337,8 @@ def sink_attention(
         sinks: [H], in any floating-point dtype.
         scale: number by which q·k is multiplied.
         window: number of tokens to which a token attends, including itself; None for all tokens.
-        cu_seqlens: [n + 1] int32, bounds of the documents in the B · T flattened tokens. They include the bounds of all
-            rows. If None, each row is a document.
+        cu_seqlens: [n + 1] int32, bounds of the documents in the B · T flattened tokens. The bounds of all
+            rows must be among them. If None, each row is a document.
         max_seqlen: upper bound of the length of a document; None for T.
 
     Returns:

@@ -2,11 +2,11 @@
 
 The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*. One
 launch fills the workspace for some query heads, which are called its *slots*, and for a part of the queries. A tile has
-a place only if one of its queries sees one of its keys, so later query tiles have more key tiles. To make every slot a
-rectangle, query tiles are paired such that all pairs see about the same number of keys: the last tile with the first,
-the second to last with the second, and so on. If the number of query tiles is odd, the last tile has no partner. For
-example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows the query tile at each place. The key tiles
-of a query tile are in order::
+a place only if one of its queries sees one of its keys, so a later query tile has more places than an earlier one. To
+make every slot a rectangle, query tiles are paired such that all pairs see about the same number of keys: the last tile
+with the first, the second to last with the second, and so on. If the number of query tiles is odd, the last tile has no
+partner. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows the query tile at each place.
+The key tiles of a query tile are in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0
@@ -90,7 +90,7 @@ def tile_at(
     place, part, low_ptr, H: tl.constexpr, GROUP: tl.constexpr, BOUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return row of the batch, query head, first query and first key of the tile at a place, and whether it is visible.
+    """Return five properties of the tile at a place: row of the batch, query head, first query, first key, visibility.
 
     With bounds (a window or documents), a tile is visible if one of its queries may see one of its keys. Without
     bounds, all tiles count as visible.
@@ -179,9 +179,9 @@ def parts_of_queries(
 def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -> list[Launch]:
     """Divide the heads and queries of q [B, T, H, D] and k [B, S, G, D] among launches.
 
-    The forward processes all query heads of a KV head before the next KV head, so that keys are read while they are in
-    the cache. The backward processes the first query head of all KV heads before the second, so that sums over queries
-    have more tiles.
+    The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache when
+    they are read again. The backward processes the first query head of all KV heads before the second, so that sums
+    over queries have more tiles.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)
@@ -194,8 +194,8 @@ def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -
 
     result = []
     for kv_head in range(0, B * G, kv_heads):
-        # The last part comes first. It sees all keys, so its launch begins the sums of all keys, and later launches add
-        # to these sums.
+        # The last part comes first. Its queries see all keys, so its launch begins the sums of all keys, and later
+        # launches add to these sums.
         for index, (query, tiles, width) in reversed([*enumerate(parts)]):
             seen = triton.cdiv(min(query + tiles * block_m, T) + S - T, block_n)
             seen_before = triton.cdiv(query + S - T, block_n) if index else 0

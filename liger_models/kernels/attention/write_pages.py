@@ -17,11 +17,11 @@ from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import contiguous_rows
 
 BLOCK = 1024
-"""Largest number of elements of a token's keys that a program copies. It copies the same elements of the values."""
+"""Largest number of elements of a token's keys, and of elements of its values, that a program copies."""
 
 
 def write_pages_reference(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Do what `write_pages` does, in plain PyTorch."""
+    """Perform `write_pages` in plain PyTorch."""
     kept = slots >= 0
     for pages, new in ((keys, k), (values, v)):
         pages.view(-1, *pages.shape[2:])[slots[kept]] = new[kept]
@@ -32,7 +32,7 @@ def _write_pages_kernel(
     keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, k_n, k_g, v_n, v_g,
     SIZE: tl.constexpr, D: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK of the SIZE = G · D elements of a token's keys per program, and the same elements of its values."""
+    """Write BLOCK of the SIZE = G · D elements of a token's keys, and the same elements of the token's values."""
     await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)

@@ -13,7 +13,7 @@ the sum::
 
 A linear layer has three products, ``y = x @ Wᵀ``, ``dx = dy @ W`` and ``dW = dyᵀ @ x``. The second product needs the
 columns of W as rows, and the third product needs the columns of dy and x as rows. Kernels therefore write a matrix by
-rows, by columns (transposed), or both. They can also compute the matrix before they round it: a normalized matrix, a
+rows, by columns (transposed), or both. Kernels can also compute a matrix right before rounding: a normalized matrix, a
 gated product, or the gradient of gate and up. Such a matrix exists only in float8. The recipes are::
 
     tensorwise            one scale per operand; dy is in e5m2, and other operands are in e4m3
@@ -105,7 +105,7 @@ class Matrix(NamedTuple):
     ``plain``               [N, C]                      x
     ``rms_norm``            [N, C], [C], [N]            `rms_norm` of x with weight ``other``
     ``product``             [N, 2 C]                    `gated_act` of x
-    ``gradient``            [N, C], [N, C / 2]          gradient of x, where ``other`` is that of `gated_act`
+    ``gradient``            [N, C], [N, C / 2]          gradient of x, given the gradient ``other`` of `gated_act`
     ======================  ==========================  =============================================
     """
 
@@ -190,13 +190,13 @@ def _values(
 ):  # fmt: skip
     """Load or compute a tile [ROWS, COLUMNS] of a `Matrix`.
 
-    The tile is rounded to the dtype of x and returned in fp32. It is 0 outside the matrix.
+    The tile is rounded to the dtype of x and returned in fp32. Elements outside the matrix are 0.
     """
     dtype = x_ptr.dtype.element_ty
     exists = row < N
     column = start + tl.arange(0, COLUMNS)[None, :]
     inside = exists & (column < C)
-    # Computed values are first rounded to the dtype of x, as the separate op that computes them would round them.
+    # Computed values are first rounded to the dtype of x, as if a separate op had computed and stored them.
     if KIND == "plain":
         return tl.load(x_ptr + row * C + column, mask=inside, other=0.0).to(tl.float32)
     elif KIND == "rms_norm":
@@ -386,7 +386,7 @@ def add_amax(matrix: Matrix, amax: Tensor) -> None:
     N, C = matrix.shape
     pointers, constants = _arguments(matrix)
     count = matrix.x.numel()
-    # A single maximum of elementwise values can be found in the order of memory, which is faster than tile by tile.
+    # For one maximum of elementwise values, memory is read in order, which is faster than reading tile by tile.
     if N * C and amax.numel() == 1 and matrix.rstd is None:
         with on_device_of(matrix.x):
             _flat_amax_kernel[(triton.cdiv(count, FLAT * FLAT_BLOCKS),)](
@@ -485,8 +485,8 @@ def round_matrix(
         gradient: whether the matrix is a gradient, which some recipes round to e5m2.
         rows: whether to round by rows, [N, C].
         columns: whether to round by columns, [C, N], with N padded to a multiple of 16.
-        amax: [1] fp32, the largest absolute value of previous matrices, or 0. It is raised in place to that of this
-            matrix. It is used only with one scale per operand; None to start from 0.
+        amax: [1] fp32, the largest absolute value of previous matrices, or 0; None for 0. amax is raised in place to
+            the largest absolute value of this matrix. It is used only with one scale per operand.
         known: whether amax is already at least the largest absolute value of this matrix.
     """
     dtype = float8_dtype(matrix.x.device, gradient and recipe.wide_gradients)

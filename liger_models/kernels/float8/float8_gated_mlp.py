@@ -17,9 +17,9 @@ The kernels that round also compute N(h), A(u) and du. These matrices therefore 
 a bias needs them unrounded. Weights are rounded in the forward and again in the backward, as in `float8_norm_linear`.
 
 The same tensors are saved as in `gated_mlp`. With one scale per operand, the largest absolute values of N(h), Wgu, A(u)
-and Wd are saved, too. With ``recompute``, u is not saved, and if there are many rows, they are processed in chunks, as
-in `gated_mlp`. One scale per operand then means one scale per chunk, which is computed from this chunk or from all rows
-up to the end of this chunk.
+and Wd are saved, too. With ``recompute``, u is not saved, and large numbers of rows are processed in chunks, as in
+`gated_mlp`. One scale per operand then means one scale per chunk, which is computed from this chunk or from all rows up
+to the end of this chunk.
 
 Source: https://arxiv.org/abs/2002.05202 (gated MLP), https://arxiv.org/abs/2209.05433 (float8 training).
 """
@@ -122,7 +122,7 @@ def _forward(inputs: Float8GatedMLPInputs) -> Float8GatedMLPOutputs:
     amax = torch.zeros(4, dtype=torch.float32, device=mlp.residual.device)
     products = _products(inputs, amax)
 
-    # All chunks share the rounded weights. If no result is needed, only the backward needs the products.
+    # All chunks share the rounded weights. If neither y nor u is needed, only the maxima of the weights are found.
     for product in products:
         if mlp.result or not mlp.recompute:
             product.round_weight()
@@ -192,7 +192,7 @@ def float8_gated_mlp(
         norm: the norm. If it has no weight, rows are not normalized.
         gate_up_weight: [2 F, C], where row 2f is gate f and row 2f + 1 is up f. 2 F and C are multiples of 16.
         down_weight: [O, F] in the dtype of gate_up_weight. O and F are multiples of 16. y has the dtype of the weights,
-            which may differ from the dtype of the residual stream. Autocast does not change it.
+            which may differ from the dtype of the residual stream. Autocast does not change the dtype of y.
         gate_up_bias: [2 F].
         down_bias: [O].
         act: "silu", "gelu_tanh" or "gelu".

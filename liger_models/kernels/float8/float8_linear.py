@@ -11,8 +11,8 @@ weights::
     dn = q(dy) @ q(W),   dx = N'(dn) + dh
     dW = q(dy)ᵀ @ q(N(h)),   db = Σ_rows dy
 
-The kernel of an RMSNorm also rounds, so the normalized rows exist only in float8. The backward recomputes them from h.
-q(W) is not saved: the forward rounds the rows of W, and the backward needs W rounded by columns.
+The kernel of an RMSNorm also rounds, so the normalized rows exist only in float8. The backward recomputes these rows
+from h. q(W) is not saved: the forward rounds W by rows, and the backward needs W rounded by columns.
 
 The same tensors are saved as in `norm_linear`. With one scale per operand, the largest absolute values of N(h) and W
 are saved, too.
@@ -225,7 +225,7 @@ def float8_norm_linear(
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm: the norm. If it has no weight, rows are not normalized.
         weight: [O, C], where O and C are multiples of 16. y has the dtype of the weight, which may differ from the
-            dtype of the residual stream. Autocast does not change it.
+            dtype of the residual stream. Autocast does not change the dtype of y.
         bias: [O] or None.
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
         gathered: q(W) with one scale if the caller has it; otherwise None. If given, the values of ``weight`` are not

@@ -87,13 +87,13 @@ class Float8Product(Product):
         self.rounded = weight_rows(self.weight, self.recipe, self.weight_amax, self.gathered)
 
     def find_weight_amax(self) -> None:
-        """Find the maximum of W without rounding W, if the backward needs it."""
+        """Find the maximum of W without rounding W, if the backward needs the maximum."""
         if not self.recipe.by_row and self.gathered is None:
             add_amax(plain(self.weight), self.weight_amax)
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype of the normalized rows that `gradients` takes; None if it recomputes and rounds the rows itself."""
+        """The dtype of the normalized rows that `gradients` takes; None if `gradients` recomputes the rows, rounded."""
         return None if self.recipe.rounds_dw else self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:

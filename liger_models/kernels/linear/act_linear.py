@@ -1,4 +1,4 @@
-"""An activation followed by a linear layer. The activation's output is not saved, only its input.
+"""An activation followed by a linear layer. The activation's input is saved, but not the activation's output.
 
 The forward computes the activation in fp32::
 
@@ -187,7 +187,7 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
     Args:
         x: [..., F], float32, float16 or bfloat16.
         weight: [O, F]. The result has the dtype of the weight, which may differ from the dtype of x. Autocast does not
-            change it.
+            change the dtype of the result.
         bias: [O] or None.
         act: "gelu", "gelu_tanh", "quick_gelu" or "relu2".
 

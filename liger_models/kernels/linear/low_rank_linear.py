@@ -4,7 +4,7 @@
 
     y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ
 
-x @ Aᵀ is rounded to the dtype of W. If x has few rows, y is then summed in fp32, and rounded once.
+x @ Aᵀ is rounded to the dtype of W. If x has few rows, all terms of y are then summed in fp32, and y is rounded once.
 
 For few rows, there are special kernels (`row_linear`, `nf4_linear`, `frozen_float8_linear`, `float8_blocks`), and the
 layer takes two launches: one computes x @ Aᵀ, and the other multiplies x by W and adds the low-rank term to its sums.
@@ -22,7 +22,7 @@ from liger_models.kernels.linear.projection import Projection, check_linear, che
 from liger_models.kernels.matmul.row_linear import LowRank
 
 low_rank_linear_reference = linear
-"""`low_rank_linear` in plain PyTorch."""
+"""Computes `low_rank_linear` in plain PyTorch."""
 
 
 class LowRankLinearInputs(NamedTuple):

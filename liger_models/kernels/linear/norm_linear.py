@@ -18,13 +18,13 @@ LayerNorm. A low-rank term does not save more, because the backward recomputes t
 Gradients that are not needed are not computed. Every other gradient has the dtype of its input. The backward is a
 single op, which hides the recomputed N(h) from compilers. If a compiler saw N(h), it would save N(h) in the forward.
 
-A frozen W may be stored in fewer bits (`FrozenWeight`). It is then multiplied in float8, or it is dequantized before
-the product for y and again before the product for dn. Each time, the buffer is freed after the product. Only the stored
-W is saved, which takes no additional memory.
+A frozen W may be stored in fewer bits (`FrozenWeight`). W is then multiplied in float8, or W is dequantized before
+the product for y and again before the product for dn. After each product, the dequantized W is freed. Only the stored W
+is saved, which takes no additional memory.
 
 With ``ranks``, each rank has its own rows of W, and dn is summed over the ranks before N'. With
 ``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before the products, dn is
-reduce-scattered, and y covers all tokens, but no more tensors are saved. B is sharded by rows, like W. dA is a rank's
+reduce-scattered, and y covers all tokens. The gathered N(h) is not saved. B is sharded by rows, like W. dA is a rank's
 part of a sum over the ranks, and the caller must compute this sum.
 
 Source: https://arxiv.org/abs/1910.07467 (RMSNorm), https://arxiv.org/abs/1607.06450 (LayerNorm),
@@ -130,7 +130,7 @@ class NormLinearOutputs(NamedTuple):
 
     Attributes:
         y: [..., O].
-        h: [..., C], the residual stream. Without x it is None, because an op may not return one of its inputs.
+        h: [..., C], the residual stream. Without x, h is None, because an op may not return one of its inputs.
         statistics: statistics of each row, from which the norm can be recomputed.
     """
 
@@ -194,8 +194,8 @@ def norm_linear_backward(
 
     Args:
         dy: [N, O], from `Product.upstream`.
-        dh: [..., C], gradient of the new residual stream; None for none.
-        saved: the saved tensors of these rows. The projection in it is not used.
+        dh: [..., C], gradient of the new residual stream; None if the stream has no gradient.
+        saved: the saved tensors of these rows. Its field ``projection`` is not used.
         product: the product of the projection.
         needs: which gradients are needed.
         totals: for a chunk, the fp32 sums of the parameters' gradients over the previous chunks; None without chunks.
@@ -325,7 +325,7 @@ def rms_norm_linear(
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C].
         weight: [O, C], a tensor or a `FrozenWeight`. y has the dtype of the weight, which may differ from the dtype of
-            the residual stream. Autocast does not change it.
+            the residual stream. Autocast does not change the dtype of y.
         bias: [O].
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
         ranks: tensor-parallel ranks, each of which has its own rows of weight and bias; None for one rank. With

@@ -1,4 +1,4 @@
-"""The projection in a fused op: its product with rows, and the gradients of the rows and of its parameters.
+"""The projection in a fused op: its product with rows, and the gradients of rows and parameters.
 
 The rows n [N, C] are the output of a norm or an activation. The low-rank term (LoRA) is optional, and n @ Aᵀ is
 rounded::
@@ -192,7 +192,7 @@ class Product:
         d_product [N, F] may be overwritten.
 
         Returns:
-            The `upstream` gradient of this product, and the gated product, which is the rows for ``down.gradients``.
+            The `upstream` gradient of this product, and the gated product, which ``down.gradients`` takes as its rows.
             The gated product may be used only with ``need_product``.
         """
         return gated_act_backward(
@@ -268,7 +268,7 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def sum_dtype(dtype: torch.dtype, chunked: bool) -> torch.dtype | None:
     """Return the dtype in which gradients of chunks are summed.
 
-    Without chunks it is None, which stands for the gradient's own dtype.
+    Without chunks, the result is None, which stands for the gradient's own dtype.
     """
     return torch.promote_types(dtype, torch.float32) if chunked else None
 

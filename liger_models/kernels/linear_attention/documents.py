@@ -1,4 +1,4 @@
-"""Packed documents in kernels: blocks of consecutive tokens, each within one document."""
+"""Packed documents in kernels: the division of documents into blocks of consecutive tokens."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,10 @@ from liger_models.kernels.dispatch import tl, triton
 
 @triton.jit
 def locate(cu_ptr, slot, documents, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The block's document and its bounds, and the block's first token and its end; these two are equal if it is empty.
+    """Return the document of a block, the document's start and end, and the block's start and end.
 
-    The blocks of document n have the slots from start // BLOCK + n on. This leaves enough slots for any length.
+    The blocks of document n, which begins at token ``start``, have the slots from start // BLOCK + n on. There are then
+    enough slots for a document of any length. If a slot has no tokens, the start and the end of its block are equal.
     """
     lanes = tl.arange(0, DOCUMENTS)
     starts = tl.load(cu_ptr + lanes, mask=lanes < documents, other=0)
@@ -21,19 +22,22 @@ def locate(cu_ptr, slot, documents, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr
 
 
 def bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The bounds of the documents of x [B, T, ...] as one sequence; without ``cu_seqlens`` each row is a document."""
+    """Return the bounds of the documents in the flattened tokens of x [B, T, ...].
+
+    Without ``cu_seqlens``, each row is a document.
+    """
     if cu_seqlens is None:
         return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
     return cu_seqlens.contiguous()
 
 
 def slots(tokens: int, documents: int, block: int) -> int:
-    """Upper bound of the number of blocks; the host does not know the lengths of the documents."""
+    """Return an upper bound of the number of blocks, because the host does not know the lengths of the documents."""
     return tokens // block + documents
 
 
 def flat(x: Tensor) -> Tensor:
-    """View [B, T, ...] as [B · T, ...], or copy it; the last dimension becomes contiguous."""
+    """Return x [B, T, ...] as [B · T, ...] with a contiguous last dimension, without a copy where possible."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
     B, T = x.shape[:2]

@@ -1,6 +1,6 @@
 """Backward kernels of the gated delta rule: two scans over the chunks, then the gradients within each chunk.
 
-`gated_delta_rule.py` has the formulas.
+The formulas are in the docstring of `gated_delta_rule.py`.
 """
 
 from liger_models.kernels.dispatch import tl, triton
@@ -16,12 +16,15 @@ def _scan_back(
     HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dX, and the gradients of the state after each chunk and of the initial state, in the steps of `scan`."""
+    """Compute dX, and the gradients of the state after each chunk and of the initial state, from the last chunk on.
+
+    The structure is that of `scan`.
+    """
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
 
-    # Offsets within a chunk: of q and k [C, BLOCK_K], of dO and dX [C, BLOCK_V], of A and P [C, C].
+    # Offsets within a chunk: [C, BLOCK_K] for q and k, [C, BLOCK_V] for dO and dX, and [C, C] for A and P.
     k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
     inside_v = (v_columns < DV)[None, :]
     inside_k = (k_columns < DK)[None, :]
@@ -31,7 +34,7 @@ def _scan_back(
     at_d_out, at_dx = index[:, None] * d_out_t + v_columns[None, :], index[:, None] * DV + v_columns[None, :]
     at_a = index[:, None] * C + index[None, :]
 
-    # Pointers to the last chunk, which each step moves back.
+    # Set pointers to the last chunk. Each step moves them back by a chunk.
     length = (end - start).to(tl.int32)
     chunks = tl.cdiv(length, C)
     last = start + (chunks - 1) * C
@@ -45,7 +48,7 @@ def _scan_back(
     factor_ptr += 4 * head * tokens + last
     d_states_ptr += ((start // C + n + chunks - 1) * Hv + head) * (DK * DV)
 
-    # dS [BLOCK_K, BLOCK_V], in fp32 in registers.
+    # dS [BLOCK_K, BLOCK_V] is in registers, in fp32.
     d_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_FINAL:
         d_state = tl.load(d_final_ptr + (n * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
@@ -59,7 +62,7 @@ def _scan_back(
         write_factor = tl.load(factor_ptr + 2 * tokens + index, mask=inside, other=0.0)
         whole = tl.load(total_ptr + tl.minimum(remaining, C) - 1)
 
-        # dD = Pᵀ dO + e^{G − G_i} · K̂ dS, [C, BLOCK_V], and the part of dS that comes from O.
+        # Compute dD = Pᵀ dO + e^{G − G_i} · K̂ dS, [C, BLOCK_V], and the part of dS that comes from O.
         rounded = d_state.to(dtype)
         tl.store(d_states_ptr + at_state, rounded, mask=inside_state)
         dd = tl.dot(k, rounded, input_precision=PRECISION) * write_factor[:, None]
@@ -73,7 +76,7 @@ def _scan_back(
             scaled = d_out.to(tl.float32) * q_factor[:, None]
             d_state = tl.dot(tl.trans(q), scaled.to(dtype), d_state, input_precision=PRECISION)
 
-        # dX = Aᵀ dD, and the part of dS that comes from X.
+        # Compute dX = Aᵀ dD, and the part of dS that comes from X.
         dx = tl.dot(tl.trans(a), dd.to(dtype), input_precision=PRECISION)
         tl.store(dx_ptr + at_dx, dx.to(dtype), mask=rows & inside_v)
         d_read = (-dx * read_factor[:, None]).to(dtype)
@@ -101,9 +104,10 @@ def scans_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_OUT: tl.constexpr,
     HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Run both scans of the backward, which are independent; each takes half of the programs.
+    """Run both scans of the backward, each in half of the programs. The scans do not depend on each other.
 
-    The longer scan comes first. On an H200 this launch takes 0.8 of the time of two successive launches.
+    The programs of the longer scan come first. On an H200, this launch takes 0.8 of the time of two successive
+    launches.
     """
     programs = tl.num_programs(0) // 2
     program = tl.program_id(0)
@@ -123,7 +127,10 @@ def scans_kernel(
 
 @triton.jit
 def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load a tile [ROWS, COLUMNS] of matrix i from a descriptor of a tensor of matrices; 0 outside the matrix."""
+    """Load a tile [ROWS, COLUMNS] of matrix i by a descriptor of a tensor of matrices.
+
+    Elements outside the matrix are 0.
+    """
     return tensor.load([i, row, column]).reshape(ROWS, COLUMNS)
 
 
@@ -135,11 +142,12 @@ def pair_kernel(
     C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
     DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the backward's matrices between the tokens of one chunk and key head, and dV.
+    """Compute dV, and the backward's two matrices [C, C] between the tokens of one chunk and key head.
 
-    The matrices are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads and scaled by the inverse norms of both
-    sides. The kernel also writes their parts of dβ and of the gradients of the running sums of g. Tiles are loaded by
-    descriptors, which ignore the end of a document, so products are masked beyond it.
+    The matrices are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads, and scaled by the inverse norms of the
+    tokens of the row and of the column. The kernel also computes what these matrices add to dβ and to the gradients of
+    the running sums of g. Tiles are loaded by descriptors, which ignore the end of a document, so products are masked
+    beyond the end.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -149,14 +157,14 @@ def pair_kernel(
     inside, square = rows < count, rows[:, None] * C + rows[None, :]
     keep, strict = (rows[:, None] >= rows[None, :]) & inside[:, None], rows[:, None] > rows[None, :]
 
-    # k̂ · k̂ᵀ [C, C] below the diagonal, which the value heads share.
+    # Compute k̂ · k̂ᵀ [C, C] below the diagonal, which all value heads share.
     k = load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
     k_norm = tl.load(k_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
     at_pairs = (key_head * tokens + first) * C
     kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
     kk = tl.where(strict, kk * (k_norm[:, None] * k_norm[None, :]), 0.0)
 
-    # −β · E ∘ dX Dᵀ of the value heads, with dV = β · dX on the way.
+    # Sum −β · E ∘ dX Dᵀ over the value heads, and store dV = β · dX.
     pairs = tl.zeros([C, C], tl.float32)
     for n in range(GROUP):
         head = key_head * GROUP + n
@@ -172,7 +180,7 @@ def pair_kernel(
             at_dv = dv_ptr + (first * Hv + head) * DV + (rows[:, None] * (Hv * DV) + columns)
             tl.store(at_dv, (wide * beta[:, None]).to(k.dtype), mask=inside[:, None] & (columns < DV))
 
-        # Gradients of β and of the running sums of g, by rows and by columns of E ∘ dX Dᵀ ∘ k̂ · k̂ᵀ.
+        # The gradients of β and of the running sums of g are sums over rows and columns of E ∘ dX Dᵀ ∘ k̂ · k̂ᵀ.
         product = tl.where(keep, product * decays(total, total, keep), 0.0)
         by_decay = product * kk
         by_row = tl.sum(by_decay, 1)
@@ -184,13 +192,13 @@ def pair_kernel(
     pairs = tl.where(strict, pairs * (k_norm[:, None] * k_norm[None, :]), 0.0)
     tl.store(k_pairs_ptr + at_pairs + square, pairs.to(k.dtype), mask=inside[:, None])
     if HAS_OUT:
-        tl.debug_barrier()  # the sums are read again below, by other threads
+        tl.debug_barrier()  # the sums stored above are read below by other threads
         k = load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
         q = load_rows(q_ptr + key_head * q_h + first * q_t, rows, q_t, count, DK, BLOCK_K)
         q_norm = tl.load(q_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0) * scale
         k_norm = tl.load(k_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
 
-        # E ∘ dO Dᵀ of the value heads, and its part in the gradient of the running sums of g.
+        # Sum E ∘ dO Dᵀ over the value heads, and add its contribution to the gradients of the running sums of g.
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (q_norm[:, None] * k_norm[None, :])
         pairs = tl.zeros([C, C], tl.float32)
         for n in range(GROUP):
@@ -215,7 +223,7 @@ def _through_state(
     x, states, head, row, slot, factor, y, key_head, inside, C: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """factor · x Sᵀ for a chunk of x, and the dot product of each of its rows with the same row of y."""
+    """Compute factor · x Sᵀ for a chunk of x, and the dot product of each row of the result with the same row of y."""
     product = tl.zeros([C, BLOCK_K], tl.float32)
     for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
         state = tl.trans(_tile(states, slot, 0, start, BLOCK_K, BLOCK_V))
@@ -227,7 +235,7 @@ def _through_state(
 
 @triton.jit
 def _add_pairs(sum, pairs, x, once, PRECISION: tl.constexpr):
-    """``sum`` + pairs @ x, in a separate loop; otherwise Triton gives the product to only half of the warps."""
+    """Compute ``sum`` + pairs @ x in a separate loop. Otherwise Triton gives the product to only half of the warps."""
     for _ in tl.range(0, once, num_stages=1):
         sum = tl.dot(pairs, x, sum, input_precision=PRECISION)
     return sum
@@ -238,7 +246,10 @@ def _store_gradient(
     ptr, dx, x, norm, inside, row_size: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of x (q or k). dx is ``norm`` times the gradient of x · norm, and norm the inverse L2 norm."""
+    """Store the gradient of x, which is q or k.
+
+    ``norm`` is the inverse L2 norm of x, and ``dx`` is ``norm`` multiplied by the gradient of x · norm.
+    """
     if NORMALIZE:
         unit = x.to(tl.float32) * norm[:, None]
         dx -= unit * tl.sum(dx * unit, 1)[:, None]
@@ -254,10 +265,10 @@ def query_gradients_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dq of one chunk and key head, and add the states' part to the gradients of the running sums of g.
+    """Compute dq of one chunk and key head, and add the states' contribution to the gradients of the running sums of g.
 
-    Rows of q and k that are multiplied elementwise with rows of a product are loaded by descriptors. With loads by
-    pointers, Triton changes the layout of the whole product before it sums.
+    Rows of q and k that are multiplied elementwise by rows of a product are loaded by descriptors. If they were loaded
+    by pointers, Triton would convert the layout of the whole product before the sum.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -269,7 +280,7 @@ def query_gradients_kernel(
     at_rows, key_matrix = key_head * tokens + first, key_head.to(tl.int32)
     q_norm = tl.load(q_norm_ptr + at_rows + rows, mask=inside, other=0.0)
 
-    # The gradient through S: scale · e^G · dO Sᵀ, [C, BLOCK_K], summed over the value heads.
+    # Compute the gradient through S, scale · e^G · dO Sᵀ [C, BLOCK_K], summed over the value heads.
     dq = tl.zeros([C, BLOCK_K], tl.float32)
     for n in range(GROUP):
         head = key_head * GROUP + n
@@ -283,7 +294,7 @@ def query_gradients_kernel(
         along += tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
         tl.store(d_total_ptr + at_head + rows, along, mask=inside)
 
-    # The gradient through the pairs of tokens of the chunk, and through the norm.
+    # Add the gradient through the pairs of tokens in the chunk, and continue the backward through the norm.
     pairs = tl.load(q_pairs_ptr + at_rows * C + square, mask=both, other=0.0)
     k = load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
     dq = _add_pairs(dq, pairs, k, once, PRECISION)
@@ -300,9 +311,10 @@ def key_gradients_kernel(
     BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dk, dβ and dg of one chunk and key head: the states' part plus the parts of the previous kernels.
+    """Compute dk, dβ and dg of one chunk and key head.
 
-    S ∘ dS is summed in a separate loop; with another accumulator in the same loop, registers spill.
+    The states' contribution is computed here and added to the contributions that previous kernels have computed. S ∘ dS
+    is summed in a separate loop, because with another accumulator in the same loop, registers would spill.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -314,7 +326,7 @@ def key_gradients_kernel(
     at_rows, key_matrix = key_head * tokens + first, key_head.to(tl.int32)
     k_norm = tl.load(k_norm_ptr + at_rows + rows, mask=inside, other=0.0)
 
-    # The gradient through S and dS, [C, BLOCK_K], summed over the value heads.
+    # Compute the gradient through S and dS, [C, BLOCK_K], summed over the value heads.
     dk = tl.zeros([C, BLOCK_K], tl.float32)
     for n in range(GROUP):
         head = key_head * GROUP + n
@@ -323,7 +335,7 @@ def key_gradients_kernel(
         beta = tl.load(factor_ptr + 3 * head * tokens + at_head + rows, mask=inside, other=0.0)
         whole = tl.load(total_ptr + at_head + count - 1)
 
-        # S ∘ dS, by which the decay of the whole chunk changes the loss.
+        # Sum S ∘ dS, which is the gradient of the logarithm of the whole chunk's decay.
         product = tl.zeros([BLOCK_K], tl.float32)
         for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
             d_state = _tile(d_states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
@@ -331,7 +343,7 @@ def key_gradients_kernel(
             product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
         carried = tl.sum(product, 0) * tl.exp(whole)
 
-        # R: what the keys read. dβ and dk have it with the opposite sign.
+        # Compute R, the gradient of the keys' reads. R enters dβ and dk with the opposite sign.
         read, along = _through_state(
             dx, states, head.to(tl.int32), at, slot + head.to(tl.int32), tl.exp(total) * k_norm, keys,
             key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
@@ -341,7 +353,7 @@ def key_gradients_kernel(
         tl.store(dbeta_ptr + at_out, d_beta, mask=inside)
         d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0) - along * beta
 
-        # W: what the keys write.
+        # Compute W, the gradient of the keys' writes.
         factor = tl.exp(tl.where(inside, whole - total, float("-inf"))) * k_norm
         write, along = _through_state(
             d, d_states, head.to(tl.int32), at, slot + head.to(tl.int32), factor, keys, key_matrix, inside, C, BLOCK_K,
@@ -349,11 +361,11 @@ def key_gradients_kernel(
         )  # fmt: skip
         dk += write
 
-        # dg from the gradients of the running sums, which g enters from its token on.
+        # Compute dg from the gradients of the running sums. g of a token is part of the sums of this and later tokens.
         dg = tl.cumsum(d_total - along, 0, reverse=True) + (carried + tl.sum(along, 0))
         tl.store(dg_ptr + at_out, dg, mask=inside)
 
-    # The gradient through the pairs of tokens of the chunk, and through the norm.
+    # Add the gradient through the pairs of tokens in the chunk, and continue the backward through the norm.
     q_ptr += key_head * q_h + first * q_t
     k_ptr += key_head * k_h + first * k_t
     if HAS_OUT:

@@ -1,26 +1,28 @@
 """Forward kernels of the gated delta rule: P and A of each chunk, the scan over the chunks, and the recurrence.
 
-`gated_delta_rule.py` has the formulas. The scan also stores what the backward needs.
+The formulas are in the docstring of `gated_delta_rule.py`. The backward runs the scan again, and the scan then stores
+the states.
 """
 
 from liger_models.kernels.dispatch import tl, triton
 from liger_models.kernels.linear_attention.documents import locate
 
 LEAST_DECAY = tl.constexpr(-87.0)
-"""Logarithm of a decay that leaves 1e-38 of the state, to which lower ones are raised: the decay between two tokens is
-a difference of sums of up to 64 of them, which are the less exact the larger they are."""
+"""Lower bound to which logarithms of decays are raised. It is the logarithm of 1e-38. The logarithm of the decay
+between two tokens is computed as a difference of two sums of up to 64 logarithms, and large sums would lose
+accuracy."""
 
 
 @triton.jit
 def load_rows(ptr, rows, stride, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows of a matrix [tokens, WIDTH], with 0 from row ``end`` on."""
+    """Load rows of a matrix [tokens, WIDTH]. Rows from ``end`` on are 0."""
     columns = tl.arange(0, BLOCK)[None, :]
     return tl.load(ptr + rows[:, None] * stride + columns, mask=(rows < end)[:, None] & (columns < WIDTH), other=0.0)
 
 
 @triton.jit
 def _inverse_norms(x, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
-    """1 / |x| of each row, [rows], or 1."""
+    """Compute 1 / |x| for each row, [rows], or return 1 without NORMALIZE."""
     wide = x.to(tl.float32)
     square = tl.sum(wide * wide, 1)
     return 1.0 / tl.sqrt(square + EPS) if NORMALIZE else tl.zeros_like(square) + 1.0
@@ -28,7 +30,7 @@ def _inverse_norms(x, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def decays(left, right, keep):
-    """exp(left_i − right_j) where ``keep``, and 0 elsewhere."""
+    """Compute exp(left_i − right_j) where ``keep`` is True, and 0 elsewhere."""
     return tl.exp(tl.where(keep, left[:, None] - right[None, :], float("-inf")))
 
 
@@ -39,17 +41,17 @@ def similarity_kernel(
     BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr, NEED_P: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write P, the running sums of g, the inverse norms, and the factors of rows of one chunk and key head.
+    """Compute P, the running sums of g, the inverse norms, and the coefficients of rows of one chunk and key head.
 
-    Each row has four factors: β; the factors of K S in X and of D in the next state, which include the inverse norm of
-    k; and the factor of Q S in O.
+    Each row has four coefficients: β, the coefficient of K S in X, that of D in the next state, and that of Q S in O.
+    The last three include the inverse norm of k or q.
     """
     key_head = tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
 
-    # Norms of the keys and queries, [C] each, and q̂ · k̂ᵀ [C, C], which the value heads share.
+    # Compute inverse norms of keys and queries, [C] each, and q̂ · k̂ᵀ [C, C], which all value heads share.
     index = tl.arange(0, C)
     rows = first + index
     inside = rows < end
@@ -62,7 +64,7 @@ def similarity_kernel(
         tl.store(q_norm_ptr + key_head * tokens + rows, q_norm, mask=inside)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * q_norm[:, None] * k_norm[None, :])
 
-    # For each value head, the running sums of g [C], the factors of rows [C], and P [C, C].
+    # For each value head, compute the running sums of g [C], the coefficients of rows [C], and P [C, C].
     for head in range(key_head * GROUP, (key_head + 1) * GROUP):
         g = tl.load(g_ptr + head * g_h + rows * g_t, mask=inside, other=0.0).to(tl.float32)
         total = tl.cumsum(tl.where(g < LEAST_DECAY, LEAST_DECAY, g), 0)
@@ -82,19 +84,19 @@ def similarity_kernel(
 
 @triton.jit
 def _times(left, right, PRECISION: tl.constexpr):
-    """left @ right"""
+    """Compute left @ right."""
     return tl.dot(left, right, input_precision=PRECISION)
 
 
 @triton.jit
 def _add_dots(sum, left, right, PRECISION: tl.constexpr):
-    """sum + left @ rightᵀ"""
+    """Compute sum + left @ rightᵀ."""
     return tl.dot(left, tl.trans(right), sum, input_precision=PRECISION)
 
 
 @triton.jit
 def _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, ROW: tl.constexpr):
-    """Load the running sums of g, β times the inverse norms of k, and these norms, for 16 rows from ``ROW`` on."""
+    """Load the running sums of g, β / |k| and 1 / |k| for 16 rows from ``ROW`` on."""
     rows = ROW + tl.arange(0, 16)
     norm = tl.load(k_norm_ptr + rows, mask=rows < count, other=0.0)
     beta = tl.load(factor_ptr + rows, mask=rows < count, other=0.0)
@@ -103,13 +105,16 @@ def _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, ROW: tl.constexpr):
 
 @triton.jit
 def _scale_block(products, left, right, keep):
-    """A block of M, from k_i·k_j and the factors of its rows and columns."""
+    """Compute a block of M from the products k_i·k_j and the coefficients of its rows and columns."""
     return products * decays(left[0], right[0], keep) * left[1][:, None] * right[2][None, :]
 
 
 @triton.jit
 def _invert_block(products, factors, PRECISION: tl.constexpr):
-    """(I + M)⁻¹ of a diagonal block of M, from the inverses of its diagonal blocks of size 2, then 4, then 8."""
+    """Compute (I + M)⁻¹ of a diagonal block of M.
+
+    The inverse is built from the inverses of diagonal blocks of size 2, then of size 4, then of size 8.
+    """
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     m = _scale_block(products, factors, factors, row > column)
     a = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -m, 0.0))
@@ -121,7 +126,7 @@ def _invert_block(products, factors, PRECISION: tl.constexpr):
 
 @triton.jit
 def _store_block(a_ptr, x, count, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
-    """Store a block [16, 16] of A [C, C], without rows beyond the last token."""
+    """Store a block [16, 16] of A [C, C], except for rows beyond the last token."""
     rows, columns = ROW + tl.arange(0, 16), COLUMN + tl.arange(0, 16)
     at = a_ptr + rows[:, None] * C + columns[None, :]
     tl.store(at, x.to(a_ptr.dtype.element_ty), mask=(rows < count)[:, None])
@@ -133,13 +138,16 @@ def inverse_kernel(
     C: tl.constexpr, DK: tl.constexpr, BLOCK: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write A of one chunk and value head in blocks of 16 x 16: the diagonal, then the blocks below it by products."""
+    """Compute A of one chunk and value head in blocks of 16 x 16.
+
+    First the diagonal blocks are inverted. Then the blocks below the diagonal are computed as products.
+    """
     head = tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
 
-    # All pointers at the first token of the chunk.
+    # Set all pointers to the first token of the chunk.
     count, index = (end - first).to(tl.int32), tl.arange(0, 16)
     k_ptr += head // GROUP * k_h + first * k_t
     k_norm_ptr += head // GROUP * tokens + first
@@ -147,7 +155,7 @@ def inverse_kernel(
     factor_ptr += 4 * head * tokens + first
     a_ptr += (head * tokens + first) * C
 
-    # The ten blocks [16, 16] of k · kᵀ on and below the diagonal, over BLOCK columns at a time.
+    # Compute the ten blocks [16, 16] of k · kᵀ on and below the diagonal, summing over BLOCK columns at a time.
     none = tl.zeros([16, 16], tl.float32)
     m00, m11, m22, m33, m10, m20, m21, m30, m31, m32 = none, none, none, none, none, none, none, none, none, none
     for start in tl.range(0, DK, BLOCK, num_stages=STAGES):
@@ -161,7 +169,7 @@ def inverse_kernel(
         m21, m30 = _add_dots(m21, k2, k1, PRECISION), _add_dots(m30, k3, k0, PRECISION)
         m31, m32 = _add_dots(m31, k3, k1, PRECISION), _add_dots(m32, k3, k2, PRECISION)
 
-    # The diagonal of A: inverses of blocks. Below, blocks of M.
+    # Compute the diagonal blocks of A by inversion, and the blocks of M below the diagonal.
     f0 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 0)
     f1 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 16)
     f2 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 32)
@@ -170,7 +178,8 @@ def inverse_kernel(
     a22, a33 = _invert_block(m22, f2, PRECISION), _invert_block(m33, f3, PRECISION)
     m10, m20, m21 = _scale_block(m10, f1, f0, True), _scale_block(m20, f2, f0, True), _scale_block(m21, f2, f1, True)
     m30, m31, m32 = _scale_block(m30, f3, f0, True), _scale_block(m31, f3, f1, True), _scale_block(m32, f3, f2, True)
-    # Each block is stored as soon as no product needs it any more, which frees its registers.
+    # Each block is stored as soon as no later product needs it, which frees its registers. The blocks above the
+    # diagonal are 0.
     _store_block(a_ptr, none, count, 0, 16, C)
     _store_block(a_ptr, none, count, 0, 32, C)
     _store_block(a_ptr, none, count, 0, 48, C)
@@ -201,7 +210,7 @@ def inverse_kernel(
 
 @triton.jit
 def owned_columns(program, Hv: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr):
-    """The document, value head, key head and columns of the state that a program of a scan computes."""
+    """Return the document, value head, key head and columns of the state that a program of a scan computes."""
     BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     head = (program // BLOCKS % Hv).to(tl.int64)
     columns = program % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -215,16 +224,17 @@ def scan(
     DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr,
     STORE_OUT: tl.constexpr, STORE_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write output and final state, or with STORE_STATES the state before each chunk and D, for the backward.
+    """Go through the chunks of a document in order, and store output and final state.
 
-    There are few programs per multiprocessor, so a step has to be short: earlier kernels compute everything that all
-    columns share, and offsets within a chunk are 32-bit numbers.
+    With STORE_STATES, store the state before each chunk and D instead, for the backward. There are few programs per
+    multiprocessor, so a step must be short: earlier kernels compute everything that all columns share, and offsets
+    within a chunk are 32-bit numbers.
     """
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
 
-    # Offsets within a chunk: of q and k [C, BLOCK_K], of v, o and d [C, BLOCK_V], of A and P [C, C].
+    # Offsets within a chunk: [C, BLOCK_K] for q and k, [C, BLOCK_V] for v, o and d, and [C, C] for A and P.
     k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
     inside_v = (v_columns < DV)[None, :]
     inside_k = (k_columns < DK)[None, :]
@@ -234,7 +244,7 @@ def scan(
     at_v, at_out = index[:, None] * v_t + v_columns[None, :], index[:, None] * (Hv * DV) + v_columns[None, :]
     at_d, at_a = index[:, None] * DV + v_columns[None, :], index[:, None] * C + index[None, :]
 
-    # Pointers to the first chunk, which each step moves on.
+    # Set pointers to the first chunk. Each step moves them on by a chunk.
     q_ptr += key_head * q_h + start * q_t
     k_ptr += key_head * k_h + start * k_t
     v_ptr += head * v_h + start * v_t
@@ -246,7 +256,7 @@ def scan(
     factor_ptr += 4 * head * tokens + start
     states_ptr += ((start // C + n) * Hv + head) * (DK * DV)
 
-    # S [BLOCK_K, BLOCK_V], in fp32 in registers.
+    # S [BLOCK_K, BLOCK_V] is in registers, in fp32.
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_INITIAL:
         state = tl.load(initial_ptr + (n * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
@@ -263,13 +273,13 @@ def scan(
         write_factor = tl.load(factor_ptr + 2 * tokens + index, mask=inside, other=0.0)
         whole = tl.load(total_ptr + tl.minimum(remaining, C) - 1)
 
-        # D = A X with X = β · (V − e^G · K̂ S), [C, BLOCK_V] each.
+        # Compute X = β · (V − e^G · K̂ S) and D = A X, [C, BLOCK_V] each.
         rounded = state.to(dtype)
         read = tl.dot(k, rounded, input_precision=PRECISION)
         x = beta[:, None] * v.to(tl.float32) - read_factor[:, None] * read
         d = tl.dot(a, x.to(dtype), input_precision=PRECISION)
 
-        # O = scale · e^G · Q̂ S + P D, [C, BLOCK_V].
+        # Compute O = scale · e^G · Q̂ S + P D, [C, BLOCK_V].
         if STORE_OUT:
             q = tl.load(q_ptr + at_q, mask=rows & inside_k, other=0.0)
             p = tl.load(p_ptr + at_a, mask=rows, other=0.0)
@@ -281,7 +291,7 @@ def scan(
             tl.store(states_ptr + at_state, rounded, mask=inside_state)
             tl.store(d_ptr + at_d, d.to(dtype), mask=rows & inside_v)
 
-        # S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D
+        # Update S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D.
         update = (d * write_factor[:, None]).to(dtype)
         state = tl.dot(tl.trans(k), update, state * tl.exp(whole), input_precision=PRECISION)
 
@@ -307,7 +317,7 @@ def scan_kernel(
     BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr,
     STORE_OUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`scan` as the kernel of the forward."""
+    """Run `scan` in the forward."""
     scan(
         tl.program_id(0), q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, out_ptr,
         final_ptr, out_ptr, out_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, Hv, GROUP, C, DK, BLOCK_K, DV, BLOCK_V,
@@ -321,14 +331,14 @@ def step_kernel(
     g_t, g_h, beta_t, beta_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Follow the recurrence token by token."""
+    """Compute the recurrence token by token."""
     n, head, key_head, v_columns = owned_columns(tl.program_id(0), Hv, GROUP, DV, BLOCK_V)
     k_columns = tl.arange(0, BLOCK_K)
     inside_k, inside_v = k_columns < DK, v_columns < DV
     inside_state = inside_k[:, None] & inside_v[None, :]
     at_state = (n * Hv + head) * (DK * DV) + k_columns[:, None] * DV + v_columns[None, :]
 
-    # S [BLOCK_K, BLOCK_V], in fp32 in registers.
+    # S [BLOCK_K, BLOCK_V] is in registers, in fp32.
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_INITIAL:
         state = tl.load(initial_ptr + at_state, mask=inside_state, other=0.0)
@@ -342,7 +352,7 @@ def step_kernel(
             q = q / tl.sqrt(tl.sum(q * q, 0) + EPS)
             k = k / tl.sqrt(tl.sum(k * k, 0) + EPS)
 
-        # The recurrence: decay, read, write, and read with the query.
+        # Decay the state, read it with the key, write to it, and read it with the query.
         state *= tl.exp(g)
         d = beta * (v - tl.sum(state * k[:, None], 0))
         state += k[:, None] * d[None, :]

@@ -1,37 +1,39 @@
 """Gated delta rule: linear attention whose state is one matrix per head.
 
-Forward, for each value head and token in fp32, with S [Dk, Dv] the state, q̂ and k̂ the L2-normalized query and key::
+S [Dk, Dv] is the state of a value head, and q̂ and k̂ are the L2-normalized query and key. The forward computes, for
+each value head and token, in fp32::
 
     S ← exp(g) · S,   d = β · (v − k̂ᵀ S),   S ← S + k̂ dᵀ,   o = scale · q̂ᵀ S
 
-The kernels take `CHUNK` tokens at a time. With S the state before the chunk, G_i = Σ_{j ≤ i} g_j within it, G its last
-value, E_ij = exp(G_i − G_j) for i ≥ j and 0 otherwise, and rows of matrices for tokens::
+The kernels process `CHUNK` tokens at a time. Within a chunk, let G_i = Σ_{j ≤ i} g_j, and let G be the last G_i. Let
+E_ij = exp(G_i − G_j) for i ≥ j, and 0 otherwise. S is the state before the chunk, and the rows of matrices are tokens::
 
     M_ij = β_i · E_ij · k̂_i·k̂_j  (i > j),   A = (I + M)⁻¹,   P_ij = scale · E_ij · q̂_i·k̂_j
     X = β · (V − e^{G_i} · K̂ S),   D = A X,   O = scale · e^{G_i} · Q̂ S + P D,   S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D
 
-One kernel computes P of all chunks and the factors of the rows of Q, K and X, and a second kernel computes A. A third
-kernel goes through the chunks in order; each of its programs holds some columns of S in registers. Backward, with dS
-the gradient of the state after the chunk, in the opposite order::
+A first kernel computes P of all chunks, and the coefficients of the rows of Q, K and X. A second kernel computes A. A
+third kernel goes through the chunks in order, where each program holds some columns of S in registers. The backward
+goes through the chunks in the opposite order. dS is the gradient of the state after the chunk::
 
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-S and D, which do not depend on these gradients, are recomputed at the same time. The other gradients of a chunk are
-those of its reads (by queries and keys) and of its writes (by keys); ∘ is the elementwise product::
+S and D do not depend on these gradients, and the same launch recomputes them. The other gradients of a chunk come from
+its reads, by queries and keys, and from its writes, by keys. ∘ is the elementwise product::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
     W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
 
-If a key head serves several value heads, one program sums over them. A first kernel sums E ∘ dO Dᵀ and β · E ∘ dX Dᵀ.
-Two other kernels sum the terms with S and dS, and add the products with the first kernel's sums. Products are in the
-dtype of q, k and v and are summed in fp32; the state and the decay are in fp32, and products within the inverse have
-errors of at most 2⁻¹⁶. Saved: the inputs, and A in their dtype. The backward recomputes P, S and D.
+If several value heads share a key head, one program sums over them. A first kernel sums E ∘ dO Dᵀ and β · E ∘ dX Dᵀ.
+Two other kernels sum the terms with S and dS, and add the products with the sums of the first kernel. The operands of
+products are in the dtype of q, k and v, and the products are summed in fp32. The state and the decay are in fp32.
+Products for the inverse have errors of at most 2⁻¹⁶. The inputs and A, in the dtype of the inputs, are saved. The
+backward recomputes P, S and D.
 
-For a few tokens without gradients (decoding) a separate kernel follows the recurrence.
+For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
-Source: https://arxiv.org/abs/2412.06464; the form in chunks: https://arxiv.org/abs/2406.06484.
+Source: https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2406.06484 (computation in chunks).
 """
 
 from typing import Any
@@ -57,28 +59,31 @@ from liger_models.kernels.linear_attention.gated_delta_forward import (
 )
 
 CHUNK = 64
-"""Tokens that are computed together: four blocks of 16, the least that tensor cores multiply."""
+"""Number of tokens in a chunk. A chunk consists of four blocks of 16 tokens, the smallest size that tensor cores
+multiply."""
 
 L2_EPS = 1e-6
 
 STEP_TOKENS = 16
-"""Most tokens for which the recurrence is followed token by token, where no gradient is needed."""
+"""Largest number of tokens for which the recurrence is computed token by token if no gradient is needed."""
 
 SIMILARITY_WARPS, INVERSE_WARPS, INVERSE_STAGES = 8, 1, 3
 SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
-"""In the kernels that go through the chunks in order, each program has this many columns of the state of one head. With
-32, heads of 128 have four programs, which fill a GPU where there is one text with 32 heads."""
+"""SCAN_COLUMNS is the number of columns of one head's state that a program of a scan holds. With 32 columns, there are
+four programs for a head of 128, so that a single sequence with 32 heads occupies a GPU."""
 
 BACK_STAGES = 2
-"""Stages in the scans of the backward: with more, the shared memory of Hopper would not hold two programs."""
+"""Number of pipeline stages in the scans of the backward. With more stages, two programs would not fit into the shared
+memory of a Hopper multiprocessor."""
 
 GRADIENT_WARPS, GRADIENT_STAGES, GRADIENT_COLUMNS = 4, 2, 64
-"""The kernels of the other gradients take this many columns of v at a time, but at most half of v's columns. Four warps
-took less time on Hopper than eight, with as many registers as they ask for or with 128."""
+"""GRADIENT_COLUMNS is the number of columns of v that the kernels of the other gradients process at a time, but they
+process at most half of v's columns. On Hopper, four warps were faster than eight, both with unlimited registers and
+with at most 128 registers per thread."""
 
 KEY_COLUMNS = 64
-"""Kernels take this many columns of q and k, or twice as many. Other numbers gave wrong results on Hopper with
-Triton 3.6."""
+"""Kernels process blocks of this many columns of q and k, or of twice as many. Other sizes gave wrong results on Hopper
+with Triton 3.6."""
 
 STEP_WARPS, STEP_COLUMNS = 4, 32
 
@@ -95,7 +100,10 @@ def gated_delta_rule_reference(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and final states of `gated_delta_rule` in plain torch (differentiable; fp64 stays fp64)."""
+    """Compute the output and the final states of `gated_delta_rule` in plain PyTorch.
+
+    The function is differentiable, and keeps fp64 inputs in fp64.
+    """
     result_dtype, dtype = v.dtype, torch.promote_types(v.dtype, torch.float32)
     (B, T, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
@@ -105,12 +113,13 @@ def gated_delta_rule_reference(
     q = q * (Dk**-0.5 if scale is None else scale)
     q, k = (x.repeat_interleave(Hv // Hk, 1) for x in (q, k))
 
-    # The document of each token; without documents a row is one.
+    # Find the document of each token. Without documents, each row is a document.
     token = torch.arange(T, device=v.device)
     edges = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()
-    document = torch.searchsorted(edges, token, right=True) - 1  # not of edges[1:]: Inductor takes no slice (2.11)
+    # The search is in all of `edges` instead of edges[1:], because Inductor of PyTorch 2.11 does not support a slice.
+    document = torch.searchsorted(edges, token, right=True) - 1
 
-    # The state [B, Hv, Dk, Dv] that a chunk begins with, and the final state of each document.
+    # ``state`` [B, Hv, Dk, Dv] is the state before a chunk, and ``finals`` has the final state of each document.
     state = v.new_zeros(B, Hv, Dk, Dv)
     initial = None if initial_state is None else initial_state.to(dtype)
     if cu_seqlens is None:
@@ -123,33 +132,35 @@ def gated_delta_rule_reference(
         Q, K, V, decay, b = (x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta))
         tokens_document = document[start : start + CHUNK]
 
-        # Which tokens of the chunk see each other, [C, C], and which read the state of the chunk before, [C, 1].
+        # Find which tokens of the chunk see each other, [C, C], and which read the previous chunk's state, [C, 1].
         causal = torch.ones(len(tokens_document), len(tokens_document), dtype=torch.bool, device=v.device).tril()
         causal = causal & (tokens_document[:, None] == tokens_document)
-        # Documents that began before this chunk continue from `state`, the others start from their initial one.
+        # Documents that began before this chunk continue from `state`. Others start from their initial state.
         carried = tokens_document == document[max(start - 1, 0)]
         carried = (carried if start or cu_seqlens is None else carried & False).to(dtype)[:, None]
 
-        # Decays between tokens, [.., C, C], and since the state, [.., C, 1]. Each is added up by itself: a difference
-        # of running sums would lose small decays beside a large one, and be NaN beside an infinite one.
+        # Compute the decays from token to token, [.., C, C], and from the state to each token, [.., C, 1]. Each decay
+        # is a separate sum. In a difference of running sums, small terms would be lost beside a large one, and an
+        # infinite term would give NaN.
         later = torch.ones_like(causal).tril(-1)
         sums = decay[..., :, None].expand(*decay.shape, decay.shape[-1]).masked_fill(~later, 0).cumsum(-2)
         between = sums.masked_fill(~causal, -torch.inf).exp()
-        first = (tokens_document[:, None] > tokens_document).sum(-1)  # token in this chunk of the token's document
+        first = (tokens_document[:, None] > tokens_document).sum(-1)  # first token of the same document in this chunk
         since = (sums.gather(-1, first.expand(decay.shape)[..., None]) + decay[..., first, None]).exp()
 
         def read_state(x: Tensor) -> Tensor:
-            """``x`` times its document's state before this chunk, decayed up to the token."""
+            """Multiply each row of x by the state of its document before this chunk, with the decay up to the token."""
             out = (x @ state) * carried
             if initial is not None:
                 out = out + torch.einsum("bhtk,thkv->bhtv", x, initial[tokens_document]) * (1 - carried)
             return out * since
 
-        # D [.., C, Dv] from (I + M) D = β · (V − K̂ S), and the output.
+        # Solve (I + M) D = β · (V − K̂ S) for D [.., C, Dv], and compute the output.
         system = (K @ K.mT * between * b[..., None]).tril(-1)
         d = torch.linalg.solve_triangular(system, b[..., None] * (V - read_state(K)), upper=False, unitriangular=True)
         out = read_state(Q) + (Q @ K.mT * between) @ d
-        # The state after the last token; with documents after each token, since a document may end at any.
+        # Compute the state after the last token or, with documents, after each token, because a document may end at any
+        # token.
         ends = slice(-1, None) if cu_seqlens is None else slice(None)
         after = (between[:, :, ends, :, None] * K[:, :, None]).mT @ d[:, :, None]
         previous = state[:, :, None] * carried[ends, :, None]
@@ -170,7 +181,7 @@ def gated_delta_rule_reference(
 
 
 class _Sizes:
-    """Sizes and constants that the kernels of one call share."""
+    """Sizes and constants that all kernels of one call share."""
 
     def __init__(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
         (self.B, self.T, self.Hk, self.Dk), (self.Hv, self.Dv) = k.shape, v.shape[2:]
@@ -179,14 +190,14 @@ class _Sizes:
         self.documents = len(self.cu) - 1
         self.slots = slots(self.tokens, self.documents, CHUNK)
 
-        # Columns of q and k, of v in all, and of v for a program of a scan.
+        # Choose the padded widths of q and k and of v, and the number of columns of v per program of a scan.
         block_k = KEY_COLUMNS if self.Dk <= KEY_COLUMNS else 2 * KEY_COLUMNS
         block_v = max(triton.next_power_of_2(self.Dv), 16)
         columns = min(block_v, SCAN_COLUMNS)
         self.shape = {"GROUP": self.Hv // self.Hk, "C": CHUNK, "DK": self.Dk, "BLOCK_K": block_k}
-        # Three products of TF32 are as good as one of fp32, and tensor cores have them. Three of bfloat16 take half of
-        # the instructions, with errors of 2⁻¹⁶, far below those of an inverse that is stored in half precision, but the
-        # interpreter of Triton does not know them.
+        # Three TF32 products, which run on tensor cores, are as accurate as one fp32 product. Three bfloat16 products
+        # take half as many instructions and have errors of 2⁻¹⁶, which is far less than the rounding of an inverse that
+        # is stored in half precision. Triton's interpreter does not support the bfloat16 products.
         is_amd, in_half = torch.version.hip is not None, k.element_size() == 2 and not INTERPRET
         self.precision = {"PRECISION": "ieee" if is_amd else "tf32x3"}
         self.inverse_precision = "ieee" if is_amd else "bf16x3" if in_half else "tf32x3"
@@ -195,8 +206,8 @@ class _Sizes:
         self.columns, self.block_v = columns, block_v
 
     def scan(self, k: Tensor, stages: int) -> dict[str, Any]:
-        """Constants of the kernels that go through the chunks."""
-        # A chunk of q, k, A, P and v or dO, as many times as there are stages.
+        """Return the constants of the scans."""
+        # Each pipeline stage holds a chunk of q, k, A, P, and v or dO in shared memory.
         stage = CHUNK * (2 * self.shape["BLOCK_K"] + 2 * CHUNK + self.columns) * k.element_size()
         return self.shape | self.precision | {
             "Hv": self.Hv, "DV": self.Dv, "BLOCK_V": self.columns, "STAGES": fitting_stages(k, stages, stage),
@@ -208,16 +219,16 @@ def _prepare(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: _Sizes, scale: float, normalize: bool, need_p: bool,
     inverse: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return A, P, the running sums of g, the factors of rows, and the inverse norms of q and k, all with heads first.
+    """Return A, P, the running sums of g, the coefficients of rows, and the inverse norms of q and k.
 
-    ``inverse`` is A if it is already known.
+    The first dimension of all results is the heads. ``inverse`` is A if A is already known, and otherwise None.
     """
     p = k.new_empty(sizes.Hv, sizes.tokens, CHUNK)
     total = k.new_empty(sizes.Hv, sizes.tokens, dtype=torch.float32)
     q_norm, k_norm = (total.new_empty(sizes.Hk, sizes.tokens) for _ in range(2))
     factors = total.new_empty(sizes.Hv, 4, sizes.tokens)
 
-    # P, running sums and factors of each chunk and key head; then A of each chunk and value head.
+    # Compute P, running sums and coefficients of each chunk and key head, then A of each chunk and value head.
     counts = sizes.tokens, sizes.documents
     similarity_kernel[(sizes.slots, sizes.Hk)](
         q, k, g, beta, sizes.cu, p, total, q_norm, k_norm, factors, *counts, *q.stride()[:2], *k.stride()[:2],
@@ -235,7 +246,7 @@ def _prepare(
 
 
 def _matrices(x: Tensor, rows: int, columns: int) -> Any:
-    """Describe a tensor of matrices, to load ``rows`` x ``columns`` of one at a time."""
+    """Return a descriptor of a tensor of matrices, by which kernels load tiles [rows, columns] of one matrix."""
     if x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:2]):
         x = x.clone(memory_format=torch.contiguous_format)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
@@ -271,7 +282,7 @@ def _gated_delta_rule(
     initial = final if initial_state is None else initial_state.contiguous()
     with on_device_of(k):
         inverse, p, total, factors, _, _ = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)
-        # A pointer argument that the constants switch off still has to be a tensor.
+        # Arguments that the kernel does not use must be tensors, too.
         scan_kernel[(sizes.scan_programs,)](
             q, k, v, sizes.cu, inverse, p, total, factors, initial, out, final, sizes.tokens, *q.stride()[:2],
             *k.stride()[:2], *v.stride()[:2], HAS_INITIAL=initial_state is not None, STORE_OUT=need_out,
@@ -295,13 +306,13 @@ def _gated_delta_rule_backward(
     q, k, v, g, beta = map(flat, (q, k, v, g, beta))
     d_out = v if d_out is None else flat(d_out)
 
-    # S before and dS after each chunk, D and dX, for the gradients within chunks.
+    # The gradients within chunks need S before each chunk, dS after each chunk, D and dX.
     states, d_states = (k.new_empty(sizes.slots * sizes.Hv, sizes.Dk, sizes.Dv) for _ in range(2))
     d, dx = (k.new_empty(sizes.Hv, sizes.tokens, sizes.Dv) for _ in range(2))
     counts, strides = (sizes.tokens, sizes.documents), (*q.stride()[:2], *k.stride()[:2])
     with on_device_of(k):
         _, p, total, factors, q_norm, k_norm = _prepare(q, k, g, beta, sizes, scale, normalize, has_out, inverse)
-        # A pointer argument that the constants switch off still has to be a tensor.
+        # Arguments that the kernel does not use must be tensors, too.
         scans_kernel[(2 * sizes.scan_programs,)](
             q, k, v, sizes.cu, inverse, p, total, factors,
             total if initial_state is None else initial_state.contiguous(), states, d, d_out,
@@ -310,7 +321,7 @@ def _gated_delta_rule_backward(
             HAS_FINAL=has_final, **sizes.scan(k, BACK_STAGES),
         )  # fmt: skip
 
-        # Constants of the three kernels of gradients within a chunk.
+        # The three kernels for the gradients within a chunk share these constants.
         block_v = max(min(sizes.block_v // 2, GRADIENT_COLUMNS), 16)
         stage = (2 * sizes.shape["BLOCK_K"] + CHUNK) * block_v * k.element_size()  # S, dS and D
         common = sizes.shape | sizes.chunked | sizes.precision | {
@@ -319,12 +330,13 @@ def _gated_delta_rule_backward(
         }  # fmt: skip
         grid = sizes.slots, sizes.Hk
 
-        # Descriptors: tiles of matrices [heads or slots, rows, columns].
+        # These descriptors load tiles from tensors [heads or slots, rows, columns].
         d_tiles, d_out_tiles, dx_tiles = (_matrices(x, CHUNK, block_v) for x in (d, d_out.transpose(0, 1), dx))
         state_tiles, d_state_tiles = (_matrices(x, sizes.shape["BLOCK_K"], block_v) for x in (states, d_states))
         queries, keys = (_matrices(x.transpose(0, 1), CHUNK, sizes.shape["BLOCK_K"]) for x in (q, k))
 
-        # E ∘ dO Dᵀ and β · E ∘ dX Dᵀ of each chunk, and parts of the gradients of β and of the sums of g.
+        # Compute E ∘ dO Dᵀ and β · E ∘ dX Dᵀ of each chunk, and their contributions to the gradients of β and of the
+        # running sums of g.
         q_pairs, k_pairs = (k.new_empty(sizes.Hk, sizes.tokens, CHUNK) for _ in range(2))
         d_total, d_beta = (torch.empty_like(total) for _ in range(2))
         pair_kernel[grid](
@@ -378,7 +390,7 @@ def _inverse_like(k: Tensor, v: Tensor) -> Tensor:
 def _gradients_like(
     d_out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Allocate the gradients; without a gradient of the output, q has none."""
+    """Allocate the gradients. If the output has no gradient, q has none either, and its gradient is empty."""
     d_initial = (
         g.new_empty(0, dtype=torch.float32)
         if initial_state is None
@@ -413,9 +425,10 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, d_out, d_final, _):
     if d_out is None and d_final is None:
         return (None,) * 10
-    saved = ctx.saved_tensors  # once: checkpointing recomputes what it unpacks
+    saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
     grads = torch.ops.liger_models.gated_delta_rule_backward(d_out, d_final, *saved, ctx.scale, ctx.normalize)
-    # The initial state is the sixth input; the output, the only thing that q affects, may have no gradient.
+    # q affects only the output, so q has a gradient only if the output has one. The sixth saved tensor is the initial
+    # state, which may be None.
     has_grad = d_out is not None, *(True,) * 4, saved[5] is not None
     return *(grad if has else None for grad, has in zip(grads, has_grad, strict=True)), *(None,) * 4
 
@@ -448,10 +461,10 @@ def _check(
 
 
 def is_fused(k: Tensor, v: Tensor) -> bool:
-    """Whether kernels compute the rule: on an accelerator, in half precision, with supported head sizes.
+    """Return whether Triton kernels compute the rule.
 
-    Head sizes must be multiples of 16 bytes, and keys have at most 128 columns. In float32 the backward kernels gave
-    wrong results on a GPU, so float32 runs in plain torch.
+    The kernels require an accelerator, half precision, head dimensions that are multiples of 16 bytes, and keys with at
+    most 128 columns. In float32, the backward kernels gave wrong results on a GPU, so float32 runs in plain PyTorch.
     """
     in_half = k.dtype != torch.float32 or k.device.type == "cpu"
     fits = k.shape[-1] <= 2 * KEY_COLUMNS and not any(x.shape[-1] * x.itemsize % 16 for x in (k, v))
@@ -471,25 +484,27 @@ def gated_delta_rule(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The gated delta rule over whole sequences, packed documents, or the next tokens of a sequence.
+    """Compute the gated delta rule for whole sequences, for packed documents, or for the next tokens of a sequence.
 
     Args:
-        q, k: [B, T, Hk, Dk], float32, float16 or bfloat16. Where `is_fused` is False, the rule runs in plain torch.
-        v: [B, T, Hv, Dv], of the same dtype. Each key head serves Hv / Hk consecutive value heads.
-        g: [B, T, Hv], the logarithm of the decay, at most 0; float32.
-        beta: [B, T, Hv], the share by which a token's value replaces the state's value for its key.
-        scale: multiplies the queries; None for Dk^-0.5.
-        normalize: divide each query and key by its L2 norm, ``x · rsqrt(Σ x² + 1e-6)``.
-        initial_state: [B, Hv, Dk, Dv] float32, the state before the first token, or one for each document; None for 0.
-        return_state: also return the state after the last token.
-        cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, from 0 to T, for B = 1. No document
-            sees another one.
+        q, k: [B, T, Hk, Dk], float32, float16 or bfloat16. If `is_fused` is False, the rule runs in plain PyTorch.
+        v: [B, T, Hv, Dv], in the dtype of q. Hv / Hk consecutive value heads share a key head.
+        g: [B, T, Hv] float32, the logarithm of the decay, at most 0.
+        beta: [B, T, Hv], the fraction by which a token's value replaces the value that the state has for the key.
+        scale: number by which the queries are multiplied; None for Dk^-0.5.
+        normalize: whether to normalize each query and key, ``x · rsqrt(Σ x² + 1e-6)``.
+        initial_state: [B, Hv, Dk, Dv] float32, the state before the first token, or [documents, Hv, Dk, Dv] with a
+            state for each document. None for 0.
+        return_state: whether to return the state after the last token, too.
+        cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
+            Tokens do not see other documents.
 
     Returns:
-        [B, T, Hv, Dv] in the dtype of v; with ``return_state`` also the final state, of the shape of ``initial_state``.
+        The output [B, T, Hv, Dv] in the dtype of v. With ``return_state``, also the final state, in the shape of
+        ``initial_state``.
 
     Raises:
-        ValueError: the shapes do not fit together.
+        ValueError: the shapes do not match.
         TypeError: a tensor has the wrong dtype.
     """
     _check("gated_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens)
@@ -514,18 +529,18 @@ def _differentiable(*tensors: Tensor | None) -> bool:
 def gated_delta_transition(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, normalize: bool = True, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The effect of tokens on any state: ``state after = A @ state before + b``.
+    """Compute the effect of tokens on any state: ``state after = A @ state before + b``.
 
     Ranks that hold consecutive parts of a sequence exchange A and b, whose sizes do not depend on the number of tokens.
     `states_before` then computes the initial state of each rank.
 
     Args:
         k, v, g, beta, normalize: as in `gated_delta_rule`.
-        cu_seqlens: as in `gated_delta_rule`; A and b map the state before the first document to the state after the
-            last.
+        cu_seqlens: as in `gated_delta_rule`. A and b map the state before the first document to the state after the
+            last document.
 
     Returns:
-        ``(A, b)``: [B, Hv, Dk, Dk] and [B, Hv, Dk, Dv], float32.
+        A [B, Hv, Dk, Dk] and b [B, Hv, Dk, Dv] in float32.
 
     Raises:
         ValueError, TypeError: as in `gated_delta_rule`.
@@ -534,7 +549,7 @@ def gated_delta_transition(
     (B, T, _, Dk), Hv = k.shape, v.shape[2]
     identity = torch.eye(Dk, device=k.device, dtype=torch.promote_types(k.dtype, torch.float32))
     first = last = None
-    if cu_seqlens is not None:  # empty documents, before the first token and after the last, have no part in this
+    if cu_seqlens is not None:  # empty documents before the first token and after the last token are ignored
         last = torch.searchsorted(cu_seqlens, torch.full([1], T, device=k.device)) - 1
         first = torch.searchsorted(cu_seqlens, torch.zeros(1, dtype=torch.int64, device=k.device), right=True) - 1
         identity = identity * (torch.arange(len(cu_seqlens) - 1, device=k.device) == first)[:, None, None, None]
@@ -557,14 +572,14 @@ def gated_delta_transition(
 
 
 def states_before(A: Tensor, b: Tensor, initial_state: Tensor | None = None) -> Tensor:
-    """The state before each consecutive part of a sequence.
+    """Compute the state before each of the consecutive parts of a sequence.
 
     Args:
-        A, b: [parts, B, Hv, Dk, Dk] and [parts, B, Hv, Dk, Dv], from `gated_delta_transition` of each part.
+        A, b: [parts, B, Hv, Dk, Dk] and [parts, B, Hv, Dk, Dv], the results of `gated_delta_transition` for each part.
         initial_state: [B, Hv, Dk, Dv], the state before the first part; None for 0.
 
     Returns:
-        [parts, B, Hv, Dk, Dv].
+        [parts, B, Hv, Dk, Dv], the state before each part.
     """
     states = [torch.zeros_like(b[0]) if initial_state is None else initial_state]
     for part in range(len(A) - 1):

@@ -1,16 +1,19 @@
 """Causal depthwise convolution over a few tokens, with its activation.
 
-Forward, for each channel, in fp32, with x before the sequence or document taken from the state, or 0::
+The forward computes each channel in fp32. x before the start of the sequence or document is taken from the initial
+state, or is 0::
 
-    p_t = bias + Σ_j w_j · x_{t − K + 1 + j},   j < K,      y = cast(p · σ(p)), or cast(p) without activation
+    p_t = bias + Σ_j w_j · x_{t − K + 1 + j}      for j from 0 to K − 1
+    y = cast(p · σ(p))                            or cast(p) without activation
 
-Backward, with p recomputed and dp = dy · σ(p) · (1 + p · (1 − σ(p)))::
+The backward recomputes p. Let dp = dy · σ(p) · (1 + p · (1 − σ(p))), or dp = dy without activation::
 
     dx_t = Σ_j w_j · dp_{t + K − 1 − j},   dw_j = Σ_t dp_t · x_{t − K + 1 + j},   dbias = Σ_t dp_t
 
-The sums do not leave the document. Saved: x, the weight, the bias and the state. A program goes through consecutive
-tokens of some channels and keeps the last inputs in registers, so each input is read once. The gradients of weight and
-bias are summed in fp32: a partial result of each program, then `sum_partials`.
+The sums include only tokens of the same document. x, the weight, the bias and the initial state are saved. A program
+goes through consecutive tokens of some channels and keeps the last inputs in registers, so that each input is read
+once. The gradients of weight and bias are summed in fp32: each program writes a partial sum, and `sum_partials` adds
+the partial sums.
 """
 
 import torch
@@ -24,15 +27,16 @@ from liger_models.kernels.linear_attention.documents import bounds, flat, locate
 from liger_models.kernels.norm.partial_sums import sum_partials
 
 MAX_WIDTH = 4
-"""Most weights of a channel; the kernels hold one input less in registers."""
+"""Largest number of weights per channel. The kernels hold the last three inputs in registers."""
 
 TOKENS, CHANNELS, WARPS, UNROLL, STAGES = 128, 512, 2, 4, 3
-"""Tokens and channels of a program, its warps, tokens of a step, and steps that it has in flight. Triton keeps none in
-flight if a step is one token: what it loads is then handed from step to step."""
+"""Number of tokens and of channels per program, number of warps, number of tokens per step, and number of steps in
+flight. If a step were a single token, Triton would not keep steps in flight, because the loaded input would be carried
+from one step to the next."""
 
 
 def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
-    """x [B, T, C] at the tokens ``at`` of their documents; tokens before a document come from its initial state."""
+    """Select x [B, T, C] at the tokens ``at``. Tokens before the start of a document come from its initial state."""
     if not x.shape[1]:
         x = x.new_zeros(len(x), 1, x.shape[2])
     start = edges[document]
@@ -40,7 +44,7 @@ def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_stat
     earlier = torch.zeros_like(inputs)
     if initial_state is not None:
         index = (K - 1 + at - start).clamp(0, K - 2)
-        if len(edges) == 2:  # the same tokens of each row
+        if len(edges) == 2:  # without documents, the same tokens are selected in each row
             earlier = initial_state[:, :, index].transpose(1, 2).to(x.dtype)
         else:
             earlier = initial_state[document, :, index][None].to(x.dtype)
@@ -67,7 +71,10 @@ def short_conv_reference(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and final states of `short_conv` in plain torch (differentiable; fp64 stays fp64)."""
+    """Compute the output and the final states of `short_conv` in plain PyTorch.
+
+    The function is differentiable, and keeps fp64 inputs in fp64.
+    """
     K, dtype, edges = weight.shape[1], torch.promote_types(x.dtype, torch.float32), _edges(x, cu_seqlens)
     token = torch.arange(x.shape[1], device=x.device)
     document = torch.searchsorted(edges[1:], token, right=True)
@@ -81,7 +88,7 @@ def short_conv_reference(
 
 @triton.jit
 def _before(x_ptr, initial_ptr, t, start, x_t, at_initial, inside, K: tl.constexpr, HAS_INITIAL: tl.constexpr):
-    """Load the inputs of token t in fp32, from the initial state if t lies before the document."""
+    """Load the inputs of token t in fp32. Before the start of the document, load them from the initial state."""
     x = tl.load(x_ptr + t * x_t, mask=inside & (t >= start), other=0.0).to(tl.float32)
     if HAS_INITIAL:
         index = K - 1 + t - start
@@ -92,7 +99,7 @@ def _before(x_ptr, initial_ptr, t, start, x_t, at_initial, inside, K: tl.constex
 
 @triton.jit
 def _weight(weight_ptr, channels, J: tl.constexpr, inside, K: tl.constexpr):
-    """Load weight J of four, in fp32; with K < 4 weights the first 4 − K are 0."""
+    """Load weight J of four in fp32. If there are only K < 4 weights, the first 4 − K are 0."""
     index = J - 4 + K
     return tl.load(weight_ptr + channels * K + index, mask=inside & (index >= 0), other=0.0).to(tl.float32)
 
@@ -103,7 +110,7 @@ def _conv_kernel(
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Compute TOKENS consecutive tokens of CHANNELS channels per program; all variables are [CHANNELS]."""
+    """Compute TOKENS consecutive tokens of CHANNELS channels per program. All tensors in the kernel are [CHANNELS]."""
     n, start, _, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
     if first == last:
         return
@@ -115,7 +122,7 @@ def _conv_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
 
-    # x3, x2, x1, x0 are the inputs of tokens t − 3 to t, and w0 to w3 their weights.
+    # x3, x2, x1 and x0 are the inputs of tokens t − 3 to t, and w0 to w3 are their weights.
     x_ptr += channels
     at_initial = (n * C + channels) * (K - 1)
     x3 = _before(x_ptr, initial_ptr, first - 3, start, x_t, at_initial, inside, K, HAS_INITIAL)
@@ -139,7 +146,7 @@ def _conv_backward_kernel(
     d_out_t, x_t, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Write dx, the gradient of the initial state, and partial sums for the gradients of weight [C, K] and bias [C]."""
+    """Compute dx, the gradient of the initial state, and partial sums of the gradients of weight and bias."""
     n, start, end, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channels < C
@@ -155,10 +162,11 @@ def _conv_backward_kernel(
         x3 = _before(x_at, initial_ptr, first - 3, start, x_t, at_initial, inside, K, HAS_INITIAL)
         x2 = _before(x_at, initial_ptr, first - 2, start, x_t, at_initial, inside, K, HAS_INITIAL)
         x1 = _before(x_at, initial_ptr, first - 1, start, x_t, at_initial, inside, K, HAS_INITIAL)
-        # dx of the last three tokens as far as it is known. To keep three d0 would be simpler, but Triton 3.6 and 3.7
-        # drop values that a loop only hands from one variable to the next if they start from the same constant.
+        # dx1, dx2 and dx3 are the sums of dx so far for the last three tokens. Keeping the last three values of d0
+        # would be simpler, but if a loop only passes values from one variable to the next, and the variables start from
+        # the same constant, Triton 3.6 and 3.7 drop these values.
         dx1, dx2, dx3 = none, none, none
-        # The gradient of token t − 3 needs dp up to token t, so three more tokens of the document are visited.
+        # The gradient of token t − 3 needs dp up to token t, so the loop visits three more tokens of the document.
         for step in tl.range(0, last - first + 3, UNROLL, num_stages=STAGES):
             for i in tl.static_range(UNROLL):
                 t = first + step + i
@@ -169,7 +177,7 @@ def _conv_backward_kernel(
                     s = tl.sigmoid(p)
                     d0 = d0 * s * (1.0 + p * (1.0 - s))
 
-                # Weights and bias sum over the tokens of this block, not over the three that follow it.
+                # The gradients of weights and bias are summed over the tokens of this block only.
                 block_d0 = tl.where(t < last, d0, 0.0)
                 dw0 += block_d0 * x3
                 dw1 += block_d0 * x2
@@ -178,7 +186,7 @@ def _conv_backward_kernel(
                 if HAS_BIAS:
                     d_bias += block_d0
 
-                # dx of token t − 3 is complete, and dx of the tokens after it gets the part of dp of token t.
+                # Now dx of token t − 3 is complete. The contribution of dp of token t to later dx is added below.
                 dx = dx3 + w0 * d0
                 mask = inside & (t - 3 >= first) & (t - 3 < last)
                 tl.store(dx_ptr + (t - 3) * C + channels, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -189,7 +197,7 @@ def _conv_backward_kernel(
                 x3, x2, x1 = x2, x1, x0
                 dx3, dx2, dx1 = dx2 + w1 * d0, dx1 + w2 * d0, w3 * d0
 
-    # The program's row of partial sums, weights [C, K] and then bias [C].
+    # Store the program's row of partial sums: weights [C, K], then bias [C].
     partial_ptr += tl.program_id(0).to(tl.int64) * (C * (K + HAS_BIAS))
     at_weight = partial_ptr + channels * K + K - 4
     tl.store(at_weight, dw0, mask=inside & (K == 4))
@@ -210,7 +218,7 @@ LIBRARY.define(
 
 
 def _launch(x: Tensor, weight: Tensor, cu: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and constants of both kernels."""
+    """Return the grid and the constants of both kernels."""
     C, documents = x.shape[2], len(cu) - 1
     channels = min(triton.next_power_of_2(C), CHANNELS)
     grid = slots(x.shape[0] * x.shape[1], documents, TOKENS), triton.cdiv(C, channels)
@@ -229,7 +237,7 @@ def _short_conv(
     grid, constants = _launch(x, weight, cu)
     weight, rows = weight.contiguous(), flat(x)
     with on_device_of(x):
-        # A pointer argument that the constants switch off still has to be a tensor.
+        # Arguments that the kernel does not use must be tensors, too.
         _conv_kernel[grid](
             rows, weight, weight if bias is None else bias.contiguous(),
             weight if initial_state is None else initial_state.contiguous(), cu, out, x.shape[2], len(cu) - 1,
@@ -249,7 +257,7 @@ def _short_conv_backward(
         return dx, weight.new_zeros(C, K), weight.new_zeros(has_bias * C), d_initial
     cu = bounds(x, cu_seqlens)
     grid, constants = _launch(x, weight, cu)
-    # Each program sums dweight and dbias over its tokens; `sum_partials` adds the programs' sums in a fixed order.
+    # Each program sums dweight and dbias over its tokens. `sum_partials` adds the programs' sums in a fixed order.
     partial = torch.empty(grid[0], C * (K + has_bias), dtype=torch.float32, device=x.device)
     weight, rows, d_rows = weight.contiguous(), flat(x), flat(d_out)
     d_weight, d_bias = torch.empty_like(weight), weight.new_empty(has_bias * C)
@@ -282,7 +290,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, d_out):
-    saved = ctx.saved_tensors  # once: checkpointing recomputes what it unpacks
+    saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
     _, _, bias, initial_state, _ = saved
     dx, d_weight, d_bias, d_initial = torch.ops.liger_models.short_conv_backward(d_out, *saved, ctx.silu)
     d_bias = None if bias is None else d_bias.to(bias.dtype)
@@ -302,24 +310,25 @@ def short_conv(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal depthwise convolution with up to four weights per channel, then the activation.
+    """Compute a causal depthwise convolution with up to four weights per channel, and its activation.
 
     Args:
         x: [B, T, C], float32, float16 or bfloat16.
-        weight: [C, K], K from 2 to 4; the last weight is the token's own.
+        weight: [C, K], where K is from 2 to 4. The last weight is that of the token itself.
         bias: [C].
-        activation: "silu", or None.
-        initial_state: [B, C, K − 1], the inputs before the first token, the latest last, or one for each document;
-            None for 0.
-        return_state: also return the last K − 1 inputs, from which the next tokens continue.
-        cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, from 0 to T, for B = 1. No document
-            sees another one.
+        activation: "silu" or None.
+        initial_state: [B, C, K − 1], the inputs before the first token, with the most recent input last; or
+            [documents, C, K − 1], with a state for each document. None for 0.
+        return_state: whether to return the last K − 1 inputs, too, from which the next tokens continue.
+        cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
+            Tokens do not see other documents.
 
     Returns:
-        [B, T, C] in the dtype of x; with ``return_state`` also the final state, of the shape of ``initial_state``.
+        The output [B, T, C] in the dtype of x. With ``return_state``, also the final state, in the shape of
+        ``initial_state``.
 
     Raises:
-        ValueError: the shapes do not fit together, or the activation is unknown.
+        ValueError: the shapes do not match, or the activation is unknown.
         TypeError: a tensor has the wrong dtype.
     """
     op = "short_conv"
@@ -340,7 +349,7 @@ def short_conv(
             f"{list(initial_state.shape) if initial_state is not None else None}."
         )
     if use_triton(x):
-        # The final state is a copy of inputs, in plain torch, so its gradient needs no kernel.
+        # The final state is a copy of inputs, which is computed in plain PyTorch, so its gradient needs no kernel.
         out = torch.ops.liger_models.short_conv(x, weight, bias, initial_state, cu_seqlens, activation == "silu")
         return (out, _final_state(x, K, initial_state, cu_seqlens)) if return_state else out
     out, state = short_conv_reference(

@@ -20,8 +20,8 @@ raises an error on the CPU. On an accelerator it results in NaN, because raising
 device.
 
 If the loss is a scalar (reduction "mean" or "sum"), the forward also computes the gradient, in the same kernel. The
-kernel reads each row twice, and the second read hits the cache. Per-token results and compiled graphs compute the
-gradient in the backward, from the logits.
+kernel reads each row twice, and the second read hits the cache. For per-token results, and in compiled graphs, the
+gradient is computed from the logits in the backward.
 
 The backward needs the logits, which are never written to, and lse. lse is saved as two fp32 numbers, max z and
 Σ exp(z − max z), because a single rounded number would lose the digits of p − 1 where p is close to 1.
@@ -59,12 +59,11 @@ class CrossEntropyOutput(NamedTuple):
     """Result of the cross-entropy functions. Fields that were not requested are None.
 
     Attributes:
-        loss: float32, including the z-loss. Its shape is [] or, with reduction "none", the shape of the target.
-        z_loss: the part of ``loss`` that is the z-loss, reduced in the same way. It has no gradient.
-        log_probs: log-probability of each target, in the shape of the target. It is 0 for ignored targets, and is
-            differentiable.
-        token_accuracy: [], the fraction of targets that are the most probable token. It has no gradient.
-        predicted_tokens: the most probable token of each row, int64, in the shape of the target. It is −1 for ignored
+        loss: float32, [] or, with reduction "none", in the shape of the target. It includes the z-loss.
+        z_loss: the part of ``loss`` that is the z-loss, reduced in the same way, without gradient.
+        log_probs: log-probability of each target, in the shape of the target, or 0 for ignored targets; differentiable.
+        token_accuracy: [], the fraction of targets that are the most probable token, without gradient.
+        predicted_tokens: the most probable token of each row, int64, in the shape of the target, or −1 for ignored
             targets.
     """
 
@@ -169,7 +168,7 @@ def _cross_entropy_kernel(
         predicted = tl.zeros([GROUPS], tl.int32)
         for last in tl.static_range(2):
             for start in range(whole if last else 0, V if last else whole, BLOCK):
-                # The logits are kept in the L2 cache for the second pass. The rows in progress fit into it.
+                # The logits are kept in the L2 cache for the second pass. The cache can hold all rows in progress.
                 x = _load(logits_ptr, start + columns, V, last, "evict_last")
                 z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)  # [GROUPS, VECTOR]
                 if HAS_SMOOTHING:
@@ -515,7 +514,7 @@ register_autograd("cross_entropy", _backward, _setup)
 def _loss_and_gradient(logits, target, class_weight, factors, options, predict) -> tuple[Tensor, ...]:
     """Return Σ factors · token losses, the z-loss part of this sum, the predictions, the gradient, and its scale.
 
-    The gradient must still be multiplied by the scale, which is not 1 only for fp16; see `without_exponent`.
+    The gradient must still be multiplied by the scale, which differs from 1 only for fp16; see `without_exponent`.
     """
     logits = logits.contiguous()
     gradient = torch.empty_like(logits)
@@ -542,7 +541,7 @@ def check_arguments(
     reduction: str,
     num_items: Tensor | float | None,
 ) -> None:
-    """Raise ValueError or TypeError if an argument is invalid. The message has the argument's requirement and value."""
+    """Raise ValueError or TypeError if an argument is invalid. The message states the requirement and the value."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -593,8 +592,8 @@ def cross_entropy(
     Args:
         logits: [..., V], floating-point. The tensor is never written to.
         target: [...], int64 in [0, V) or ``ignore_index``.
-        class_weight: [V], weight of each class. It gets no gradient.
-        token_weight: [...], weight of each token's loss. It gets no gradient.
+        class_weight: [V], weight of each class, which gets no gradient.
+        token_weight: [...], weight of each token's loss, which gets no gradient.
         ignore_index: target value of tokens that are ignored.
         label_smoothing: fraction of the target's probability that is spread evenly over the vocabulary.
         z_loss: coefficient of ``lse²``, which keeps the logits from drifting.
@@ -602,9 +601,9 @@ def cross_entropy(
         logit_scale: number by which the logits are multiplied.
         reduction: "mean" sums the losses and divides by ``num_items``, or by the sum of the weights of the tokens that
             are not ignored; "sum" only sums the losses; "none" returns the loss of each token.
-        num_items: divisor for reduction "mean", such as the number of targets over all accumulation steps and ranks. If
-            it is 0, the loss is 0.
-        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: whether to return this field.
+        num_items: divisor for reduction "mean", such as the number of targets over all accumulation steps and ranks.
+            The loss is 0 if the divisor is 0.
+        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: whether to return the field.
 
     Returns:
         `CrossEntropyOutput`.

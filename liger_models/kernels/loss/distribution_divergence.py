@@ -230,7 +230,7 @@ register_autograd("distribution_divergence", _autograd, _setup)
 def _loss_and_gradient(student, teacher, factors, kind, beta, eps) -> tuple[Tensor, ...]:
     """Return Σ factors · (sum of each row's terms), the gradient, and its scale.
 
-    The gradient must still be multiplied by the scale, which is not 1 only for fp16; see `without_exponent`.
+    The gradient must still be multiplied by the scale, which differs from 1 only for fp16; see `without_exponent`.
     """
     student, teacher = student.contiguous(), teacher.contiguous()
     gradient = torch.empty_like(student)
@@ -254,14 +254,14 @@ def distribution_divergence(
 
     Args:
         student: [..., V], log-probabilities, or probabilities if ``kind`` is "tvd".
-        teacher: [..., V], log-probabilities, or probabilities if ``kind`` is "tvd" or "kl". It gets no gradient.
+        teacher: [..., V], log-probabilities, or probabilities if ``kind`` is "tvd" or "kl"; gets no gradient.
         kind: "forward_kl", "reverse_kl", "jsd", "tvd", "kl" or "kl_log".
         beta: β of jsd, in (0, 1).
         eps: lower bound of p in the logarithm of kl.
         reduction: "none", "sum", "mean" for the mean over all terms, or "batchmean" for the mean over rows. Ignored
             rows do not count.
-        labels: [...]. Rows whose label is ``ignore_index`` are ignored; other labels have no effect. None ignores no
-            row.
+        labels: [...]. Rows whose label is ``ignore_index`` are ignored; other labels have no effect. If None, no row is
+            ignored.
         ignore_index: label of rows that are ignored.
 
     Returns:
@@ -291,7 +291,8 @@ def distribution_divergence(
     flat, other = student.reshape(-1, V), teacher.detach().reshape(-1, V)
     terms = reduction == "none"
 
-    # The factor of a row is its weight in the loss, which depends on the reduction, and is 0 for ignored rows.
+    # The factor of a row is the weight of its terms in the loss. It depends on the reduction, and is 0 if the row is
+    # ignored.
     if labels is None:
         divisor = {"batchmean": max(len(flat), 1), "mean": max(len(flat), 1) * V}.get(reduction, 1)
         factors = flat.new_full((len(flat),), 1 / divisor, dtype=torch.float32)

@@ -25,7 +25,7 @@ temperature 1, is added to the loss of a token.
 
 The rows are processed in chunks, as in `linear_cross_entropy`, with a logits buffer for each model. The loss is a
 scalar, so the forward computes the gradients. This takes four matrix products in all: the logits of both models, dx and
-dweight. The logits are fp32 even for half-precision inputs, because a divergence is a small difference between them.
+dweight. The logits are fp32 even for half-precision inputs, because a divergence is a small difference of logits.
 Only the student gets gradients. The same tensors are saved as in `linear_cross_entropy`.
 
 Source: https://arxiv.org/abs/1503.02531, generalized JSD https://arxiv.org/abs/2306.13649, tvd
@@ -248,7 +248,7 @@ def _row_statistics(
     if HARD:
         hard_log = tl.log(hard_total)
 
-    # Compute D and Σ a. Cosine computes them from the dot products; the other kinds read both rows again.
+    # Compute D and Σ a. For cosine, both follow from the dot products. The other kinds read both rows again.
     soft, total_a = 0.0, 0.0
     if KIND == 4:
         s_log = tl.maximum(tl.sqrt(s_square), NORM_FLOOR)
@@ -335,7 +335,7 @@ def _divergence_kernel(
             u = load_logits(
                 teacher_ptr + start, columns, inside, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP
             )
-            # Cosine has a gradient of its own. The gradients of the other kinds have the same formula in terms of a.
+            # The gradient of cosine has its own formula. The other kinds share a formula in terms of a.
             if KIND == 4:
                 dz = soft_factor * beta * (total_a * z / (s_log * s_log) - u / (s_log * t_log))
             else:
@@ -408,8 +408,8 @@ def divergence_of_rows(
         factors: [N], the weight of each row's losses.
         options: the divergence and its options.
         hard_factors: [N], which replace ``factors`` for the cross entropy; None for the same factors.
-        statistics: [N, 6], results of a first call that a second call needs. Without a gradient, they are written. With
-            a gradient, they are read, and the losses are not computed.
+        statistics: [N, 6], results of a first call that a second call needs. A call without ``gradient`` writes the
+            statistics. A call with ``gradient`` reads the statistics and does not compute the losses.
     """
     if not use_triton(student):
         return _rows_in_torch(student, teacher, gradient, target, factors, options)
@@ -525,7 +525,7 @@ def linear_divergence(
         target: [...], int64 in [0, V) or ``ignore_index``. If None, all tokens count, and there is no hard loss.
         divergence: "forward_kl", "reverse_kl", "jsd", "tvd" or "cosine".
         beta: β of jsd, in [0, 1], or the coefficient of cosine.
-        temperature: divisor of both models' logits in the divergence. It has no effect on cosine.
+        temperature: divisor of both models' logits in the divergence; no effect on cosine.
         bias, teacher_bias: [V], biases of the heads.
         hard_weight: weight of the cross entropy with ``target`` (the hard loss).
         soft_weight: weight of the divergence (the soft loss).
@@ -569,7 +569,7 @@ def linear_divergence(
     )
     y = target.flatten()
 
-    # Compute the size in bytes of a logit of both models and its gradients, and the weight of each token's loss.
+    # Compute the bytes that the buffers need per row and vocabulary entry, and the weight of each token's loss.
     wide = torch.promote_types(x.dtype, torch.float32)
     size = 2 * wide.itemsize + (TOGETHER * x.element_size() if x.dtype != wide else 0)
     factors = token_scale(y, None, None, ignore_index, "mean", None, wide)

@@ -109,13 +109,13 @@ def logits_divergence(
 
     Args:
         student: [..., V], floating-point. The tensor is never written to.
-        teacher: [..., V], floating-point. It gets no gradient.
+        teacher: [..., V], floating-point; gets no gradient.
         target: [...], int64 in [0, V) or ``ignore_index``.
         divergence, beta, temperature: as in `linear_divergence`. The temperature does not apply to the cross entropy.
         ignore_index: target value of tokens that are ignored. Both losses of these tokens are 0.
 
     Returns:
-        Cross entropy and divergence, [...] each. They are differentiable, and are float32, or float64 for float64
+        Cross entropy and divergence, [...] each, both differentiable. The dtype is float32, or float64 for float64
         inputs on the CPU.
 
     Raises:

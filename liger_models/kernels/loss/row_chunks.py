@@ -22,8 +22,8 @@ from liger_models.kernels.tiles import accumulate
 WORKSPACE_MIB, WORKSPACE_TOKENS, MOST_TOKENS = 512, 8192, 65536
 """Default size of the logits buffer: WORKSPACE_MIB for up to WORKSPACE_TOKENS tokens, and in proportion to the number
 of tokens between WORKSPACE_TOKENS and MOST_TOKENS. At V = 128,256 in bf16, this gives 4 chunks, which are so large that
-reading and writing dweight once per chunk costs little. More tokens than MOST_TOKENS are divided into more chunks of
-the same size, 4 GiB of logits. A buffer in proportion to the tokens would take 32 GiB for 524,288 tokens."""
+reading and writing dweight once per chunk costs little. For more than MOST_TOKENS tokens, the buffer stays at 4 GiB,
+and there are more chunks. A buffer in proportion to the tokens would take 32 GiB for 524,288 tokens."""
 
 ROW_MULTIPLE = 128
 
@@ -33,8 +33,8 @@ in two: the largest multiple of COLUMN_MULTIPLE, and the few remaining entries. 
 times slower for V = 100,278 (OLMo 3) or 49,155 (Granite)."""
 
 BF16_CHUNKS = 8
-"""Largest number of chunks with which a bf16 dweight is summed in bf16. By default, only more than MOST_TOKENS tokens
-take more chunks."""
+"""Largest number of chunks with which a bf16 dweight is summed in bf16. By default, there are more chunks only for more
+than MOST_TOKENS tokens."""
 
 BLOCK_MIB = 256
 """With more chunks, a bf16 dweight is summed in fp32, in blocks of about this size, so that the matrix products stay
@@ -112,13 +112,13 @@ def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Ten
     """
     V, C = weight.shape
 
-    # One tensor. The products of each chunk are added to its parts.
+    # Sum in one tensor, to whose parts the products of each chunk are added.
     wide = torch.promote_types(weight.dtype, torch.float32)
     if weight.dtype != torch.bfloat16 or chunks <= BF16_CHUNKS:
         whole = weight.new_empty(V, C, dtype=weight.dtype if weight.dtype == torch.bfloat16 else wide)
         return whole, list(whole.split(_split_words(V, V)))
 
-    # fp32 blocks, each of which is cast to bf16 separately at the end.
+    # Sum in fp32 blocks, each of which is cast to bf16 separately at the end.
     rows = max(BLOCK_MIB * 2**20 // (4 * C) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
     return None, [weight.new_empty(size, C, dtype=wide) for size in _split_words(V, rows)]
 
@@ -132,7 +132,7 @@ def _concatenate(sums: list[Tensor]) -> Tensor:
 
 
 def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a buffer for the logits of up to ``rows`` rows of x. Its rows are aligned for fast matrix products."""
+    """Allocate a buffer for the logits of up to ``rows`` rows of x. Rows are aligned for fast matrix products."""
     buffer = x.new_empty(min(rows, len(x)), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)
     if x.device.type == "cpu":
         buffer[:, V:] = 0  # on CPUs with AMX, bf16 products read this padding, and 0 · NaN would be NaN
@@ -219,7 +219,8 @@ def walk_chunks(
     """
     N, V = x.shape[0], weight.shape[0]
 
-    # The gradient overwrites the logits if both have the same dtype. Otherwise it has a buffer for several chunks.
+    # The gradient overwrites the logits if both have the same dtype. Otherwise the gradient has its own buffer, which
+    # holds several chunks.
     logits = logits_buffer(x, V, rows, logits_dtype)
     apart = any(need) and logits.dtype != x.dtype
     step = rows * together if apart else rows

@@ -2,7 +2,7 @@
 
 The upstream gradient of a scalar loss is a single number, which the forward does not know. The forward of such an op
 takes the weight of each token's loss, and computes the gradients for an upstream gradient of 1. The backward multiplies
-them by the upstream gradient. If the upstream gradient is 1, as usual, the backward leaves the gradients untouched.
+these gradients by the upstream gradient, unless the upstream gradient is 1, as it usually is.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ def without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
     Small factors would otherwise underflow in fp16 gradients.
 
     Returns:
-        The factors and the power of two. For other dtypes, ``factors`` unchanged and 1.
+        The divided factors and the power of two. For other dtypes, the unchanged factors and 1.
     """
     one = factors.new_ones(())
     if dtype != torch.float16 or factors.numel() == 0:
@@ -47,7 +47,7 @@ def _scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
     """Multiply x, which must be contiguous, by ``factor`` [] in place.
 
-    The kernel checks whether the factor is 1, and then does nothing, so the host need not wait for the factor.
+    If the factor is 1, the kernel does nothing. The kernel checks this on the device, so the host does not wait.
     """
     if not use_triton(x) or factor.dtype != torch.float32:
         return x.mul_(factor)
@@ -172,8 +172,8 @@ class HandOver(torch.autograd.Function):
     results without a gradient, one gradient for each input in ``indices``, and a scale by which the gradients must
     still be multiplied. The gradient of an input that needs none may be any tensor.
 
-    A second backward (``retain_graph``) runs the op again, because the first one has given the gradients away. A second
-    derivative (``create_graph``) raises an error.
+    A second backward (``retain_graph``) runs the op again, because the first backward has scaled and returned the
+    gradients. A second derivative (``create_graph``) raises an error.
     """
 
     @staticmethod
@@ -196,7 +196,7 @@ class HandOver(torch.autograd.Function):
         if upstream is None:
             return tuple(result)
 
-        # The first backward takes the gradients that the forward computed. Another backward must compute them again.
+        # The first backward uses up the gradients that the forward computed. Another backward must recompute them.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             gradients = _split_results(ctx.op(*inputs, *ctx.options), ctx.indices)[1]

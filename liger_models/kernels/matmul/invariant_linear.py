@@ -14,8 +14,8 @@ The backward uses ordinary matrix products, so gradients do depend on the batch:
 
     dx = dy @ W,   dW = dyᵀ @ x,   db = Σ_rows dy
 
-x and W are saved for the backward. The layer is one op on every device: if autograd differentiated each row's product,
-it would round the weight gradient of each row.
+x and W are saved for the backward. The layer is a single op on every device. If autograd differentiated the product of
+each row separately, autograd would round the weight gradient of each row.
 
 Source: https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
 """
@@ -98,7 +98,7 @@ def _invariant_linear_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, K, BLOCK_K):
         x_inside, weight_inside = (row < N)[:, None], (output < M)[None, :]
-        # The last step may be partial. Its masked elements are 0 and add nothing, so they do not change the result.
+        # The last step may be partial. The masked elements are 0, so they do not change the result.
         if not WHOLE_K:
             x_inside = x_inside & (start + column < K)[None, :]
             weight_inside = weight_inside & (start + column < K)[:, None]

@@ -1,4 +1,4 @@
-"""A linear layer for few rows, as in a decoding step. It takes about as long as reading the weight.
+"""A linear layer for few rows, as in a decoding step, which takes about as long as reading the weight.
 
 ::
 
@@ -13,9 +13,9 @@ bandwidth if W has few rows.
 With 2 to `MOST_ROWS` rows of x, the kernel uses matrix units. If W has too few rows to occupy all multiprocessors,
 several programs divide the columns of W, and a second kernel adds their sums.
 
-The single-row kernel also computes x @ Aᵀ, in one launch with one program for each rank and row. If x has a single row,
-then on Hopper and later GPUs the kernel for y starts at the same time, and waits for x @ Aᵀ only after it has computed
-its own sums (see `overlap`).
+x @ Aᵀ is computed by the single-row kernel, with a program for each row of x and each row of A. If x has a single row,
+then on Hopper and later GPUs the kernel for y runs at the same time as the kernel for x @ Aᵀ. The kernel for y waits
+for x @ Aᵀ only after it has computed its own sums (see `overlap`).
 """
 
 from typing import Any
@@ -48,12 +48,12 @@ slower for a float8 W. On an H200, for the projections of Llama 3.2 1B and 3B an
 within 1 % of the best of 32 choices."""
 
 LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
-"""Number of columns of A that a program reads at once, which is nearly always the whole row, and number of columns per
-warp."""
+"""Largest number of columns of A that a program reads at once, and number of columns per warp. A row of A is nearly
+always read at once."""
 
 MOST_ROWS = 16
 """Largest number of rows of x for which these kernels run. On an H200, for the projections of Llama 3.2 3B and the
-activation, 16 rows take 0.95 of the time of cuBLAS and the activation kernel, and 64 rows would take the same time."""
+activation, 16 rows take 0.95 of the time of cuBLAS and the activation kernel. With 64 rows, the times are equal."""
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
 TILE_WARPS = 4
@@ -98,7 +98,7 @@ def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
 def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
     """Compute the low-rank term of a single row of x for the rows B [ROWS, RANKS].
 
-    ``low_ptr`` points to x @ Aᵀ. With LOW == "awaited", the kernel that computes it may still be running.
+    ``low_ptr`` points to x @ Aᵀ. If LOW is "awaited", the kernel that computes x @ Aᵀ may still be running.
     """
     if LOW == "awaited":
         end_previous(True)
@@ -111,7 +111,7 @@ def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
 def store_row(
     y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Add the bias to a program's ROWS sums of one row, and store them. With an ACT, also store act(gate) · up."""
+    """Add the bias to a program's ROWS sums for one row, and store the sums. With an ACT, also store act(gate) · up."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
@@ -130,7 +130,7 @@ def store_rows(
     y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
     RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add low-rank term and bias to sums [ROWS, COLUMNS], and store them. With an ACT, also store act(gate) · up.
+    """Add low-rank term and bias to sums [ROWS, COLUMNS], and store the sums. With an ACT, also store act(gate) · up.
 
     The columns of the sums are the M rows of the result.
     """
@@ -147,7 +147,7 @@ def store_rows(
     mask = (row < N)[:, None] & (column < M)[None, :]
     tl.store(y_ptr + column[None, :] * N + row[:, None], y, mask=mask)
     if ACT != "":
-        # Rows 2f and 2f + 1 are gate f and up f. They are split: [ROWS, COLUMNS] -> two tensors [ROWS / 2, COLUMNS].
+        # Rows 2f and 2f + 1 are gate f and up f. Split [ROWS, COLUMNS] into gate and up, [ROWS / 2, COLUMNS] each.
         pairs = tl.permute(tl.reshape(y.to(tl.float32), [ROWS // 2, 2, COLUMNS]), [0, 2, 1])
         gate, up = tl.split(pairs)
         a, _ = _activation(gate, ACT)
@@ -165,8 +165,8 @@ def _row_linear_kernel(
 ):  # fmt: skip
     """Compute ROWS results for one row of x. The second program index is the index of this row.
 
-    LOW is "made" if the kernel computes x @ Aᵀ while the kernel for y already runs, "awaited" if it is that kernel for
-    y, and otherwise empty.
+    If the kernels for x @ Aᵀ and for y run at the same time, LOW is "made" in the kernel for x @ Aᵀ and "awaited" in
+    the kernel for y. Otherwise LOW is empty.
     """
     if LOW != "made":
         start_next(OVERLAPS)
@@ -227,9 +227,9 @@ def _rows_linear_kernel(
         x = tl.load(rows + start, mask=inside[:, None] & (column < M)[None, :], other=0.0)
         if HAS_SCALE:
             # The weight is converted by way of float32, because a direct conversion takes instructions with a sixteenth
-            # of the throughput. The scale is applied in every step, so that the product must complete in its step.
-            # Otherwise, on Hopper, Triton 3.6 and 3.7 let the product run on during the next step, while it still reads
-            # registers to which the conversion of that step writes.
+            # of the throughput. The scale is applied in every step, which forces the product of the step to complete.
+            # Otherwise, on Hopper, Triton 3.6 and 3.7 would let the product continue during the next step, and the
+            # conversion in the next step would overwrite registers that the product still reads.
             total += tl.dot(weight.to(tl.float32).to(x.dtype), x) * scale
         else:
             total = tl.dot(weight, x, total)
@@ -268,8 +268,9 @@ def are_few(x: Tensor, most: int) -> bool:
 def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `row_linear_forward` supports the product of x and weight.
 
-    It supports few rows, which must be in half precision if there is more than one, a single dtype, and a weight with
-    contiguous rows. Inside `batch_invariant`, the result is False, because these kernels are not batch-invariant.
+    The function supports a single row, or a few rows in half precision. All tensors must have the same dtype, and the
+    rows of the weight must be contiguous. Inside `batch_invariant`, the result is False, because these kernels are not
+    batch-invariant.
     """
     return (
         are_few(x, MOST_ROWS)
@@ -282,7 +283,7 @@ def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def takes_low_rank(x: Tensor, low_rank: LowRank | None) -> bool:
-    """Return whether the kernels for few rows can add this low-rank term to their sums. True if it is None."""
+    """Return whether the kernels for few rows can add this low-rank term to their sums, or True if there is no term."""
     return low_rank is None or (len(low_rank[0]) <= MOST_RANKS and {matrix.dtype for matrix in low_rank} == {x.dtype})
 
 
@@ -290,7 +291,7 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
     """Launch the kernel that computes ``x @ Aᵀ`` for contiguous rows x [..., K].
 
     The next kernel to be launched must be the kernel for y. If x has a single row, the kernel for y may start early.
-    All tensors that it reads before it waits must then be complete.
+    All tensors that the kernel for y reads before it waits must then be complete.
 
     Returns:
         The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and the constants and options of its launch. Only the

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, the experts' gated MLPs, expert parallelism, the load-balancing loss."""
+"""Mixture of experts: routing, the experts' gated MLPs, expert parallelism, and the load-balancing loss."""
 
 from liger_models.common.lazy import lazy_exports
 

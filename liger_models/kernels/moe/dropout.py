@@ -1,9 +1,10 @@
-"""Dropout of the inputs of experts' low-rank matrices, redrawn from a seed wherever it is needed.
+"""Dropout of the inputs of the experts' low-rank matrices.
 
     out_j = rows_j · m_j / (1 − p)      m_j: 1 with probability 1 − p for each element, otherwise 0
 
-The random numbers follow from the seed and from the token that a row copies, so the copies of a token drop the same
-elements. The map is diagonal, so the backward applies the same map. Only the seed is saved.
+The random numbers depend only on the seed and on the token of which a row is a copy, so the same elements are dropped
+in all copies of a token. The backward multiplies the gradient by the same m_j / (1 − p), which is generated again from
+the seed. Only the seed is saved.
 """
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from liger_models.kernels.dispatch import on_device_of, tl, triton
 
 BLOCK = 512
-"""Quarters of a row that a program draws at a time: the generator makes four numbers at once."""
+"""Largest number of elements, in each quarter of a row, for which a program draws random numbers at a time. The
+generator returns four numbers per call, one for each quarter."""
 
 
 @triton.jit
@@ -33,20 +35,20 @@ def _dropout_kernel(rows_ptr, order_ptr, seed_ptr, out_ptr, W, K, number, dropou
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Draw two seeds [2] int64 from the device's generator: for the inputs of gate and up, and of down."""
+    """Draw two seeds [2] int64 from the device's generator. The first is for gate and up, and the second for down."""
     return torch.randint(2**63 - 1, (2,), device=device)
 
 
 def drop(rows: Tensor, order: Tensor, seed: Tensor, dropout: float, K: int, number: int) -> Tensor:
-    """Apply the dropout: [S, W] -> [S, W].
+    """Apply dropout to rows [S, W].
 
     Args:
-        rows: sorted by expert.
-        order: [S] int32, the number of each row's copy, from `sort_by_expert`.
+        rows: [S, W], sorted by expert.
+        order: [S] int32, the number of the copy in each row, from `sort_by_expert`.
         seed: [2], from `draw_seed`.
         dropout: the probability p.
-        K: number of copies that drop the same elements.
-        number: index of the seed.
+        K: number of consecutive copies in which the same elements are dropped.
+        number: index of the seed to use.
     """
     out = torch.empty_like(rows)
     S, W = rows.shape

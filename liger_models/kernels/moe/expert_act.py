@@ -1,4 +1,4 @@
-"""The gated activations of experts: the activations of `gated_act`, and GPT-OSS's clamped SwiGLU.
+"""The gated activations of experts: those of `gated_act`, and GPT-OSS's clamped SwiGLU with the limit l.
 
 ::
 
@@ -15,7 +15,7 @@ EXPERT_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
 
 
 def check_expert_act(op: str, act: str, limit: float) -> None:
-    """Raise ValueError unless ``act`` is in `EXPERT_ACTIVATIONS` and its limit, if it has one, is positive."""
+    """Raise ValueError unless ``act`` is in `EXPERT_ACTIVATIONS`, and ``limit`` is positive if ``act`` uses it."""
     if act not in EXPERT_ACTIVATIONS:
         raise ValueError(f"{op}: act must be one of {', '.join(EXPERT_ACTIVATIONS)}, got {act!r}.")
     if act == "clamped_swiglu" and not limit > 0:
@@ -23,7 +23,7 @@ def check_expert_act(op: str, act: str, limit: float) -> None:
 
 
 def expert_act_reference(gate_up: Tensor, act: str, limit: float = 0.0) -> Tensor:
-    """The experts' gated activation in plain torch: [..., 2 F] -> [..., F]."""
+    """Compute the experts' gated activation in plain PyTorch: [..., 2 F] -> [..., F]."""
     if act != "clamped_swiglu":
         return gated_act_reference(gate_up, act)
     gate, up = gate_up[..., 0::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
@@ -32,7 +32,7 @@ def expert_act_reference(gate_up: Tensor, act: str, limit: float = 0.0) -> Tenso
 
 @triton.jit
 def _expert_act(gate, up, limit, ACT: tl.constexpr):
-    """a and u of the product a · u, da / dgate, and du / dup."""
+    """Compute a and u, whose product is the activation, and the derivatives da / dgate and du / dup."""
     if ACT == "clamped_swiglu":
         a, slope = _activation(tl.minimum(gate, limit), "quick_gelu")
         slope = tl.where(gate <= limit, slope, 0.0)

@@ -1,46 +1,47 @@
-"""The experts of a mixture: gated MLPs, computed as grouped products over tokens sorted by expert.
+"""The experts of a mixture: gated MLPs, computed as grouped products over tokens that are sorted by expert.
 
-With the N · K copies of the tokens sorted as in `permutation` (copy k of token n in row j = slot[n, k]), and A as in
-`expert_act`::
+The N · K copies of the tokens are sorted as in `permutation`: copy k of token n is row j = slot[n, k], and e is its
+expert. A is one of the activations of `expert_act`. Without biases, bgu = bd = 0::
 
     r_j = x_n                             permute
     u_j = Wgu_e · r_j                     grouped product; gate and up interleaved
-    o_j = Wd_e · A(u_j + bgu_e)           grouped product; without biases bgu = bd = 0
+    o_j = Wd_e · A(u_j + bgu_e)           grouped product
     y_n = Σ_k w_nk · (o_slot[n,k] + bd_e) unpermute
 
-A few copies without a backward are not sorted, see `few`. A copy without an expert has no row.
+If there are only a few copies and no backward, the copies are not sorted (see `few`). A copy without an expert has no
+row.
 
-Backward. The routing weight is a factor between linear maps, so it can be applied where rows are narrow: dy is copied
-unweighted, and one kernel over u and g does all other elementwise work::
+In the backward, the routing weight can be applied before or after a linear map. It is cheapest to apply the weight
+where rows are narrow: dy is copied without the weight, and one kernel over u and g does all other elementwise work::
 
     d_j = dy_n                            permute
-    g_j = Wd_eᵀ · d_j                     grouped product; the gradient of A(u_j) without the weight
-    dw_nk = g_j · A(u_j) + dy_n · bd_e    equals dy_n · o_j, so the experts' outputs are neither saved nor recomputed
+    g_j = Wd_eᵀ · d_j                     grouped product; the gradient of A(u_j), without the routing weight
+    dw_nk = g_j · A(u_j) + dy_n · bd_e    equals dy_n · (o_j + bd_e), but does not need o_j
     du_j = w_nk · A'(u_j)(g_j),   p_j = w_nk · A(u_j)     p overwrites g
     dWd_e = Σ_j d_j ⊗ p_j,   dWgu_e = Σ_j du_j ⊗ r_j      grouped outer products
     dbd_e = Σ_nk w_nk · dy_n,   dbgu_e = Σ_j du_j         over the copies that go to e
     dx_n = Σ_k Wgu_eᵀ · du_slot[n,k]      grouped product, then unpermute without weights
 
-Each matrix W_e may have a low-rank term, W_e + B_e · A_e. The sum is never formed: A and B have separate grouped
-products, and the backward recomputes A_e · r_j::
+A low-rank term B_e · A_e may be added to each matrix W_e. The sum of the matrices is never computed: A and B have
+separate grouped products, and the backward recomputes A_e · r_j and A_e · p_j::
 
     dB_e = Σ_j du_j ⊗ (A_e · r_j),   dA_e = Σ_j (B_eᵀ · du_j) ⊗ r_j     gate and up
     dB_e = Σ_j d_j ⊗ (A_e · p_j),    dA_e = Σ_j (B_eᵀ · d_j) ⊗ p_j      down
 
-The inputs r_j and A(u_j) of low-rank terms may have dropout (`dropout`), which is redrawn from its seed wherever it is
-needed.
+The inputs r_j and A(u_j) of low-rank terms may have dropout. Only its seed is saved, from which the backward generates
+the same random numbers.
 
-Frozen matrices may be in fewer bits (`FrozenWeight`). The matrices of a projection are dequantized right before each
-product and freed after it.
+Frozen matrices may be stored in fewer bits (`FrozenWeight`). The matrices of a projection are dequantized right before
+each product, and freed after the product.
 
-Saved: x (unless no gradient needs it), the stored weights, order, slot, ends, and u (without its bias). With
-``recompute`` u is not saved: the backward recomputes it bit for bit, and du overwrites it. The sorted copies of x and
-the gated product are never saved. Gradients that are not needed cost nothing; every gradient has the dtype of its
-input. The backward is one op, which hides the recomputed tensors from compilers. A compiler that saw them would save
-them in the forward.
+The stored weights, order, slot, ends, u (without its bias) and, if a gradient needs it, x are saved. With
+``recompute``, u is not saved. The backward then recomputes u, bitwise identical, and overwrites it with du. The sorted
+copies of x and the gated product are never saved. Gradients that are not needed are not computed. Every other gradient
+has the dtype of its input. The backward is a single op, which hides the recomputed tensors from compilers. If a
+compiler saw these tensors, it would save them in the forward.
 
-Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841; the gradient of the routing weights without
-the experts' outputs: https://arxiv.org/abs/2512.14080.
+Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841, https://arxiv.org/abs/2512.14080 (gradient
+of the routing weights without the experts' outputs).
 """
 
 from collections.abc import Callable
@@ -64,7 +65,8 @@ from liger_models.kernels.moe.grouped_mm import grouped_mm, grouped_outer, group
 from liger_models.kernels.moe.permutation import MAX_COPIES, MAX_EXPERTS, permute, sort_by_expert, unpermute
 
 ACT_BLOCK = 1024
-"""Gate and up pairs per step of the activation's backward. A program walks a whole row: its dot product is one sum."""
+"""Number of pairs of gate and up per step of the activation's kernels. A program loops over a whole row, because the
+gradient of the routing weight is a sum over the row."""
 
 
 def moe_mlp_reference(
@@ -83,19 +85,20 @@ def moe_mlp_reference(
     dropout: float = 0.0,
     copies: int | None = None,
 ) -> Tensor:
-    """`moe_mlp` in plain torch (differentiable; fp64 stays fp64).
+    """Compute `moe_mlp` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64.
 
-    The loop over the experts is a separate op: the host must wait for the experts' row counts, which a compiler cannot
-    trace. Quantized matrices are both dequantized first. Dropout draws other elements than in `moe_mlp`.
+    The loop over the experts is a separate op, because the host waits for the number of rows of each expert, which a
+    compiler cannot trace. Quantized matrices are dequantized at the start. Dropout drops other elements than in
+    `moe_mlp`.
     """
     gate_up_weight, down_weight = dense(gate_up_weight), dense(down_weight)
     N, K = experts.shape
-    # The copies sorted by expert, and where each expert's rows end, as in `sort_by_expert`.
+    # Sort the copies by expert, and find the end of each expert's rows, as in `sort_by_expert`.
     chosen = experts.reshape(-1)
     order = chosen.argsort(stable=True)[:copies]
     every = torch.arange(gate_up_weight.shape[0], device=x.device)
     ends = torch.searchsorted(chosen[order], every, right=True)
-    # Gate and up [S, 2 F] of the sorted rows, then their gated product [S, F], then the experts' outputs [S, C].
+    # Compute gate and up [S, 2 F] of the sorted rows, their gated product [S, F], and the experts' outputs [S, C].
     x = x.to(gate_up_weight.dtype)
     gate_up = torch.ops.liger_models.grouped_product(x[order // K], gate_up_weight.transpose(1, 2), ends)
     if gate_up_low_rank is not None:
@@ -108,7 +111,7 @@ def moe_mlp_reference(
         sorted_rows = sorted_rows + _low_rank_term(_dropped(product, dropout), down_low_rank, ends)
     if down_bias is not None:
         sorted_rows = sorted_rows + down_bias.to(sorted_rows.dtype)[chosen[order]]
-    # Back in the order of the tokens, [N, K, C], and summed with the routing weights in at least fp32.
+    # Restore the order of the tokens, [N, K, C], and sum with the routing weights in at least fp32.
     rows = sorted_rows.new_zeros(N * K, x.shape[1]).index_copy(0, order, sorted_rows).view(N, K, x.shape[1])
     compute = torch.promote_types(rows.dtype, torch.float32)
     y: Tensor = (rows.to(compute) * weights.to(compute).unsqueeze(-1)).sum(1).to(rows.dtype)
@@ -127,7 +130,7 @@ def _low_rank_term(rows: Tensor, low_rank: LowRank, ends: Tensor) -> Tensor:
 
 @triton.jit
 def _expert_of(row, ends_ptr, X, BLOCK_X: tl.constexpr):
-    """The expert of a sorted row, which is the number of experts whose rows end before it."""
+    """Return the expert of a sorted row. Its index is the number of experts whose rows all come before this row."""
     lanes = tl.arange(0, BLOCK_X)
     ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=2147483647)
     return tl.sum((ends <= row).to(tl.int32), 0)
@@ -135,7 +138,7 @@ def _expert_of(row, ends_ptr, X, BLOCK_X: tl.constexpr):
 
 @triton.jit
 def _load_biased(gate_up_ptr, bias_ptr, left, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """Load gate and up of BLOCK results and add their biases, in fp32."""
+    """Load gate and up for BLOCK results, and add their biases, in fp32."""
     gate, up = _load_pairs(gate_up_ptr, left, BLOCK)
     if BIAS:
         gate_bias, up_bias = _load_pairs(bias_ptr, left, BLOCK)
@@ -178,7 +181,7 @@ def _act_backward_kernel(
     dtype = gate_up_ptr.dtype.element_ty
     results = tl.arange(0, BLOCK)
     elements = tl.arange(0, 2 * BLOCK)
-    # One walk along the row: dw sums g · A(u), and du and the weighted product are written on the way.
+    # A single loop over the row sums g · A(u) for dw, and writes du and the weighted product.
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, F, BLOCK):
         left = F - start
@@ -195,7 +198,7 @@ def _act_backward_kernel(
         if STORE_PRODUCT:
             tl.store(product_ptr + row + start + results, (w * p).to(dtype), mask=results < left)
     if STORE_D_WEIGHTS:
-        # The bias of down is part of the output that the routing weight multiplies.
+        # The routing weight multiplies the sum of the product and the bias of down, so its gradient includes the bias.
         if DOWN_BIAS:
             for start in range(0, C, BLOCK):
                 inside = start + results < C
@@ -206,13 +209,13 @@ def _act_backward_kernel(
 
 
 def _row_blocks(F: int, X: int) -> dict[str, int]:
-    # With fewer than 128 pairs, threads of a warp would hold duplicates.
+    # With fewer than 128 pairs, some threads of a warp would hold the same elements.
     block = max(min(triton.next_power_of_2(F), ACT_BLOCK), 128)
     return {"BLOCK": block, "BLOCK_X": max(triton.next_power_of_2(X), 2), "num_warps": block // 128}
 
 
 def _act(gate_up: Tensor, bias: Tensor | None, ends: Tensor, act: str, limit: float) -> Tensor:
-    """Launch the activation: [S, 2 F] -> [S, F]."""
+    """Launch the kernel of the activation: [S, 2 F] -> [S, F]."""
     if bias is None and act in ACTIVATIONS:
         return gated_act_forward(gate_up, act)
     S, F = gate_up.shape[0], gate_up.shape[1] // 2
@@ -230,13 +233,16 @@ def _act_backward(
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, limit: float, *, need_d_gate_up: bool,
     need_product: bool, need_d_weights: bool, overwrite_gate_up: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Launch the activation's backward: ``(d_gate_up, weighted product, d_weights)``. The product overwrites g."""
+    """Launch the kernel of the activation's backward, and return ``(d_gate_up, weighted product, d_weights)``.
+
+    The weighted product overwrites g. Results that are not needed are None.
+    """
     S, F = gate_up.shape[0], gate_up.shape[1] // 2
     d_gate_up = (gate_up if overwrite_gate_up else torch.empty_like(gate_up)) if need_d_gate_up else None
     product = None
     if need_product:
         product = torch.empty(S, F, dtype=gate_up.dtype, device=gate_up.device) if g is None else g
-    empty = torch.empty_like if weights.numel() == S else torch.zeros_like  # copies without an expert have no row
+    empty = torch.empty_like if weights.numel() == S else torch.zeros_like  # the gradient of a copy without a row is 0
     d_weights = empty(weights) if need_d_weights else None
     with on_device_of(gate_up):
         _act_backward_kernel[(S,)](
@@ -251,16 +257,22 @@ def _act_backward(
 
 
 def _low_rank_library(library: bool, A: Tensor, B: Tensor) -> bool:
-    """Whether the low-rank products also run in the library; rows must then be whole 16-byte vectors."""
+    """Return whether the low-rank products can run in PyTorch's grouped_mm, too.
+
+    For this, the rows of the low-rank matrices must consist of whole 16-byte vectors.
+    """
     return library and A.shape[1] % 8 == 0 and A.data_ptr() % 16 == 0 and B.data_ptr() % 16 == 0
 
 
 Drop = Callable[[Tensor], Tensor]
-"""Dropout of sorted rows."""
+"""A function that applies dropout to sorted rows."""
 
 
 def _drops(order: Tensor, seed: Tensor | None, dropout: float, K: int) -> tuple[Drop, Drop]:
-    """Dropout of the low-rank inputs of gate and up, where copies of a token drop the same elements, and of down."""
+    """Return two functions that apply dropout to inputs of low-rank terms: of gate and up, and of down.
+
+    For gate and up, the same elements are dropped in all copies of a token.
+    """
     if seed is None:
         return (lambda rows: rows), (lambda rows: rows)
     options: dict[str, Any] = {"order": order, "seed": seed, "dropout": dropout}
@@ -270,7 +282,7 @@ def _drops(order: Tensor, seed: Tensor | None, dropout: float, K: int) -> tuple[
 def _product(
     rows: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool, drop_rows: Drop
 ) -> Tensor:
-    """Each row times the transposed matrix of its expert: [S, in], [X, out, in] -> [S, out]."""
+    """Multiply each row by the transposed matrix of its expert: [S, in], [X, out, in] -> [S, out]."""
     if takes_few(rows, weight):
         out = few_product(rows, weight, ends)
     else:
@@ -286,7 +298,10 @@ def _product(
 def _input_gradient(
     d_out: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool, drop_rows: Drop
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the rows [S, in] of `_product` and, with a low-rank term, of the rows [S, R] between A and B."""
+    """Compute the gradient [S, in] of the rows of `_product`.
+
+    With a low-rank term, the second result is the gradient [S, R] of the product with A, and otherwise None.
+    """
     d_rows = grouped_mm(d_out, dense(weight), ends, library)
     if low_rank is None:
         return d_rows, None
@@ -301,7 +316,10 @@ def _low_rank_gradients(
     d_out: Tensor, h: Tensor | None, rows: Tensor | None, low_rank: LowRank | None, ends: Tensor, library: bool,
     needs: ProjectionNeeds, drop_rows: Drop,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """dA and dB of `_product`, each None unless it is needed; ``h`` is from `_input_gradient`."""
+    """Compute dA and dB of `_product`. A gradient that is not needed is None.
+
+    ``h`` is the second result of `_input_gradient`, or None if that was not called.
+    """
     if low_rank is None or rows is None or not (needs.low_rank_A or needs.low_rank_B):
         return None, None
     (A, B), rows = low_rank, drop_rows(rows)
@@ -319,7 +337,7 @@ COPIES = Argument("SymInt? {0}=None", lambda copies: (copies,), lambda copies: c
 
 
 class ExpertProjection(NamedTuple):
-    """A projection of all experts.
+    """A projection with the parameters of all experts.
 
     Attributes:
         weight: [X, O, C].
@@ -332,16 +350,16 @@ class ExpertProjection(NamedTuple):
     low_rank: Annotated[LowRank | None, LOW_RANK] = None
 
     def contiguous(self) -> "ExpertProjection":
-        """The same projection with contiguous tensors."""
+        """Return the same projection with contiguous tensors."""
         weight = self.weight.contiguous() if isinstance(self.weight, Tensor) else self.weight
         low_rank = None if self.low_rank is None else (self.low_rank[0].contiguous(), self.low_rank[1].contiguous())
         return ExpertProjection(weight, None if self.bias is None else self.bias.contiguous(), low_rank)
 
 
 class MoEInputs(NamedTuple):
-    """Inputs of the ops `moe_mlp` and `moe_mlp_inference`, named as the arguments of `moe_mlp`.
+    """Inputs of the ops `moe_mlp` and `moe_mlp_inference`. The function `moe_mlp` describes these inputs.
 
-    ``seed`` is the seed of the dropout; None for no dropout.
+    ``seed`` has the seeds of the dropout, or is None for no dropout.
     """
 
     x: Tensor
@@ -362,7 +380,7 @@ class MoEOutputs(NamedTuple):
 
     Attributes:
         y: [N, C].
-        order, slot, ends: the sort of the copies, see `sort_by_expert`.
+        order, slot, ends: the order of the sorted copies, as from `sort_by_expert`.
         u: [S, 2 F], gates and ups without their bias; None with ``recompute``.
     """
 
@@ -374,7 +392,7 @@ class MoEOutputs(NamedTuple):
 
 
 class MoESaved(NamedTuple):
-    """Tensors and constants that the forward saves for the backward; x only if the backward reads it."""
+    """Tensors and constants that the forward saves for the backward. x is None if the backward does not need it."""
 
     x: Tensor | None
     weights: Tensor
@@ -429,7 +447,7 @@ def _forward(inputs: MoEInputs) -> MoEOutputs:
     del rows
     product = _act(u, gate_up.bias, ends, inputs.act, inputs.limit)  # [S, F]
     kept = None if inputs.recompute else u
-    del u  # frees it before the next product, unless it is saved
+    del u  # unless it is saved, u is freed here before the next product
     rows = _product(product, down.weight, down.low_rank, ends, library, drop_out)  # [S, C]
     del product
     y = unpermute(rows, slot, weights.contiguous(), x.shape[0], dtype, down.bias, experts)
@@ -437,7 +455,10 @@ def _forward(inputs: MoEInputs) -> MoEOutputs:
 
 
 def _inference(inputs: MoEInputs) -> Tensor:
-    """`moe_mlp` without a backward. Inside this op kernels are chosen by the number of copies, unseen by a graph."""
+    """Compute `moe_mlp` without a backward.
+
+    Kernels are chosen by the number of copies. The choice is made inside this op, so that it is not part of a graph.
+    """
     gate_up, down, experts = inputs.gate_up.contiguous(), inputs.down.contiguous(), inputs.experts
     has_low_rank = gate_up.low_rank is not None or down.low_rank is not None
     if not has_low_rank and inputs.copies is None and takes_few_copies(experts, gate_up.weight, down.weight):
@@ -461,7 +482,7 @@ def _backward(inputs: MoEUpstream) -> MoEGradients:
     need_du = needs.x or needs.gate_up.by_rows or needs.gate_up.bias
     rows = g = h = dx = d_rows = None
 
-    # u once more, bit for bit as in the forward.
+    # Recompute u, bitwise identical to the forward.
     recomputed = u is None
     if u is None:
         assert x is not None
@@ -470,7 +491,7 @@ def _backward(inputs: MoEUpstream) -> MoEGradients:
         if not needs.gate_up.by_rows:
             rows = None
 
-    # Through the down projection and the activation. Where u is not saved, du takes its place.
+    # Continue the backward through the down projection and the activation. If u was recomputed, du overwrites u.
     dy_rows = permute(dy, slot, S, dtype)  # [S, C]
     if need_du or needs.weights:
         g, h = _input_gradient(dy_rows, down.weight, down.low_rank, ends, library, drop_out)  # [S, F]
@@ -480,7 +501,7 @@ def _backward(inputs: MoEUpstream) -> MoEGradients:
     )  # fmt: skip
     del g, u
 
-    # The parameters of the down projection.
+    # Compute the gradients of the down projection's parameters.
     d_weight = d_bias = None
     if down.bias is not None and needs.down.bias:
         d_bias = grouped_sum(dy_rows, ends, down.bias.dtype, weights, order)
@@ -492,7 +513,7 @@ def _backward(inputs: MoEUpstream) -> MoEGradients:
     if du is None:
         return MoEGradients(None, d_weights, down=d_down)
 
-    # The parameters of gate and up, and the gradient of x.
+    # Compute the gradients of the parameters of gate and up, and the gradient of x.
     d_weight = d_bias = h = None
     if gate_up.bias is not None and needs.gate_up.bias:
         d_bias = grouped_sum(du, ends, gate_up.bias.dtype)
@@ -532,7 +553,7 @@ def _backward_fake(inputs: MoEUpstream) -> MoEGradients:
 
 
 def _like(inputs: MoEUpstream, new: Callable[..., Tensor]) -> MoEGradients:
-    """Allocate the gradients by ``new_zeros`` or ``new_empty``."""
+    """Allocate the needed gradients with ``new``, which is ``new_zeros`` or ``new_empty``."""
     dy, saved, needs = inputs
 
     def of_projection(projection: ExpertProjection, needs: ProjectionNeeds) -> ProjectionGradients:
@@ -551,7 +572,7 @@ def _like(inputs: MoEUpstream, new: Callable[..., Tensor]) -> MoEGradients:
 
 def _save(ctx: Any, inputs: MoEInputs, outputs: MoEOutputs, needs: MoENeeds) -> MoESaved:
     _, order, slot, ends, u = outputs
-    # Only y is an output for the user; the others are returned for the backward.
+    # Only y is an output for the caller. The other outputs are returned for the backward.
     ctx.mark_non_differentiable(*[output for output in (order, slot, ends, u) if output is not None])
     return MoESaved(
         # x is needed to recompute u, or for the gradient of gate and up.
@@ -598,37 +619,39 @@ def moe_mlp(
     dropout: float = 0.0,
     copies: int | None = None,
 ) -> Tensor:
-    """``y[n] = Σ_k weights[n, k] · (act(x[n] @ Wguᵀ + bgu) @ Wdᵀ + bd)`` with the matrices of expert ``experts[n, k]``.
+    """Compute ``y[n] = Σ_k weights[n, k] · (act(x[n] @ Wguᵀ + bgu) @ Wdᵀ + bd)``.
+
+    Weights and biases are those of expert ``experts[n, k]``.
 
     Args:
         x: [N, C], float32, float16 or bfloat16.
-        weights: [N, K], from `route`.
-        experts: [N, K] int64, in 0 to X − 1; see ``copies``.
-        gate_up_weight: [X, 2 F, C]; in each expert row 2f is gate f and row 2f + 1 is up f. This weight and down_weight
-            may be a `FrozenWeight`.
-        down_weight: [X, C, F], in the dtype of gate_up_weight. The result y has this dtype, which may differ from the
-            dtype of x and which autocast does not change.
-        gate_up_bias: [X, 2 F], ordered as the rows of gate_up_weight; None for none.
-        down_bias: [X, C]; None for none.
-        gate_up_low_rank: ``(A [X, R, C], B [X, 2 F, R])`` in the weights' dtype; gate and up gain ``x[n] @ Aᵀ @ Bᵀ``
-            with the matrices of the expert.
-        down_low_rank: ``(A [X, R, F], B [X, C, R])``, in the same way for the down projection.
-        act: the gated activation: "silu", "gelu_tanh", "gelu", or "clamped_swiglu", which is
-            ``(clamp(up, -limit, limit) + 1) * gate * sigmoid(1.702 * gate)`` with gate at most limit (GPT-OSS).
-        limit: the positive limit of "clamped_swiglu"; other activations ignore it.
-        recompute: do not save gate and up; the backward recomputes them at the cost of one more grouped product. The
-            gradients are the same. The reference backend ignores it.
-        dropout: probability of dropping an element of the low-rank terms' inputs. The copies of a token drop the same
-            elements of x.
-        copies: the number of ``experts`` that are below X. An expert of X means no expert and adds nothing; without
-            such copies this is None.
+        weights: [N, K], routing weights from `route`.
+        experts: [N, K] int64, from 0 to X − 1. With ``copies``, X stands for no expert.
+        gate_up_weight: [X, 2 F, C]. In each expert's matrix, row 2f is gate f, and row 2f + 1 is up f. Both weights may
+            be `FrozenWeight`.
+        down_weight: [X, C, F], in the dtype of gate_up_weight. y has the dtype of the weights, which may differ from
+            the dtype of x. Autocast does not change the dtype of y.
+        gate_up_bias: [X, 2 F], in the order of the rows of gate_up_weight; None for no bias.
+        down_bias: [X, C]; None for no bias.
+        gate_up_low_rank: ``(A [X, R, C], B [X, 2 F, R])`` in the dtype of the weights. ``x[n] @ Aᵀ @ Bᵀ``, with the
+            matrices of the expert, is added to gate and up.
+        down_low_rank: ``(A [X, R, F], B [X, C, R])``, which is added in the same way in the down projection.
+        act: the gated activation: "silu", "gelu_tanh", "gelu", or "clamped_swiglu" (GPT-OSS). The last is
+            ``(clamp(up, -limit, limit) + 1) * gate * sigmoid(1.702 * gate)``, where gate is clamped to at most limit.
+        limit: the limit of "clamped_swiglu", a positive number. Other activations ignore it.
+        recompute: whether to recompute gate and up in the backward instead of saving them. This takes one more grouped
+            product and does not change the gradients. The reference backend ignores this option.
+        dropout: probability of dropping an element of the low-rank terms' inputs. The same elements of x are dropped
+            for all experts of a token.
+        copies: number of entries in ``experts`` that are less than X. The remaining entries are X, which stands for no
+            expert, and contribute nothing to y. None if there are no such entries.
 
     Returns:
         [N, C] in the dtype of the weights.
 
     Raises:
         ValueError: the shapes do not match, or the activation is unknown.
-        TypeError: a tensor is not floating-point, experts are not int64, or weights and low-rank matrices differ in
+        TypeError: a tensor is not floating-point, ``experts`` is not int64, or weights and low-rank matrices differ in
             dtype.
     """
     check_expert_act("moe_mlp", act, limit)
@@ -672,7 +695,7 @@ def moe_mlp(
             x, weights, experts, gate_up_weight, down_weight, gate_up_bias, down_bias, gate_up_low_rank, down_low_rank,
             act=act, limit=limit, dropout=dropout, copies=copies,
         )  # fmt: skip
-    # Without low-rank terms there is no dropout, so no seed is drawn and the generator doesn't advance.
+    # Without low-rank terms there is no dropout. No seed is drawn then, so that the generator does not advance.
     has_low_rank = gate_up_low_rank is not None or down_low_rank is not None
     inputs = MoEInputs(
         x=x,
@@ -691,7 +714,12 @@ def moe_mlp(
 
 
 def _check_low_rank(name: str, low_rank: LowRank | None, weight: Tensor) -> None:
-    """Raise unless A is [X, R, in] and B [X, out, R], both in the dtype of the weight [X, out, in]."""
+    """Raise an error unless A is [X, R, in] and B is [X, out, R], both in the dtype of the weight [X, out, in].
+
+    Raises:
+        ValueError: a shape does not match.
+        TypeError: A or B does not have the dtype of the weight.
+    """
     if low_rank is None:
         return
     (A, B), (X, out, width) = low_rank, weight.shape

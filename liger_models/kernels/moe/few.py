@@ -1,19 +1,19 @@
-"""Products of few rows with the matrices of their experts, in about the time of reading the matrices.
+"""Products of few rows with the matrices of their experts, which take about as long as reading the matrices.
 
-A step of decoding needs no gradients. With the copies of the tokens numbered as in `permutation`, s = n · K + k, e the
-expert of a copy, and A as in `expert_act`::
+A decoding step needs no gradients. The copies of the tokens are numbered as in `permutation`, s = n · K + k. e is the
+expert of a copy, and A is one of the activations of `expert_act`::
 
     g_s = A(Wgu_e · x_n + bgu_e)          one kernel
     o_s = Wd_e · g_s                      one kernel
     y_n = Σ_k w_nk · (o_s + bd_e)         `permutation.unpermute`
 
-Nothing is sorted. A program belongs to a copy and to some rows of its expert's matrix. It looks up which other copies
-have the same expert, and multiplies `FEW_ROWS` of them at once, unless the program of an earlier copy already does. The
-copies of a single token all have different experts. Each of them is multiplied separately, without matrix units, as in
-`row_linear`.
+The copies are not sorted. There is a program for each copy and for some rows of its expert's matrix. The program finds
+the other copies that have the same expert, and multiplies up to `FEW_ROWS` of them at once, unless the program of an
+earlier copy multiplies them. If there is only one token, all its copies have different experts. Each copy is then
+multiplied separately, without matrix units, as in `row_linear`.
 
-If rows are sorted because a backward follows, `few_product` multiplies them with frozen matrices in the same way. Both
-functions read matrices in their stored form (dense, NF4 or float8), and only if the expert has rows.
+If rows are sorted because there will be a backward, `few_product` multiplies them by frozen matrices in the same way.
+All these kernels read matrices in their stored form (dense, NF4 or float8), and only those of experts that have rows.
 """
 
 from typing import Any
@@ -33,29 +33,31 @@ from liger_models.kernels.moe.permutation import unpermute
 from liger_models.kernels.overlap import await_previous, overlap
 
 FEW_ROWS = 16
-"""Rows of a tile. Rows are few as long as an expert has no more than that on average."""
+"""Number of rows of a tile. These kernels run if experts have at most this many rows on average."""
 
 FEW_COPIES = 128, 512
-"""So many copies a program looks at, the fewest that are all of them. More copies are sorted."""
+"""Numbers of copies among which a program can search for copies of the same expert. A launch uses the smaller number if
+it suffices. If there are more copies than the larger number, the copies are sorted."""
 
 FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "blocks": (64, 128), "dense": (32, 128)}
 FEW_WARPS = 4
 FEW_STAGES = 4
-"""Results of a tile and columns of a step, warps of a program, and pipeline stages. Columns of a step share a scale."""
+"""For each storage format, the number of results per tile and the number of columns per step. Then the number of warps
+and the number of pipeline stages, which all formats share. The columns of a step share a scale."""
 
 ROW_BLOCKS = 8, 256
 ROW_WARPS = 2
-"""The same for a single row."""
+"""Number of results per tile, number of columns per step, and number of warps for a single row."""
 
 
 @triton.jit
 def _few_tile(
     tile, where_ptr, COUNT, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """The expert of a tile, the tile's first row, the end of the expert's rows, and whether the tile has rows.
+    """Return the expert of a tile, the tile's first row, the end of the expert's rows, and whether the tile has rows.
 
-    If rows are sorted, ``where_ptr`` has the ends of COUNT experts' rows. Otherwise it has the experts of COUNT copies,
-    each copy has a tile, and rows are counted among the copies of the expert.
+    If rows are sorted, ``where_ptr`` has the end of the rows of each of COUNT experts. Otherwise it has the expert of
+    each of COUNT copies. There is then a tile for each copy, and rows are numbered among the copies of the same expert.
     """
     if SORTED:
         expert, first, end = _rows_of_tile(tile, where_ptr, COUNT, BLOCK, BLOCK_ROWS)
@@ -75,7 +77,7 @@ def _few_tile(
 def _few_rows(
     tile, where_ptr, COUNT, expert, first, end, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """The numbers of a tile's rows or copies, and which of them exist."""
+    """Return the indices of a tile's rows or copies, and a mask of those that exist."""
     wanted = first + tl.arange(0, BLOCK_ROWS)
     if SORTED:
         rows = wanted
@@ -84,7 +86,8 @@ def _few_rows(
     else:
         lanes = tl.arange(0, BLOCK)
         mine = tl.load(where_ptr + lanes, mask=lanes < COUNT, other=-1) == expert
-        # A tile takes the copies of its expert whose place among them is in ``wanted``: [BLOCK_ROWS, BLOCK] at once.
+        # ``place`` is the position of each copy among the copies of the expert. The tile has the copies whose position
+        # is in ``wanted``. All [BLOCK_ROWS, BLOCK] pairs are compared at once.
         place = tl.cumsum(mine.to(tl.int32), 0) - 1
         rows = tl.sum(tl.where(mine[None, :] & (place[None, :] == wanted[:, None]), lanes[None, :], 0), 1)
     return rows.to(tl.int64), wanted < end
@@ -95,7 +98,7 @@ def _few_store(
     total, expert, rows, inside, bias_ptr, out_ptr, OUT, limit, ACT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile's sums, or their gated activation after the bias, rounded as in `moe_mlp`."""
+    """Store a tile's sums or, with an ACT, add the bias and store the gated activation. Rounding is as in `moe_mlp`."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     start = (tl.program_id(0) % tl.cdiv(OUT, BLOCK_OUT)) * BLOCK_OUT
     total = total.to(dtype)
@@ -109,7 +112,7 @@ def _few_store(
             columns = start + tl.arange(0, BLOCK_OUT)
             bias = tl.load(bias_ptr + expert * OUT + columns, mask=columns < OUT, other=0.0)
             pairs += bias.to(tl.float32)[None, :]
-        # [BLOCK_ROWS, BLOCK_OUT] interleaved -> gate and up, [BLOCK_ROWS, BLOCK_OUT / 2] each.
+        # Split the interleaved [BLOCK_ROWS, BLOCK_OUT] into gate and up, [BLOCK_ROWS, BLOCK_OUT / 2] each.
         gate, up = tl.split(tl.reshape(pairs, [BLOCK_ROWS, BLOCK_OUT // 2, 2]))
         a, u, _, _ = _expert_act(gate, up, limit, ACT)
         results = start // 2 + tl.arange(0, BLOCK_OUT // 2)
@@ -125,7 +128,10 @@ def _few_nf4_kernel(
     SCALES_PER_FACTOR: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """`_few_kernel` for NF4. A step reads the BLOCK_IN codes of one scale, of BLOCK_OUT rows of the expert's matrix."""
+    """Compute what `_few_kernel` computes, for NF4.
+
+    In each step, BLOCK_IN codes that share a scale are read in each of BLOCK_OUT rows of the expert's matrix.
+    """
     await_previous(OVERLAPS)
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
     tile = tl.program_id(0) // tiles_out
@@ -137,7 +143,7 @@ def _few_nf4_kernel(
         columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         known = columns < OUT
         pairs = tl.arange(0, BLOCK_IN // 2)
-        # Rows of all experts' matrices, numbered through, and the codes of their first step: two numbers per byte.
+        # The rows of all experts' matrices are numbered consecutively. A byte of codes holds two numbers.
         matrix_row = expert * OUT + columns
         mean = tl.load(mean_ptr + expert).to(tl.float32)
         a_ptrs = rows_ptr + (rows // K)[:, None] * IN + 2 * pairs[None, :]
@@ -147,7 +153,8 @@ def _few_nf4_kernel(
             block = matrix_row * (IN // BLOCK_IN) + step
             scale = nf4_scale(scale_ptr, factor_ptr, mean, block, known, stored, SCALES_PER_FACTOR)[:, None]
             pair = tl.load(code_ptrs + step * (BLOCK_IN // 2), mask=known[:, None], other=0).to(tl.int32)
-            # Both numbers of a byte, dequantized as the dense weight is; x is read with a stride of 2 to match.
+            # Dequantize both numbers of a byte, as when the dense weight is computed. x is read with a stride of 2, so
+            # that its columns match the first or the second numbers.
             upper = (tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale).to(stored).to(dtype)
             lower = (tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale).to(stored).to(dtype)
             a = tl.load(a_ptrs + step * BLOCK_IN, mask=inside[:, None], other=0.0)
@@ -164,9 +171,10 @@ def _few_kernel(
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """Compute result s from row s // K. A step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's matrix.
+    """Compute result s from row s // K. In each step, BLOCK_IN columns of BLOCK_OUT rows of the matrix are read.
 
-    A scale belongs to a row, or to WIDTH columns of a row, where WIDTH is a multiple of BLOCK_IN.
+    There is a scale for each row or, if WIDTH is not 0, for each WIDTH columns of a row. WIDTH is a multiple of
+    BLOCK_IN.
     """
     await_previous(OVERLAPS)
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
@@ -178,17 +186,17 @@ def _few_kernel(
         columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         known = (columns < OUT)[:, None]
         matrix_row = (expert * OUT + columns)[:, None]
-        # A token's K copies read the same row.
+        # The K copies of a token read the same row.
         a_starts = rows_ptr + (rows // K)[:, None] * IN
         if SCALED and not WIDTH:
             scale = tl.load(scale_ptr + matrix_row, mask=known, other=0.0)
-        # A single row is multiplied elementwise and summed at the end; several rows use matrix units.
+        # A single row is multiplied elementwise and summed at the end. Several rows are multiplied by matrix units.
         total = tl.zeros([BLOCK_OUT, BLOCK_IN] if BLOCK_ROWS == 1 else [BLOCK_ROWS, BLOCK_OUT], tl.float32)
         for start in range(0, IN, BLOCK_IN):
             i = (start + tl.arange(0, BLOCK_IN))[None, :]
             a = tl.load(a_starts + i, mask=inside[:, None] & (i < IN), other=0.0)
             weight = tl.load(weight_ptr + matrix_row * IN + i, mask=known & (i < IN), other=0.0)
-            # Dequantize to what the dense weight would be: blocks go through bf16.
+            # Dequantize exactly as when the dense weight is computed, where blocks are rounded to bf16.
             if WIDTH:
                 scale = tl.load(scale_ptr + matrix_row * tl.cdiv(IN, WIDTH) + start // WIDTH, mask=known, other=0.0)
                 weight = _numbers(weight, scale).to(tl.bfloat16).to(dtype)
@@ -203,9 +211,11 @@ def _few_kernel(
 
 
 def _fits(weight: Weight) -> bool:
-    """Whether the kernels support the matrices: dense, NF4 with whole blocks per row, float8 if the GPU converts it.
+    """Return whether the kernels support the matrices.
 
-    The width of float8 blocks must be supported by `float8_blocks`. Other formats have no kernel.
+    The kernels support dense matrices, NF4 with whole blocks per row, and float8 if the GPU can convert float8. If
+    float8 has one scale per block, `float8_blocks` must support the width of the blocks. Other formats are not
+    supported.
     """
     if isinstance(weight, Tensor):
         return True
@@ -217,13 +227,19 @@ def _fits(weight: Weight) -> bool:
 
 
 def takes_few(rows: Tensor, weight: Weight) -> bool:
-    """Whether `few_product` can multiply rows [S, C] with [X, O, C]: few rows, and supported frozen matrices."""
+    """Return whether `few_product` runs for rows [S, C] and matrices [X, O, C].
+
+    `few_product` needs few rows, and frozen matrices in a supported format.
+    """
     few = len(rows) <= FEW_ROWS * weight.shape[0]
     return few and isinstance(weight, FrozenWeight) and _fits(weight) and not is_batch_invariant()
 
 
 def takes_few_copies(experts: Tensor, gate_up_weight: Weight, down_weight: Weight) -> bool:
-    """Whether `few_experts` can run the copies of experts [N, K]: few copies, and supported matrices."""
+    """Return whether `few_experts` can compute the copies of experts [N, K].
+
+    `few_experts` needs few copies, and matrices in a supported format.
+    """
     few = 0 < experts.numel() <= min(FEW_COPIES[-1], FEW_ROWS * gate_up_weight.shape[0])
     return few and _fits(gate_up_weight) and _fits(down_weight) and not is_batch_invariant()
 
@@ -232,22 +248,23 @@ def _launch(
     rows: Tensor, weight: Any, where: Tensor, results: int, K: int, *, is_sorted: bool, one_row: bool = False,
     act: str = "", limit: float = 0.0, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Launch a kernel that multiplies row s // K with the transposed matrix of its expert, for each result s."""
+    """Launch a kernel that computes each result s as the product of row s // K and its expert's transposed matrix."""
     (X, out, width), frozen = weight.shape, isinstance(weight, FrozenWeight)
     storage = weight.format.name if frozen else "dense"
     stored = weight.tensors if frozen else (weight, None)
 
-    # A step reads columns that share a scale: those of a block in NF4 and in "blocks", else any of a row.
+    # The columns of a step must share a scale. In NF4 and "blocks", these are columns of the same block. In other
+    # formats, these may be any columns of a row.
     one_row = one_row and storage != "nf4"
     block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[storage])
     blocks = weight.layout[0] if storage == "blocks" else 0
     block_in = min(block_in, blocks or block_in)
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
     if is_sorted:
-        # Sorted: tiles of rows of one expert, which a program finds among the ends of X experts.
+        # If rows are sorted, the rows of a tile have the same expert, which is found by the ends of X experts' rows.
         tiles, count, block = most_tiles(results, X, FEW_ROWS), X, max(triton.next_power_of_2(X), 2)
     else:
-        # Not sorted: one tile per copy. A tile of several rows finds the other copies of its expert by comparison.
+        # Otherwise there is a tile per copy. A tile of several rows finds the other copies of its expert by comparison.
         tiles = count = results
         block = next(most for most in FEW_COPIES if results <= most)
     constants = {
@@ -269,7 +286,7 @@ def _launch(
 
 
 def few_product(rows: Tensor, weight: Any, ends: Tensor) -> Tensor:
-    """Multiply each sorted row with the transposed matrix of its expert, [S, C] -> [S, O]; ``ends`` is [X] int32."""
+    """Multiply each sorted row by the transposed matrix of its expert: [S, C] -> [S, O]. ``ends`` is [X] int32."""
     return _launch(rows, weight, ends, len(rows), 1, is_sorted=True)
 
 
@@ -277,7 +294,10 @@ def few_experts(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Weight, down_weight: Weight,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, limit: float,
 ) -> Tensor:  # fmt: skip
-    """`moe_mlp` for few tokens without gradients and contiguous tensors; x [N, C] has the dtype of the weights."""
+    """Compute `moe_mlp` for few tokens, without gradients.
+
+    All tensors must be contiguous, and x [N, C] must have the dtype of the weights.
+    """
     N, K = experts.shape
     options: dict[str, Any] = {"is_sorted": False, "one_row": N == 1}
     gated = _launch(x, gate_up_weight, experts, N * K, K, act=act, limit=limit, bias=gate_up_bias, **options)

@@ -1,14 +1,16 @@
-"""Grouped matrix products: the rows of each expert times the matrix of the same expert.
+"""Grouped matrix products: the rows of each expert are multiplied by the matrix of this expert.
 
-Rows are sorted by expert; expert e owns the rows from ends[e − 1] to ends[e]::
+Rows are sorted by expert, and expert e has the rows from ends[e − 1] to ends[e] − 1. The sums are over the rows j of e,
+and are 0 for an expert without rows::
 
     product       out_j = rows_j · W_e             for every row j of e
-    outer         out_e = Σ_j left_j ⊗ right_j     over the rows j of e; 0 for an expert without rows
-    sum           out_e = Σ_j w_j · rows_j         likewise, in fp32, with or without weights
+    outer         out_e = Σ_j left_j ⊗ right_j
+    sum           out_e = Σ_j w_j · rows_j         in fp32, with or without weights w
 
-`grouped_mm` and `grouped_outer` run PyTorch's grouped_mm where it is one kernel (`library_runs`), and the Triton
-kernels below elsewhere; neither waits for the device. The reference is a pair of registered ops, which loop over the
-experts in plain torch and wait for the row counts. As ops they are opaque to compilers.
+`grouped_mm` and `grouped_outer` run PyTorch's grouped_mm where it is a single kernel (see `library_runs`). Otherwise
+they run the Triton kernels below. Neither waits for the device. The reference consists of two registered ops, which
+loop over the experts in plain PyTorch, and wait for the number of rows of each expert. Compilers do not look inside
+these ops.
 """
 
 from typing import Any
@@ -27,16 +29,17 @@ PRODUCT_BLOCKS = {2: (128, 128, 64), 4: (64, 64, 32)}
 PRODUCT_WARPS = {2: 8, 4: 4}
 PRODUCT_STAGES = 3
 SUM_BLOCK = (32, 128)
-"""Tile (two dimensions of the result, then the summed one), warps and pipeline stages of the Triton kernels, by element
-size. 16-bit types take 96 KB of shared memory, which Ampere, Ada and Hopper all have. ``SUM_BLOCK``: rows and columns
-that a program of `grouped_sum` reads at a time."""
+"""Tile shape (both dimensions of the result, then the dimension that is summed), number of warps and number of pipeline
+stages of the Triton kernels, by the size of an element in bytes. 16-bit dtypes take 96 KB of shared memory, which
+Ampere, Ada and Hopper GPUs all have. SUM_BLOCK is the number of rows and of columns that a program of `grouped_sum`
+reads at a time."""
 
 LIBRARY.define("grouped_product(Tensor rows, Tensor weight, Tensor ends) -> Tensor")
 LIBRARY.define("grouped_outer(Tensor left, Tensor right, Tensor ends) -> Tensor")
 
 
 def _row_counts(ends: Tensor) -> list[int]:
-    """How many rows each expert has; the host waits for the device."""
+    """Return the number of rows of each expert. The host waits for the device."""
     counts: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return counts
 
@@ -82,11 +85,14 @@ register_autograd("grouped_product", _grouped_backward, _grouped_setup)
 
 @triton.jit
 def _rows_of_tile(tile, ends_ptr, X, BLOCK_X: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The expert of a tile's rows (X or more for none), the tile's first row, and the end of the expert's rows."""
+    """Return the expert of a tile's rows, the tile's first row, and the end of the expert's rows.
+
+    If the tile has no rows, the expert is X or larger.
+    """
     lanes = tl.arange(0, BLOCK_X)
     ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=0)
     starts = tl.load(ends_ptr + lanes - 1, mask=(lanes > 0) & (lanes < X), other=0)
-    tiles = (ends - starts + BLOCK_ROWS - 1) // BLOCK_ROWS  # each expert has as many tiles as its rows need
+    tiles = (ends - starts + BLOCK_ROWS - 1) // BLOCK_ROWS  # number of tiles of each expert
     expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
     first = tl.sum(tl.where(lanes == expert, starts, 0), 0)
     first += (tile - tl.sum(tl.where(lanes < expert, tiles, 0), 0)) * BLOCK_ROWS
@@ -101,7 +107,8 @@ def _product_kernel(
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
     expert, first, end = _rows_of_tile(tl.program_id(0) // tiles_out, ends_ptr, X, BLOCK_X, BLOCK_ROWS)
     if expert < X:
-        # A tile [BLOCK_ROWS, BLOCK_OUT] of one expert; rows beyond its end belong to the next expert and are masked.
+        # A tile [BLOCK_ROWS, BLOCK_OUT] belongs to one expert. Rows beyond ``end`` belong to the next expert and are
+        # masked.
         rows = first + tl.arange(0, BLOCK_ROWS)
         columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         row_starts = rows_ptr + rows.to(tl.int64)[:, None] * IN
@@ -136,7 +143,7 @@ def _outer_kernel(
     o = (tile % tiles_right) * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
     first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
-    # An expert without rows stores the zeros of `total`.
+    # For an expert without rows, the zeros in `total` are stored.
     total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
     for start in range(first, end, BLOCK_ROWS):
         rows = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
@@ -160,7 +167,7 @@ def _sum_kernel(
 ):  # fmt: skip
     expert = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    # Rows are sorted by expert; this expert has the rows from first to end − 1.
+    # Rows are sorted by expert, and this expert has the rows from first to end − 1.
     first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
     total = tl.zeros([BLOCK_ROWS, BLOCK_W], tl.float32)
@@ -176,16 +183,17 @@ def _sum_kernel(
     tl.store(out_ptr + expert.to(tl.int64) * W + columns, result, mask=columns < W)
 
 
-_library_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public from torch 2.10
+_library_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the public name exists since PyTorch 2.10
 
 
 def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
-    """Whether grouped products of contiguous weights [X, 2 F, C] and [X, C, F] run in PyTorch's grouped_mm.
+    """Return whether grouped products of contiguous weights [X, 2 F, C] and [X, C, F] run in PyTorch's grouped_mm.
 
-    They do where grouped_mm is one CUTLASS kernel that does not wait for the device: in bf16 on Hopper, with rows of
-    whole 16-byte vectors, fewer than 1024 experts, and any number of rows per expert. On Blackwell the weight gradient
-    of an expert without rows is not zero (pytorch#172439). Everywhere else grouped_mm loops over the experts and waits.
-    Within `batch_invariant` the Triton kernel runs, which has the same tile for any number of rows.
+    PyTorch's grouped_mm is used where it is a single CUTLASS kernel that does not wait for the device. This is the case
+    in bf16 on Hopper, for fewer than 1024 experts whose rows consist of whole 16-byte vectors, and for any number of
+    rows per expert. On Blackwell, grouped_mm's weight gradient of an expert without rows is not zero (pytorch#172439).
+    In all other cases, grouped_mm loops over the experts and waits for the device. Inside `batch_invariant`, the Triton
+    kernel runs, which has the same tile shape for any number of rows.
     """
     return (
         cuda_capability(gate_up_weight.device)[0] == 9
@@ -200,7 +208,10 @@ def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
 
 
 def _tile(rows: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Tile and constants of the Triton grouped products. fp32 runs as TF32 only if the user enabled TF32 for mm."""
+    """Return the tile shape and the constants of the Triton kernels for grouped products.
+
+    fp32 is multiplied as TF32 only if the user has enabled TF32 for matrix products.
+    """
     size = rows.element_size()
     return PRODUCT_BLOCKS[size], {
         "PRECISION": dot_precision(rows),
@@ -210,12 +221,18 @@ def _tile(rows: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
 
 
 def most_tiles(S: int, X: int, block_rows: int) -> int:
-    """Upper bound of the tiles for S rows of X experts: the full tiles, and a partial one per expert with rows."""
+    """Return an upper bound of the number of tiles for S rows of X experts.
+
+    The bound counts all full tiles, and one partial tile for each expert that has rows.
+    """
     return S // block_rows + min(S, X)
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, library: bool) -> Tensor:
-    """Multiply each expert's rows with its matrix (possibly a transposed view): [S, in], [X, in, out] -> [S, out]."""
+    """Multiply each expert's rows by its matrix: [S, in], [X, in, out] -> [S, out].
+
+    ``weight`` may be a transposed view. ``library`` is the result of `library_runs`.
+    """
     if library:
         product: Tensor = _library_mm(rows, weight, offs=ends)
         return product
@@ -232,7 +249,10 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, library: bool) -> Ten
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor, library: bool) -> Tensor:
-    """Sum over each expert's rows of their outer products: [S, left], [S, right] -> [X, left, right]."""
+    """For each expert, sum the outer products of its rows of ``left`` and ``right``.
+
+    The shapes are [S, left], [S, right] -> [X, left, right]. ``library`` is the result of `library_runs`.
+    """
     if library:
         sums: Tensor = _library_mm(left.t(), right, offs=ends)
         return sums
@@ -250,9 +270,10 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor, library: bool) -> T
 def grouped_sum(
     rows: Tensor, ends: Tensor, dtype: torch.dtype, weights: Tensor | None = None, order: Tensor | None = None
 ) -> Tensor:
-    """Sum over each expert's rows, in fp32: [S, W] -> [X, W], rounded once to ``dtype``.
+    """Sum each expert's rows in fp32, [S, W] -> [X, W], and round the sums once to ``dtype``.
 
-    With ``weights`` [N, K] row j counts weights[order[j]] times; ``order`` [S] int32 is from `sort_by_expert`.
+    With ``weights`` [N, K], row j is multiplied by the weight of copy order[j], where ``order`` [S] int32 is from
+    `sort_by_expert`.
     """
     X, W = ends.shape[0], rows.shape[1]
     out = torch.empty(X, W, dtype=dtype, device=rows.device)

@@ -1,6 +1,6 @@
-"""The auxiliary loss that spreads tokens evenly over the experts.
+"""The auxiliary loss that makes the router distribute tokens evenly among the experts.
 
-Source: https://arxiv.org/abs/2101.03961, as transformers computes it.
+Source: https://arxiv.org/abs/2101.03961, computed as in transformers.
 """
 
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ def load_balancing_loss(
     attention_mask: Tensor | None = None,
     ranks: Group | None = None,
 ) -> Tensor:
-    """``X · Σ_e f_e · P_e`` over the rows of all layers together.
+    """Compute ``X · Σ_e f_e · P_e`` over the rows of all layers together.
 
-    f_e counts how many of a row's K choices are expert e, and P_e is the probability of e (softmax over all experts);
-    both are averaged over the rows. The gradient flows through P. Uniform routing gives K.
+    For a row, f_e is the number of its K choices that are expert e, and P_e is the probability of e in the softmax over
+    all experts. Both are averaged over the rows. The gradient flows through P only. For uniform routing, the loss is K.
 
     Args:
-        router_logits: one tensor [..., X] per layer, or all layers in one tensor.
+        router_logits: a tensor [..., X] for each layer, or one tensor for all layers.
         top_k: K.
-        attention_mask: [B, T], 0 where a token is padding; each layer has B · T rows in this order.
-        ranks: process group whose ranks hold different rows of the batch; the loss is over all of them. Averaging the
-            gradient over the group gives the gradient of the loss.
+        attention_mask: [B, T], 0 where a token is padding, and 1 elsewhere. Each layer has B · T rows in this order.
+        ranks: process group whose ranks hold different rows of the batch, over all of which the loss is computed. The
+            mean of the ranks' gradients is the gradient of the loss.
 
     Returns:
-        [] fp32, the same on all ranks; 0 without rows.
+        The loss [] fp32, which is the same on all ranks, and 0 if there are no rows.
 
     Raises:
         ValueError: there is no layer, or the mask does not match the rows.
@@ -54,7 +54,7 @@ def load_balancing_loss(
             )
         counted = attention_mask.reshape(-1).to(logits.device, compute).repeat(rows // attention_mask.numel())
         probabilities = probabilities * counted.unsqueeze(-1)
-    # Only ones are added, so atomic additions give the same bits in any order.
+    # Only ones are added, so the order of atomic additions does not change the result.
     picked = counted.new_zeros(X).scatter_add(
         0, experts.reshape(-1), counted.unsqueeze(-1).expand_as(experts).reshape(-1)
     )

@@ -1,16 +1,18 @@
-"""Sorting tokens by expert, and back.
+"""Sorting tokens by expert, and restoring their order.
 
-Each of N tokens has K copies, one for each of its experts. The copies are sorted by expert; the sort is stable, so the
-tokens of an expert stay in order. Copy k of token n becomes row j = slot[n, k], copy order[j] is row j, and expert e
-owns the rows from ends[e − 1] to ends[e]::
+Each of N tokens has K copies, one for each of its experts. The copies are sorted by expert. The sort is stable, so the
+tokens of an expert stay in order. Copy k of token n becomes row j = slot[n, k], and order[j] = n · K + k is the number
+of this copy. Expert e has the rows from ends[e − 1] to ends[e] − 1::
 
     permute       r_j = x_n                        each token is read once and written K times
-    unpermute     y_n = Σ_k w_nk · r_slot[n,k]     in fp32 and in the order of k: every run gives the same bits
-                                                   with biases b: r_slot[n,k] + b_e
+    unpermute     y_n = Σ_k w_nk · r_slot[n,k]     in fp32, in the order of k, so bitwise identical in every run
 
-The host never waits for the device, because the experts' row counts stay there.
+With biases b, unpermute adds b_e to each row before the weight is applied.
 
-A copy without an expert has the expert number X. It is sorted behind the S other copies and has no row: slot >= S.
+The numbers of rows per expert stay on the device, so the host never waits for the device.
+
+A copy without an expert has the expert index X. Such copies are sorted after the S other copies and have no row, so
+that slot >= S.
 """
 
 import torch
@@ -20,30 +22,32 @@ from liger_models.kernels.dispatch import on_device_of, tl, triton
 from liger_models.kernels.overlap import await_previous, overlap
 
 SORT_BLOCK = 2048
-"""Copies that a program of the sort reads at a time. The program of an expert reads all copies twice. As 16-bit numbers
-they stay in the L2 cache, and programs exchange nothing, so one launch is enough."""
+"""Number of copies that a program of the sort reads at a time. There is a program for each expert, which reads the
+experts of all copies twice. Experts are 16-bit numbers, which stay in the L2 cache. The programs exchange no data, so a
+single launch suffices."""
 
 ROW_BLOCK = 1024
-"""Columns that a program of `permute` or `unpermute` moves: in bf16 one 16-byte vector per thread and row. The loads or
-stores of all K rows are in flight at once."""
+"""Largest number of columns that a program of `permute` or `unpermute` moves. In bf16, this is one 16-byte vector per
+thread and row. The loads or stores of all K rows are in flight at the same time."""
 
 MAX_COPIES = 2**30
 MAX_EXPERTS = 2**15 - 1
-"""Copies are counted in 32 bits, and the sort counts one block past the last; experts are 16-bit numbers."""
+"""Largest numbers of copies and of experts. Copies are counted in 32 bits, up to one block beyond the last copy, and
+experts are 16-bit numbers."""
 
 
 @triton.jit
 def _sort_kernel(experts_ptr, order_ptr, slot_ptr, ends_ptr, S, BLOCK: tl.constexpr):
-    """Program e writes the copies of expert e behind the copies of all earlier experts."""
+    """Write the copies of expert e after the copies of all earlier experts, where e is the index of the program."""
     expert = tl.program_id(0)
     indices = tl.arange(0, BLOCK)
-    # First walk: how many copies belong to earlier experts, which is where this expert's rows begin.
+    # A first loop counts the copies of earlier experts. This number is the first row of this expert.
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, S, BLOCK):
         chosen = tl.load(experts_ptr + start + indices, mask=start + indices < S, other=32767).to(tl.int32)
         before += (chosen < expert).to(tl.int32)
     end = tl.sum(before, 0)
-    # Second walk: a running count gives each copy of this expert its slot, in order, so the sort is stable.
+    # A second loop numbers the copies of this expert in their order, so that the sort is stable.
     for start in range(0, S, BLOCK):
         index = start + indices
         mine = tl.load(experts_ptr + index, mask=index < S, other=32767).to(tl.int32) == expert
@@ -77,7 +81,7 @@ def _unpermute_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + token * K + k).to(tl.int64) if SORTED else token * K + k
-        # Slot S means that this copy has no row and adds nothing.
+        # If the slot is S or larger, the copy has no row and adds nothing.
         there = inside & (slot < S)
         row = tl.load(rows_ptr + slot * C + columns, mask=there, other=0.0).to(tl.float32)
         if BIAS:
@@ -89,15 +93,21 @@ def _unpermute_kernel(
     tl.store(y_ptr + token * C + columns, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-_sort_kernel.decides = True  # its output says where later kernels read and write
+_sort_kernel.decides = True  # its output determines the addresses at which later kernels read and write
 
 
 def sort_by_expert(experts: Tensor, X: int, copies: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort copies into ``(order [S], slot [N K], ends [X])``, int32; copy k of token n has the number n · K + k.
+    """Sort the copies of tokens by expert. Copy k of token n has the number n · K + k.
 
-    ``copies`` is S; None if all copies have an expert.
+    Args:
+        experts: [N, K], the expert of each copy.
+        X: number of experts.
+        copies: S, the number of copies that have an expert; None if all copies have one.
+
+    Returns:
+        ``(order [S], slot [N · K], ends [X])`` in int32.
     """
-    programs = X if copies is None else X + 1  # the last one sorts those without
+    programs = X if copies is None else X + 1  # the last program sorts the copies without an expert
     experts = experts.contiguous().to(torch.int16)
     order = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     slot, ends = torch.empty_like(order), order.new_empty(programs)
@@ -112,7 +122,7 @@ def _row_grid(N: int, C: int) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def permute(x: Tensor, slot: Tensor, S: int, dtype: torch.dtype) -> Tensor:
-    """Copy [N, C] -> [S, C], each token's row to all of its slots [N K] below S, cast to ``dtype``."""
+    """Copy each token's row to all of its slots below S, cast to ``dtype``: [N, C] -> [S, C]. ``slot`` is [N · K]."""
     x = x.contiguous()
     N, C = x.shape
     rows = torch.empty(S, C, dtype=dtype, device=x.device)
@@ -131,17 +141,23 @@ def unpermute(
     bias: Tensor | None = None,
     experts: Tensor | None = None,
 ) -> Tensor:
-    """Sum [S, C] -> [N, C] over each token's rows, times ``weights`` [N, K] if given.
+    """Sum the rows of each token: [S, C] -> [N, C].
 
-    Without ``slot`` the rows are in the order of the copies. With ``bias`` [X, C] the bias of each row's expert,
-    ``experts`` [N, K] int64, is added first.
+    Args:
+        rows: [S, C], the rows of the copies.
+        slot: [N · K], the row of each copy; None if the rows are in the order of the copies.
+        weights: [N, K], by which the rows are multiplied; None for a plain sum.
+        N: number of tokens.
+        dtype: dtype of the result.
+        bias: [X, C], a bias of each expert, which is added to the rows before they are multiplied; None for no bias.
+        experts: [N, K] int64, the expert of each copy; needed only with ``bias``.
     """
     S, C = rows.shape
     y = torch.empty(N, C, dtype=dtype, device=rows.device)
     grid, constants = _row_grid(N, C)
     with on_device_of(rows):
         _unpermute_kernel[grid](
-            # A pointer argument that the constants disable must still be a tensor.
+            # Arguments that the kernel does not use must be tensors, too, and are set to rows.
             rows, rows if slot is None else slot, rows if weights is None else weights, y,
             rows if bias is None else bias, rows if experts is None else experts.contiguous(), S, C,
             K=(S if slot is None else slot.numel()) // N, SORTED=slot is not None, WEIGHTED=weights is not None,

@@ -1,17 +1,18 @@
-"""Top-K routing: the experts of each token and their weights, from the router's logits.
+"""Top-K routing: the experts of each token and their weights, computed from the router's logits.
 
-Per token, in fp32, with T the K experts of the largest logits l::
+For each token, T is the set of the K experts with the largest logits l. q is the softmax of l over all X experts or,
+with ``normalize``, over T only. The weights w are computed in fp32. With ``round_weights``, w is rounded to the dtype
+of the logits::
 
-    q = softmax(l) over all X experts; with normalize, over T alone
-    w_k = q[T_k]                          with round_weights, rounded to the logits' dtype
+    w_k = q[T_k]
 
-T may also be given for some or all tokens, as experts that were chosen before (routing replay).
+The caller may also give T for some or all tokens, in order to use experts that were chosen earlier (routing replay).
 
-Backward, with d[T_k] = dw_k, d = 0 elsewhere, and q as in the forward::
+In the backward, let d[T_k] = dw_k, and d = 0 elsewhere. q is the same as in the forward::
 
     dl = q · (d − Σ_x q_x · d_x)
 
-Saved: the logits and T.
+The logits and T are saved.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2510.11370 (routing replay).
 """
@@ -26,18 +27,19 @@ from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.overlap import await_previous, overlap
 
 ROUTE_ROWS, ROUTE_TILE = 32, 4096
-"""Upper limits of a program: tokens, and logits. All logits of a token are in registers at once."""
+"""Largest number of tokens and largest number of logits of a program. All logits of a token are in registers at the
+same time."""
 
 FEW_TOKENS = 64
-"""Up to so many tokens have a program each, of one warp if they have no more than 256 experts."""
+"""Up to this number of tokens, each token has its own program. With up to 256 experts, that program has one warp."""
 
 
 def route_reference(
     logits: Tensor, top_k: int, normalize: bool, round_weights: bool = False, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`route` in plain torch (differentiable; fp64 stays fp64)."""
+    """Compute `route` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
     compute = torch.promote_types(logits.dtype, torch.float32)
-    # [N, X] probabilities; [N, K] weights and experts, the largest first.
+    # Compute probabilities [N, X], and weights and experts [N, K] with the largest weight first.
     shares = logits.softmax(-1, dtype=compute)
     weights, experts = shares.topk(top_k, dim=-1)
     if given is not None:
@@ -52,10 +54,10 @@ def route_reference(
 
 
 def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
-    """Raise ValueError unless each token has valid experts or begins with a negative number."""
+    """Raise ValueError unless ``given`` has valid experts, or a negative first entry, for each token."""
     (N, X), dtype = logits.shape, given.dtype
     integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-    if given.shape != (N, top_k) or not integers:  # formatted only here: in a graph N may be symbolic
+    if given.shape != (N, top_k) or not integers:  # the message is formatted only here, because N may be symbolic
         raise ValueError(
             f"route: given must be [{N}, {top_k}] integers, got {list(given.shape)} {dtype}. Was it recorded with "
             "these tokens?"
@@ -68,7 +70,7 @@ def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
 
 @triton.jit
 def _load_logits(logits_ptr, rows, lanes, N, X):
-    """Load the tokens' logits in fp32, with −inf past the last expert and 0 in rows past the last token."""
+    """Load the tokens' logits in fp32, with −inf beyond the last expert, and 0 in rows beyond the last token."""
     inside = (rows < N)[:, None] & (lanes < X)[None, :]
     logits = tl.load(logits_ptr + rows[:, None] * X + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
     return tl.where(lanes[None, :] < X, logits, float("-inf"))
@@ -85,7 +87,8 @@ def _route_kernel(
     lanes = tl.arange(0, BLOCK_X)
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
     e = tl.exp(logits - tl.max(logits, 1)[:, None])
-    # Integers that sort like the floats, NaN largest: K different experts are chosen whatever the logits are.
+    # Map the logits to integers that have the same order, with NaN as the largest. The integers of experts that were
+    # already chosen are below all others, so K different experts are chosen even if logits are −inf or NaN.
     bits = logits.to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     keys = tl.where(lanes[None, :] < X, tl.maximum(keys, -2147483646), -2147483647)
@@ -96,15 +99,15 @@ def _route_kernel(
         is_given = tl.load(given_ptr + rows * K, mask=rows < N, other=-1) >= 0
     for k in tl.static_range(K):
         largest = keys == tl.max(keys, 1)[:, None]
-        pick = tl.min(tl.where(largest, lanes[None, :], BLOCK_X), 1)  # the first of equals
+        pick = tl.min(tl.where(largest, lanes[None, :], BLOCK_X), 1)  # among equal logits, the first
         if GIVEN:
             given = tl.load(given_ptr + rows * K + k, mask=rows < N, other=0).to(tl.int32)
-            pick = tl.where(is_given, tl.minimum(tl.maximum(given, 0), X - 1), pick)  # a wrong one: a wrong address
+            pick = tl.where(is_given, tl.minimum(tl.maximum(given, 0), X - 1), pick)  # clamped to a valid address
         mine = lanes[None, :] == pick[:, None]
         weights = tl.where(picks[None, :] == k, tl.sum(tl.where(mine, e, 0.0), 1)[:, None], weights)
         experts = tl.where(picks[None, :] == k, pick[:, None], experts)
         keys = tl.where(mine, -2147483647, keys)
-    # One division at the end: the sum is over the chosen experts, or over all experts for a softmax.
+    # Divide once at the end, by the sum over the chosen experts (NORMALIZE) or over all experts.
     weights /= (tl.sum(weights, 1) if NORMALIZE else tl.sum(e, 1))[:, None]
     if ROUND:
         weights = weights.to(logits_ptr.dtype.element_ty).to(tl.float32)
@@ -123,7 +126,7 @@ def _route_backward_kernel(
     lanes = tl.arange(0, BLOCK_X)
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
     e = tl.exp(logits - tl.max(logits, 1)[:, None])
-    # d and the choice [ROWS, BLOCK_X], scattered one expert at a time.
+    # Scatter d and the mask of chosen experts to [ROWS, BLOCK_X], one expert at a time.
     d = tl.zeros([ROWS, BLOCK_X], tl.float32)
     chosen = tl.zeros([ROWS, BLOCK_X], tl.float32)
     for k in tl.static_range(K):
@@ -135,17 +138,17 @@ def _route_backward_kernel(
     if NORMALIZE:
         e = tl.where(chosen > 0, e, 0.0)
     q = e / tl.sum(e, 1)[:, None]
-    # The backward of a softmax q, over the chosen experts or over all.
+    # Compute the backward of the softmax q over the chosen experts or over all experts.
     d_logits = q * (d - tl.sum(q * d, 1)[:, None])
     inside = (rows < N)[:, None] & (lanes < X)[None, :]
     tl.store(d_logits_ptr + rows[:, None] * X + lanes[None, :], d_logits.to(d_logits_ptr.dtype.element_ty), mask=inside)
 
 
-_route_kernel.decides = True  # its output says where later kernels read and write
+_route_kernel.decides = True  # its output determines the addresses at which later kernels read and write
 
 
 def _block(size: int) -> int:
-    """The next power of two, and at least 2, since a tile must not be degenerate."""
+    """Return the next power of two, but at least 2, because a tile must have at least two elements."""
     return max(int(triton.next_power_of_2(size)), 2)
 
 
@@ -224,29 +227,30 @@ register_autograd("route", _route_autograd, _route_setup)
 def route(
     logits: Tensor, top_k: int, normalize: bool, round_weights: bool = False, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` experts of each token, and their weights from the softmax over all experts.
+    """Choose the ``top_k`` experts of each token, and compute their weights from the softmax over all experts.
 
     Args:
         logits: [N, X], float32, float16 or bfloat16.
-        top_k: K, 1 to X. Among equal logits the first are chosen (the reference backend may choose any).
-        normalize: divide the weights of each token by their sum (Mixtral; Qwen3-MoE with norm_topk_prob).
-        round_weights: round the weights to the dtype of the logits (Qwen3-MoE).
-        given: [N, K] integers, K different experts for each token, which replace the experts of the largest logits;
-            their weights still follow from the logits. A token whose first number is negative is routed by its logits.
+        top_k: K, from 1 to X. Among equal logits, the first are chosen. The reference backend may choose any of them.
+        normalize: whether to divide the weights of each token by their sum (Mixtral; Qwen3-MoE with norm_topk_prob).
+        round_weights: whether to round the weights to the dtype of the logits (Qwen3-MoE).
+        given: [N, K] integers, K different experts for each token, which replace the experts with the largest logits.
+            Their weights are computed from the logits. A token whose first entry is negative is routed by its logits.
 
     Returns:
-        ``(weights, experts)``: [N, K] fp32, largest first or in the order of ``given``, and [N, K] int64.
+        ``(weights, experts)``, [N, K] each in fp32 and int64. The largest weight is first, unless ``given`` determines
+        the order.
 
     Raises:
-        ValueError: logits are not [N, X], top_k is not in 1 to X, or given is not [N, K] or has invalid experts (see
-            `check_values` for GPUs).
-        TypeError: logits are not floating-point.
+        ValueError: ``logits`` is not [N, X], ``top_k`` is not from 1 to X, or ``given`` is not [N, K] or has invalid
+            experts. On GPUs, invalid experts raise as described in `check_values`.
+        TypeError: ``logits`` is not floating-point.
     """
     check_floating("route", logits=logits)
     if logits.dim() != 2:
         raise ValueError(f"route: logits must be [N, X], got {list(logits.shape)}.")
     X = logits.shape[1]
-    if not 1 <= top_k <= X:  # formatted only here: in a graph top_k may be symbolic, which Dynamo cannot format
+    if not 1 <= top_k <= X:  # the message is formatted only here, because Dynamo cannot format a symbolic top_k
         raise ValueError(f"route: top_k must be in 1 to {X} (the number of experts), got {top_k}.")
     if not use_triton(logits):
         return route_reference(logits, top_k, normalize, round_weights, given)

@@ -85,7 +85,7 @@ class FusedNorm(NamedTuple):
 
         Args:
             dn: gradient of the normalized rows.
-            dh: gradient that reaches h by other paths, which is added to dx; None for none.
+            dh: gradient that reaches h by other paths, which is added to dx; None if there is no such gradient.
             h, statistics: as `forward` returned them.
             need_weight, need_bias: whether to compute dweight and dbias.
             rows_dtype: dtype of the normalized rows; None if they are not requested.
@@ -95,7 +95,7 @@ class FusedNorm(NamedTuple):
             return (dn if dh is None else dn + dh).to(h.dtype).contiguous(), None, None, None
         need_rows = rows_dtype is not None
         # The forward rounds fp32 rows to the dtype of h and then to rows_dtype. The backward kernels round only once,
-        # so they may round to rows_dtype only if h is in fp32. Otherwise they round to the dtype of h.
+        # so they may round to rows_dtype only if h is in fp32. Otherwise the kernels round to the dtype of h.
         kernel_dtype = rows_dtype if h.dtype == torch.float32 else None
         dx, dw, db, rows = norm_backward(
             dn, dh, h, statistics, self.weight, *self[1:], need_dw=need_weight, need_db=need_bias, sum_dtype=sum_dtype,

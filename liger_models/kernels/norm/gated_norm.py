@@ -147,7 +147,7 @@ def _gated_norm_backward(
     if not x.numel():
         return dx, d_gate, torch.zeros_like(weight)
 
-    # There are enough programs to occupy the device. Each program processes several tiles of rows, and sums their dw.
+    # There are enough programs to occupy the device. Each program sums dw over several tiles of rows.
     constants = _constants(x.shape[-1])
     dy, x, gate = _as_rows(dy, x, gate)
     N = x.shape[0] * x.shape[1]

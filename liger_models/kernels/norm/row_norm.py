@@ -45,8 +45,8 @@ WIDE_ROW_COLUMNS = 1024
 """For rows wider than a tile: number of partial sums of the weight gradient, and number of columns per program."""
 
 ELEMENTWISE_BLOCK = 4096
-"""Number of columns per program of the kernel that recomputes normalized rows elementwise from saved statistics. It is
-the width of a 7B model, and gives 16 elements per thread."""
+"""Number of columns per program of the kernel that recomputes normalized rows elementwise from saved statistics. This
+is the width of a 7B model, and gives 16 elements per thread."""
 
 
 @triton.jit
@@ -367,7 +367,7 @@ def norm_backward(
 
     Args:
         dy: gradient of the normalized rows.
-        dh: gradient that reaches h by other paths, which is added to dx; None for none.
+        dh: gradient that reaches h by other paths, which is added to dx; None if there is no such gradient.
         bias: the bias, on which only y depends.
         need_dw, need_db, need_y: whether this result is needed.
         sum_dtype: dtype of dw and db; None for the dtype of the weight.

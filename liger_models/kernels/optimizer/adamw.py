@@ -10,10 +10,10 @@ computed in fp32::
 
 p is computed from the unrounded m and v. Then p, m and v are rounded to the dtypes of their tensors, either to nearest
 or stochastically. Stochastic rounding of x to bfloat16 adds a random integer r, uniform in [0, 2¹⁶), to the 32 bits of
-x, and keeps the upper 16 bits, so that E[rounded x] = x. It is as important for moments as for parameters: rounded to
-nearest, 0.999 · v would remain v. r is Philox(seed; element, tensor, step), so r depends neither on the grid nor on the
-global generators. 8-bit moments consist of codes and scales, which `moments` describes. They are always rounded
-stochastically.
+x, and keeps the upper 16 bits, so that E[rounded x] = x. Stochastic rounding is as important for moments as for
+parameters: rounded to nearest, 0.999 · v would remain v. r is Philox(seed; element, tensor, step), so r depends neither
+on the grid nor on the global generators. 8-bit moments consist of codes and scales, which `moments` describes. 8-bit
+moments are always rounded stochastically.
 
 The kernel finds the tensors in a table with one row per tensor. The table is copied to the device with every launch,
 because gradients have new addresses in every step. The host never waits for the device. The function is not registered
@@ -38,7 +38,7 @@ NUM_WARPS = 4
 flight."""
 
 BLOCKS = 2
-"""Number of blocks that a program processes one after the other, having looked up its tensor once. On an H200, the
+"""Number of blocks that a program processes in turn, after it has searched for their tensor once. On an H200, the
 kernel reaches 0.93 of copy bandwidth, or 0.91 with stochastic rounding. With one block per program, it would reach
 0.84."""
 
@@ -185,7 +185,7 @@ def _update(
     v_ptr = _tensor_at(row + 7, STATE_DTYPE, ALIGNED) + at
     inside = tl.arange(0, BLOCK) < remaining
 
-    # These loads bypass the L1 cache, so that the table stays in it.
+    # These loads bypass the L1 cache, so that the table stays in the cache.
     g = tl.load(g_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     m = tl.load(m_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     v = tl.load(v_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -203,12 +203,12 @@ def _update_codes(
     row, factors, start, remaining, seed,
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do what `_update` does, for 8-bit moments. Elements are counted as if rows were padded to whole blocks of 128."""
+    """Perform `_update` for 8-bit moments. Elements are counted as if rows were padded to whole blocks of 128."""
     # Compute the rows and columns of R blocks of 128 elements, [R, 128].
     R: tl.constexpr = BLOCK // 128
     columns = tl.load(row + 10).to(tl.int32)
     if ALIGNED:
-        columns = columns // 16 * 16  # changes nothing, but tells the compiler that rows are aligned for vector loads
+        columns = columns // 16 * 16  # a no-op that lets the compiler infer that rows are aligned for vector loads
     row_blocks = (columns + 127) // 128
     block = (start // 128).to(tl.int32) + tl.arange(0, R)
     line = block // row_blocks

@@ -6,8 +6,8 @@ The scale is the largest magnitude in its block. The moments are::
     v = (c / 255)⁴ · s              c from 0 to 255, uint8
 
 The powers give small values more codes: the square root of a second moment may be 65,025 times smaller than the largest
-root in its block. In one step, a moment usually changes by less than the distance between two codes. It is therefore
-rounded up or down at random, such that the mean is preserved. If it were rounded to nearest, 0.999 · v would remain v.
+root in its block. In one step, a moment usually changes by less than the distance between two codes. Moments are
+therefore rounded up or down at random, such that the mean is preserved. Rounded to nearest, 0.999 · v would remain v.
 A positive second moment never gets the code 0, because the update would then be m / eps. If a block contains infinity
 or NaN, its scale is that value.
 """
@@ -32,7 +32,7 @@ SMALLEST = 2.0**-126
 def has_blocks(shape: Sequence[int]) -> bool:
     """Return whether moments of this shape are stored as codes.
 
-    They are if the shape has two or more dimensions, and rows of at least one block.
+    The shape must have two or more dimensions, and rows of at least one block.
     """
     return len(shape) > 1 and shape[-1] >= WIDTH
 
@@ -69,7 +69,7 @@ def encode(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None
     """Encode floating-point values [..., N] as codes [..., N] and fp32 scales [..., ceil(N / 128)].
 
     Args:
-        values: [..., N]. They must not be negative if ``dtype`` is uint8.
+        values: [..., N], which must not be negative if ``dtype`` is uint8.
         dtype: dtype of the codes; int8 for a first moment, uint8 for a second moment.
         generator: generator of the random numbers for rounding; None rounds to nearest.
     """

@@ -24,7 +24,7 @@ def _mean(x, count, WHOLE: tl.constexpr):
     """Compute the mean of each row [ROWS, 1] or, with WHOLE, the mean of all rows.
 
     Args:
-        x: [ROWS, BLOCK], for each pair the sum of its two elements.
+        x: [ROWS, BLOCK], the sum of the two elements of each pair.
         count: number of elements over which the mean is taken.
     """
     return (tl.sum(x) if WHOLE else tl.sum(x, 1)[:, None]) / count
@@ -48,9 +48,9 @@ def store_weight_gradients(
     dw_ptr, program, is_query, is_key, dw1, dw2, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Sum a program's weight gradients over its query heads and over its key heads, and store both sums.
+    """Sum a program's weight gradients over its query heads and over its key heads.
 
-    They are stored in dw [programs, 2, D].
+    Both sums are stored in dw [programs, 2, D].
     """
     one = tl.arange(0, 1)[:, None]
     for part in tl.static_range(2):
@@ -62,7 +62,7 @@ def store_weight_gradients(
 
 
 def backward_launch(packed: Tensor, constants: dict[str, int], need_dw: bool, whole: bool = False) -> tuple[int, int]:
-    """Return, for each chunk of heads, the number of programs that divide the tokens, and the tokens in flight of each.
+    """Return the number of programs that share the tokens of a chunk of heads, and each program's tokens in flight.
 
     Args:
         packed: [B, T, W], the packed projection.

@@ -14,9 +14,9 @@ In the backward, let dz be dq rotated back, and let s = dz · (weight_offset + w
 
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ dz · n
 
-The packed projection is saved, from which the backward recomputes r. The outputs, which attention saves in any case,
-cannot replace it, because they do not determine n where a weight is 0. The weight gradients are summed in fp32: each
-program writes a partial sum, and `sum_partials` adds the partial sums.
+The packed projection is saved, from which the backward recomputes r. Saving only the outputs, which attention saves in
+any case, would not suffice, because the outputs do not determine n where a weight is 0. The weight gradients are summed
+in fp32: each program writes a partial sum, and `sum_partials` adds the partial sums.
 
 Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
 (https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656).
@@ -126,7 +126,7 @@ def _qk_norm_rope_kernel(
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
     row = token.to(tl.int64)
 
-    # Load everything that the program reads: heads and their weights [ROWS, BLOCK] x 2, values, and angles [1, BLOCK].
+    # Load all inputs: heads and their weights, as two halves [ROWS, BLOCK] each, values, and angles [1, BLOCK].
     packed = packed_ptr + batch * packed_b + position * packed_t
     head, inside, packed_head = _heads(chunk, G, GROUP, ROWS, WHOLE)
     x1, x2 = load_heads(packed + packed_head * D, inside, D, HALF, BLOCK, INTERLEAVED)
@@ -166,7 +166,7 @@ def _qk_norm_rope_backward_kernel(
     chunk = tl.program_id(0) % CHUNKS
     program = (tl.program_id(0) // CHUNKS).to(tl.int64)
 
-    # Indices of heads and values, and weights, are the same for all tokens. Absent gradients are loaded as 0.
+    # The indices of heads and values, and the weights, are the same for all tokens. Absent gradients are loaded as 0.
     head, inside, packed_head = _heads(chunk, G, GROUP, ROWS, WHOLE)
     has_gradient = inside
     if not HAS_Q:
@@ -362,7 +362,7 @@ def qk_norm_rope(
 
     Args:
         qkv, cos, sin, num_heads, num_kv_heads, head_dim: as in `rope_qkv`.
-        q_norm_weight, k_norm_weight: [D] each, to normalize each head separately. Or [H · D] and [G · D], in the order
+        q_norm_weight, k_norm_weight: [D] each, to normalize each head separately; or [H · D] and [G · D], in the order
             of the outputs' heads, to normalize all query heads of a token as one vector, and all key heads as another.
             Both weights have the same dtype.
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.

@@ -85,7 +85,8 @@ def qkv_norm_rope_reference(
 def _slots(chunk, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
     """Return four tensors [ROWS, 1] that describe a program's heads.
 
-    They are the index in the packed row, the KV head, the index in this KV head's group, and whether the head exists.
+    These are the index in the packed row, the KV head, the index in the group of this KV head, and whether the head
+    exists.
     """
     slot = chunk * ROWS + tl.arange(0, ROWS)[:, None]
     return slot, slot // (GROUP + PARTS), slot % (GROUP + PARTS), slot < G * (GROUP + PARTS)
@@ -132,7 +133,7 @@ def _qkv_norm_rope_kernel(
     z1, z2 = (n1 * w1).to(dtype).to(tl.float32), (n2 * w2).to(dtype).to(tl.float32)
     y1, y2 = rotate(z1, z2, cos, sin, member <= GROUP, HALF, BLOCK)
 
-    # A key that is also the value is stored twice: first rotated, as the key, then as n, the value.
+    # A key that is also the value is stored twice: rotated as the key, and as n as the value.
     q = q_ptr + row * (H * D) + (group * GROUP + member) * D
     value = v_ptr + row * (G * D) + group * D
     if PARTS == 0:
@@ -325,8 +326,8 @@ def qkv_norm_rope(
     """Split the packed projection, normalize every head, and rotate q and k, in one kernel. The packed tensor is saved.
 
     Args:
-        packed: [B, T, (H + 2 G) · D], where each KV head has its query heads, its key and its value. Or
-            [B, T, (H + G) · D] without values, where the unnormalized keys are also the values. Or [B, T, H · D]
+        packed: [B, T, (H + 2 G) · D], where each KV head has its query heads, its key and its value;
+            [B, T, (H + G) · D] without values, where the unnormalized keys are also the values; or [B, T, H · D]
             without keys and values.
         cos, sin: [B or 1, T, R / 2], as in `rope`.
         num_heads: H, a multiple of G.

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE) of one tensor, or of the packed QKV projection, fused with its split.
+"""Rotary position embedding (RoPE) of one tensor or, fused with the split, of the packed QKV projection.
 
 In each head of each token, the first R of D elements are rotated in pairs (x1, x2), in fp32. R is called the rotary
 width. The other elements, and the values v, are copied::
@@ -154,7 +154,7 @@ def store_heads(
 def rotate(x1, x2, cos, sin, rotary, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """Rotate the first HALF pairs of the rows where ``rotary`` is True. All other elements are returned unchanged."""
     rotated = rotary
-    # Pairs after the first HALF are not rotated. They lie beyond the rotary width, or are the padding of the block.
+    # Pairs after the first HALF are not rotated, because they lie beyond the rotary width or are padding of the block.
     if HALF < BLOCK:
         rotated = rotary & (tl.arange(0, BLOCK)[None, :] < HALF)
     return tl.where(rotated, x1 * cos - x2 * sin, x1), tl.where(rotated, x2 * cos + x1 * sin, x2)
@@ -393,7 +393,7 @@ register_autograd("rope", _backward, _setup)
 register_autograd("rope_qkv", _qkv_backward, _qkv_setup)
 
 
-# The checks below format a message only when they raise it, because Dynamo cannot format symbolic sizes.
+# The checks below format a message only when they raise an error, because Dynamo cannot format symbolic sizes.
 
 
 def check_heads(op: str, num_heads: int, num_kv_heads: int) -> None:
@@ -524,8 +524,8 @@ def liger_rotary_pos_emb(
             and only the first half is read.
         position_ids: ignored, as in transformers, because the tables already belong to the positions.
         unsqueeze_dim: the dimension of q and k that holds the heads, 1 or 2.
-        rotary_dim: R, the number of leading elements of a head that are rotated; None for the width of the tables. It
-            is needed only if the tables have only their first half (GPT-OSS).
+        rotary_dim: R, the number of leading elements of a head that are rotated; None for the width of the tables.
+            Needed only if the tables consist of the first half alone (GPT-OSS).
 
     Returns:
         The rotated q and k, as new tensors of the same shapes and dtypes.
