@@ -410,7 +410,16 @@ class LigerMedusa(nn.Module):
                 "safetensors.torch.save_file; the tensors have the same names."
             )
 
-        # A shared projection is that of the model, so its copies in the file are not read.
+        # Nothing is allocated for heads that the file does not have. Each layer of a head has tensors of its own.
+        with safe_open(folder / HEADS, framework="pt") as file:
+            count = len(file.keys())
+        if max(heads, 1) * max(layers, 1) > count:
+            raise ValueError(
+                f"{folder / CONFIG}: medusa_num_heads and medusa_num_layers must be those of {HEADS}, got {heads} and "
+                f"{layers}, but the file has {count} tensors. Correct them."
+            )
+
+        # A shared projection belongs to the model, so the copies in the file are not read.
         shared = bool(config.get("original_lm_head", False))
         medusa = cls(model, heads, layers, share_lm_head=shared, **options)
         parameters = dict(medusa.heads.named_parameters())

@@ -1,9 +1,8 @@
 """The command ``liger-models``. Its subcommands are in `commands`, which needs the extra ``cli``."""
 
 import sys
-import warnings
 
-from liger_models.common.printable import printable
+from liger_models.common.printable import show_warnings_as_lines
 
 
 def main() -> None:
@@ -15,6 +14,5 @@ def main() -> None:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit("liger-models: typer and rich must be installed, got none. Run: pip install 'liger_models[cli]'")
-    # A warning is one line without the place in the source.
-    warnings.showwarning = lambda message, *_, **__: print(printable(f"warning: {message}"), file=sys.stderr)
+    show_warnings_as_lines()
     app(prog_name="liger-models")

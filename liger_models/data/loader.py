@@ -1,5 +1,6 @@
 """`PackedLoader`: the batches of a `PackedDataset`, prepared by worker processes."""
 
+import atexit
 import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -35,13 +36,21 @@ class PackedLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         self.data._begin()
-        epoch, batches = self.data.epoch, super().__iter__()
+        epoch, opened = self.data.epoch, [super().__iter__()]
+        # Without its last reference the iterator ends its workers. At the end of a program PyTorch would end them by
+        # SIGTERM, which they ignore, and then wait for them forever.
+        atexit.register(opened.clear)
         # Workers have now started with a copy of the position. Without workers the data set has yet to start from it.
         if self.num_workers:
             self.data._loaded = False
-        for batch, position in batches:
-            self.data._follow(position)
-            yield batch
+        try:
+            while (item := next(opened[0], None)) is not None:
+                batch, position = item
+                self.data._follow(position)
+                yield batch
+        finally:
+            opened.clear()
+            atexit.unregister(opened.clear)
         self.data.set_epoch(epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:

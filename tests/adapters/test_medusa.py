@@ -308,6 +308,12 @@ def test_errors(tmp_path):
     other = LigerLlama.from_config(LlamaConfig(**{**TINY, "vocab_size": V + 1}))
     with pytest.raises(ValueError, match=r"0.1.weight must be \[38, 16\] for this model, got \[37, 16\]"):
         LigerMedusa.from_pretrained(folder, other)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("medusa_num_heads", "medusa_num_layers"):  # refused before anything is allocated
+        (folder / "config.json").write_text(json.dumps(config | {name: 10**9}))
+        with pytest.raises(ValueError, match=r"must be those of .*1000000000.*, but the file has \d+ tensors"):
+            LigerMedusa.from_pretrained(folder, medusa.model)
+    (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / HEADS)
     bias = weights.pop("0.0.linear.bias")
     save_file(weights | {"0.0.linear.scale": bias}, folder / HEADS)

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from liger_models import PackedLoader
 
+from ..processes import torchrun
 from .examples import Stream, signature, texts
 
 
@@ -74,6 +75,27 @@ def test_processes_that_are_spawned_map_the_files_again(make):
 def test_workers_take_epoch_and_position_along(make):
     with pytest.raises(ValueError, match="persistent_workers must be False"):
         PackedLoader(make(texts(3)), num_workers=1, persistent_workers=True)
+
+
+UNFINISHED = """
+from liger_models import PackedDataset, PackedLoader, Tokenizer
+
+rows = [{"input_ids": [3] * 20}] * 200
+tokenizer = Tokenizer.from_pretrained("tokenizer")
+data = PackedDataset(rows, tokenizer, length=32, cache_dir="cache", progress=False)
+batches = iter(PackedLoader(data, num_workers=1))
+next(batches)
+print("end")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_may_end_within_an_epoch(tmp_path, tokenizer):
+    """Its workers ignore the signal by which PyTorch would end them."""
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "script.py").write_text(UNFINISHED)
+    done = torchrun(0, tmp_path / "script.py", cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("end\n", "")
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it

@@ -1,5 +1,9 @@
 """What a run prints."""
 
+import runpy
+import sys
+import warnings
+
 import pytest
 
 from liger_models.train.loop import main
@@ -17,3 +21,12 @@ def test_a_terminal_does_not_obey_an_error(tmp_path):
     arguments = ["--model", "nowhere", "--data", __file__, "--output", str(output)]
     with pytest.raises(SystemExit, match=r"error on rank 0: train: output must be a folder.*/\\x1b\[2J\. Name another"):
         main(arguments)
+
+
+def test_a_terminal_does_not_obey_a_warning(monkeypatch, capsys):
+    monkeypatch.setattr(warnings, "showwarning", None)
+    monkeypatch.setattr(sys, "argv", ["train", "--unknown"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("liger_models.train", run_name="__main__")
+    warnings.showwarning(UserWarning("\x1b[2J"), UserWarning, "file.py", 1)
+    assert capsys.readouterr().err.splitlines()[-1] == r"warning: \x1b[2J"
