@@ -179,7 +179,7 @@ class Formats:
                 + (f" {FORMATS[format].todo}" if format in FORMATS else "")
             )
         self.allowed, self.format = tuple(allowed), format
-        self._of_file: dict[str, str] = {}
+        self.of_file: dict[str, str] = {}
 
     @property
     def columns(self) -> list[str]:
@@ -221,7 +221,7 @@ class Formats:
 
         # All records of a file have the format of its first one.
         file = re.match(r"(.*), (?:line|row) \d+$", where)  # data sets may hold records of several formats
-        first = self._of_file.setdefault(file[1], usable[0]) if file else usable[0]
+        first = self.of_file.setdefault(file[1], usable[0]) if file else usable[0]
         if first != usable[0]:
             raise ValueError(
                 f"{where}: all examples of a file must have one format, got {usable[0]} after {first}. Write them into "

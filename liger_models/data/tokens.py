@@ -1,11 +1,17 @@
-"""Tokens on disk: each source is tokenized once, by one rank of each host, and found again by later runs."""
+"""Tokens on disk: each source is tokenized once, by one rank of each host, and found again by later runs.
+
+A tokenization is written in parts, each of about a minute of work. A run that was killed leaves its finished parts, and
+the next one goes on after them.
+"""
 
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
+import time
 import uuid
 import zlib
 from array import array
@@ -21,13 +27,19 @@ from huggingface_hub.utils.tqdm import tqdm
 from liger_models.base.processor import MediaSize
 from liger_models.data.encoding import Document, Encoder, Skipped
 from liger_models.data.media import BrokenMediaError, FileState, Medium
-from liger_models.data.sources import read_records, to_plain
+from liger_models.data.sources import Record, read_records, to_plain
 from liger_models.distributed.ranks import is_distributed, long_work, raise_on_all_ranks, rank
 
 FORMAT = 8
 """Version of `TokenFile` and of the encoding of examples in it. Part of a folder's name."""
-TEMPORARY, LOCK = ".tmp", ".lock"
-"""Suffixes of a folder that is being written, and of the file that is locked meanwhile."""
+TEMPORARY, PARTS, LOCK = ".tmp", ".parts", ".lock"
+"""Suffixes of a folder that is being written, of a folder of parts, and of the file that is locked meanwhile."""
+PART = "part.json"
+"""File in the folder of a part: its number of records, and the formats of the files that they are from."""
+PART_SECONDS = 60.0
+"""A part is finished when it has taken this long."""
+KEPT_SECONDS = 7 * 24 * 3600.0
+"""Time for which parts are kept that no run continues."""
 SIZES, IDS, ENDS = "sizes.json", "ids.bin", "ends.bin"
 VERIFIED = "verified.json"
 """Times and sizes of the files when they were last verified."""
@@ -167,17 +179,13 @@ class TokenFile:
         return TokenFile, (self.folder,)
 
     @staticmethod
-    def write(folder: Path, documents: "Iterable[Document]", skipped: Skipped, named: str) -> None:
+    def write(folder: Path, documents: "Iterable[Document]", skipped: Skipped) -> None:
         """Write documents into an empty folder; documents without tokens are left out.
 
         Args:
             folder: where to write.
             documents: read one by one.
             skipped: counts examples that were left out while ``documents`` are read.
-            named: where they are from, for errors.
-
-        Raises:
-            ValueError: there are no documents.
         """
         total = media_checksum = 0
         with contextlib.ExitStack() as stack:
@@ -205,8 +213,6 @@ class TokenFile:
                 total += len(document.ids)
                 files[IDS].write(document.ids)
                 files[ENDS].write(array("q", [total]))
-        if not total > 0:
-            raise ValueError(f"PackedDataset: {named} must hold documents, got none. {skipped.why}".rstrip())
         files[CONTENTS].checksum = 0  # they may be large, and each is checked when it is decoded
         sizes: dict[str, Any] = {"files": {name: [file.size, file.checksum] for name, file in files.items()}}
         sizes |= {"media_checksum": media_checksum, "skipped": skipped.count, "why": skipped.why}
@@ -231,9 +237,10 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
     """The tokens of a source: from the cache, or written into it now by the first rank of each host.
 
     Every rank must call it; an error on one of them is raised on all. Ranks that have nothing to do wait without limit
-    for the ranks that work. Tokens from the cache are verified. Where broken images are skipped and files of images
-    have changed, the source is tokenized again, into a folder beside the old one, which a running process may be
-    reading. Tokenization first deletes partial files left by killed processes.
+    for the ranks that work. Hosts that share the cache, and other runs, wait for the one that tokenizes. A run that was
+    killed is continued after its last finished part. Tokens from the cache are verified. Where broken images are
+    skipped and files of images have changed, the source is tokenized again, into a folder beside the old one, which a
+    running process may be reading. Tokenization first deletes what killed processes left half written.
 
     Args:
         source: as `find_files` returns it; not a stream.
@@ -260,13 +267,7 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
         if writes and not folder.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(cache)
-            with _temporary_folder(folder) as temporary:
-                _write(temporary, source, encoder, cache, progress)
-                try:
-                    temporary.rename(folder)
-                except OSError:
-                    if not folder.is_dir():  # otherwise another run has just written it
-                        raise
+            _build(folder, source, encoder, progress)
     return TokenFile(_newest(first))
 
 
@@ -283,44 +284,147 @@ def _following(folder: Path) -> Path:
     return folder.with_suffix(f".{int(folder.suffix[1:] or 0) + 1}")
 
 
-def _write(folder: Path, source: Any, encoder: Encoder, cache: Path, progress: bool) -> None:
-    """Tokenize a source into an empty folder of the cache."""
-    bar: Any = tqdm  # not typed
-    records = read_records(source, encoder.fields)
-    records = bar(records, desc="Tokenizing", unit=" examples", disable=not (progress and rank() == 0))
-    encoder.skipped = Skipped()
-    named = ", ".join(map(str, source[:3])) if isinstance(source, tuple) else "the source"
-    try:
-        TokenFile.write(folder, encoder.encode(records), encoder.skipped, named)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise OSError(
-            f"PackedDataset: the token cache {cache} must have room for the tokens, got: {error}. Free space, or name "
-            "another folder by cache_dir= or $XDG_CACHE_HOME."
-        ) from error
-
-
-@contextlib.contextmanager
-def _temporary_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder beside ``folder``, deleted at the end. Its lock is held meanwhile; see `_remove_leftovers`."""
-    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
-    lock = temporary.with_suffix(LOCK)
-    with WeakFileLock(lock):  # before the folder exists, so that no other run finds the folder without it
-        temporary.mkdir()
+def _build(folder: Path, source: Any, encoder: Encoder, progress: bool) -> None:
+    """Tokenize a source into ``folder``, unless another host or run does it first."""
+    parts = folder.with_name(f".{folder.name}{PARTS}")
+    lock = parts.with_suffix(LOCK)
+    with WeakFileLock(lock):
         try:
-            yield temporary
+            if not folder.is_dir():
+                parts.mkdir(exist_ok=True)
+                _write_parts(parts, source, encoder, progress)
+                named = ", ".join(map(str, source[:3])) if isinstance(source, tuple) else "the source"
+                _join_parts(parts, folder, named)
+        except ValueError as error:
+            if not isinstance(error, BrokenMediaError):
+                shutil.rmtree(parts, ignore_errors=True)  # the data must change, and then it is another source
+            raise
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise OSError(
+                f"PackedDataset: the token cache {folder.parent} must have room for the tokens, got: {error}. Free "
+                "space, or name another folder by cache_dir= or $XDG_CACHE_HOME."
+            ) from error
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            lock.unlink(missing_ok=True)
+            _remove_unfinished(parts, lock)
+
+
+def _write_parts(parts: Path, source: Any, encoder: Encoder, progress: bool) -> None:
+    """Tokenize a source into the folder ``parts``, from where the finished parts in it end."""
+    bar: Any = tqdm  # not typed
+    records = itertools.islice(read_records(source, encoder.fields), encoder.max_samples)
+    records = bar(records, desc="Tokenizing", unit=" examples", disable=not (progress and rank() == 0))
+
+    # Read past the records of finished parts. The format of a file is that of its first record.
+    start = 0
+    for part in _finished_parts(parts):
+        finished = json.loads((part / PART).read_text())
+        encoder.formats.of_file |= finished["formats"]
+        start += finished["records"]
+    records = itertools.islice(records, start, None)
+
+    while (first := next(records, None)) is not None:
+        temporary = parts / f"{start}{TEMPORARY}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        timed = _Timed(itertools.chain([first], records))
+        encoder.skipped = Skipped()
+        TokenFile.write(temporary, encoder.encode(timed), encoder.skipped)
+        (temporary / PART).write_text(json.dumps({"records": timed.count, "formats": encoder.formats.of_file}))
+        temporary.rename(parts / str(start))
+        start += timed.count
+
+
+class _Timed:
+    """Records until `PART_SECONDS` have passed.
+
+    Attributes:
+        count: how many have been read.
+    """
+
+    def __init__(self, records: Iterator[Record]) -> None:
+        self.records, self.count = records, 0
+
+    def __iter__(self) -> Iterator[Record]:
+        end = time.monotonic() + PART_SECONDS
+        for record in self.records:
+            self.count += 1
+            yield record
+            if time.monotonic() >= end:
+                return
+
+
+def _finished_parts(parts: Path) -> list[Path]:
+    """The finished parts in order: the name of each is the number of records before it."""
+    finished, start = [], 0
+    while (part := parts / str(start)).is_dir():
+        finished.append(part)
+        start += json.loads((part / PART).read_text())["records"]
+    return finished
+
+
+def _join_parts(parts: Path, folder: Path, named: str) -> None:
+    """Make ``folder`` of the finished parts.
+
+    Args:
+        parts: their folder.
+        folder: the folder of a `TokenFile`, which does not exist yet.
+        named: where the documents are from, for errors.
+
+    Raises:
+        ValueError: there are no documents, or a part was changed after it was written.
+    """
+    finished = _finished_parts(parts)
+    skipped = Skipped()
+    for part in finished:
+        sizes = json.loads((part / SIZES).read_text())
+        skipped.count, skipped.why = skipped.count + sizes["skipped"], skipped.why or sizes["why"]
+        skipped.files |= {path: state and FileState(*state) for path, state in sizes["broken"].items()}
+    full = [part for part in finished if (part / ENDS).stat().st_size]
+    if not full:
+        raise ValueError(f"PackedDataset: {named} must hold documents, got none. {skipped.why}".rstrip())
+
+    if len(finished) == 1:
+        finished[0].rename(folder)
+        (folder / PART).unlink()
+        return
+    joined = parts / f"joined{TEMPORARY}"
+    shutil.rmtree(joined, ignore_errors=True)
+    joined.mkdir()
+    TokenFile.write(joined, itertools.chain.from_iterable(map(_documents, full)), skipped)
+    joined.rename(folder)
+    shutil.rmtree(parts, ignore_errors=True)
+
+
+def _documents(part: Path) -> Iterator[Document]:
+    """The documents of a part, which is verified."""
+    tokens = TokenFile(part)
+    tokens.verify()
+    start = 0
+    for end in tokens.ends.tolist():
+        yield Document(array("i", tokens.ids[start:end].tolist()), tokens.media_in(start, end))
+        start = end
 
 
 def _remove_leftovers(cache: Path) -> None:
-    """Delete the temporary folders of processes that died: those whose lock nobody holds."""
+    """Delete what killed processes left half written, and old parts: those whose lock nobody holds."""
     for lock in cache.glob(f".*{LOCK}"):
         with contextlib.suppress(OSError), WeakFileLock(lock, timeout=0.1):  # a lock that is held is a TimeoutError
-            shutil.rmtree(lock.with_suffix(TEMPORARY), ignore_errors=True)
-            lock.unlink(missing_ok=True)
+            shutil.rmtree(lock.with_suffix(TEMPORARY), ignore_errors=True)  # of version 0.1.0
+            parts = lock.with_suffix(PARTS)
+            if parts.is_dir() and time.time() - parts.stat().st_mtime > KEPT_SECONDS:
+                shutil.rmtree(parts, ignore_errors=True)
+            _remove_unfinished(parts, lock)
+
+
+def _remove_unfinished(parts: Path, lock: Path) -> None:
+    """Delete parts that are half written, and if none is finished, their folder and its lock."""
+    for temporary in parts.glob(f"*{TEMPORARY}"):
+        shutil.rmtree(temporary, ignore_errors=True)
+    if not (parts / "0").is_dir():
+        shutil.rmtree(parts, ignore_errors=True)
+        lock.unlink(missing_ok=True)
 
 
 def _fingerprint(source: Any, encoder: Encoder) -> str:

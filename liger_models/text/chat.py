@@ -36,8 +36,8 @@ _INSTEAD = {*THOUGHTS, "tool_calls", "function_call"}
 _AROUND, _INSIDE, _NOWHERE = range(3)
 """Where the marks of a field are, from where they tell most to where no template can notice them."""
 
-_headers: dict[tuple[str, str, str], int] = {}
-"""Template, variables and text before an answer -> how much of the text belongs to the prompt."""
+_headers: dict[tuple[Any, ...], int] = {}
+"""Template, variables, kinds of messages and text before an answer -> how much of the text belongs to the prompt."""
 _HEADERS, _HEADER_CHARACTERS = 4096, 1000
 """The most headers that are kept, and the longest text."""
 
@@ -514,7 +514,10 @@ class _Conversation:
             number: of the last mark before the answer.
             before: the text from there to the first mark of the answer.
         """
-        key = (self.style.template, self._key, before)
+        # Whether a template has called tools, for instance, may decide what its prompt is.
+        roles = tuple(message.get("role") for message in self.messages[max(index - 3, 0) : index])
+        fields = frozenset((message.get("role"), *message) for message in self.messages[:index])
+        key = (self.style.template, self._key, roles, fields, before)
         if key in _headers:
             return _headers[key]
         prompt = self._prompt(index, number)

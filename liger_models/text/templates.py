@@ -64,14 +64,15 @@ def _with_thoughts(message: Any) -> Any:
     return {**message, "thinking": thoughts if thinking is None else thinking, "reasoning_content": thoughts}
 
 
-def variables_of(template: str) -> set[str]:
+@functools.lru_cache(maxsize=16)
+def variables_of(template: str) -> frozenset[str]:
     """Names that a template reads and does not set itself.
 
     Raises:
         ValueError: the template has an error.
     """
     with _naming_errors("be valid"):
-        return set(_variables(template))
+        return frozenset(_environment(False).variables(template))
 
 
 @contextlib.contextmanager
@@ -116,12 +117,9 @@ def _environment(mark_answers: bool) -> limits.LimitedEnvironment:
 
 @functools.lru_cache(maxsize=16)
 def _compile(template: str, mark_answers: bool) -> Template:
-    return _environment(mark_answers).from_string(template)
-
-
-@functools.lru_cache(maxsize=16)
-def _variables(template: str) -> frozenset[str]:
-    return frozenset(_environment(False).variables(template))
+    compiled = _environment(mark_answers).from_string(template)
+    compiled.globals = dict(compiled.globals)  # jinja2's chain of dicts is copied, slowly, by each rendering
+    return compiled
 
 
 def _raise_exception(message: str) -> None:

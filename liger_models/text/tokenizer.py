@@ -115,7 +115,8 @@ class Tokenizer:
 
     # Attributes of other libraries' tokenizers would be ignored, so that assigning one is an error.
     __slots__ = (
-        "__weakref__", "_as_read", "_clean_up", "_files", "backend", "chat_template", "padding_side", "special_tokens",
+        "__weakref__", "_as_read", "_clean_up", "_files", "_special", "backend", "chat_template", "padding_side",
+        "special_tokens",
     )  # fmt: skip
 
     def __init__(self, backend: Backend, config: Mapping[str, Any] | None = None) -> None:
@@ -144,6 +145,7 @@ class Tokenizer:
             )
         self.chat_template: str | dict[str, str] | None = template
 
+        self._special: tuple[int, tuple[str, ...]] = -1, ()  # number of tokens -> special ones
         # To tell later what has changed.
         self._as_read = len(self), dict(self.special_tokens), template
         self._files = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
@@ -669,9 +671,17 @@ class Tokenizer:
         return render_prompt(self._style(tools, variables), messages)
 
     def _style(self, tools: Sequence[Any] | None, variables: dict[str, Any], chat_template: str | None = None) -> Style:
-        special = [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
         template, variables = self._chat_template(tools, variables, chat_template)
-        return Style(template, variables, special, self.eos_token)
+        return Style(template, variables, self._special_contents(), self.eos_token)
+
+    def _special_contents(self) -> tuple[str, ...]:
+        """The special tokens, in the order of their ids."""
+        size, contents = self._special
+        if size != len(self):  # the list takes milliseconds where there are thousands of added tokens, as in Gemma
+            added = self.backend.get_added_tokens_decoder().values()
+            contents = tuple(token.content for token in added if token.special)
+            self._special = len(self), contents
+        return contents
 
     def _chat_template(
         self, tools: Sequence[Any] | None, variables: dict[str, Any], chosen: str | None

@@ -14,7 +14,7 @@ from PIL import Image
 
 from liger_models import PackedDataset, PackedLoader
 from liger_models.base.images import read_image
-from liger_models.data import PromptDataset, preference_batch
+from liger_models.data import PromptDataset, preference_batch, tokens
 
 from ..base.conftest import picture
 from .examples import Stream, write
@@ -78,6 +78,25 @@ def test_packed_rows_have_the_loss_of_their_documents_alone(model, make, tmp_pat
     want = want + summed(model, whole)
     got = sum(summed(model, batch) for batch in batches)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
+
+
+def test_parts_of_a_tokenization_are_joined_with_their_images(qwen, make, tmp_path, monkeypatch):
+    """Files and contents, of images that are alike and not, and an example that is skipped."""
+    paths = save_pictures(tmp_path)
+    content = "data:image/png;base64," + base64.b64encode(paths[0].read_bytes()).decode()
+    chats = [chat(paths[0]), chat(paths[1], paths[2]), chat(content), chat(tmp_path / "none.png"), chat(paths[0])]
+    source = [{"messages": json.loads(json.dumps(messages, default=str))} for messages in chats]
+    options = {"broken_media": "skip", "shuffle": False}
+    datas = []
+    for seconds in (60.0, 0.0):
+        monkeypatch.setattr(tokens, "PART_SECONDS", seconds)
+        with pytest.warns(UserWarning, match="1 examples have broken images or videos and are left out"):
+            datas.append(make(source, qwen, cache_dir=tmp_path / f"cache-{seconds}", **options))
+    whole, joined = datas
+    assert joined.state_dict() == whole.state_dict()
+    for want, got in zip(whole, joined, strict=True):
+        assert want.keys() == got.keys()
+        assert all(torch.equal(want[name], got[name]) for name in want)
 
 
 def test_packed_rows_have_the_loss_of_transformers(make, tmp_path):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from liger_models.data import tokens
+from liger_models.data.encoding import Encoder
 from liger_models.data.tokens import TokenFile
 
 from ..processes import environment, run
@@ -47,18 +49,107 @@ def test_what_a_run_that_died_has_left_is_in_nobodys_way(make, tmp_path):
     assert made.is_dir()
 
 
-def test_two_runs_tokenize_at_the_same_time(make, tmp_path, monkeypatch):
-    write_tokens = TokenFile.write
+WAITING = """
+import sys
+from liger_models import PackedDataset, Tokenizer
+from liger_models.data.encoding import Encoder
+tokenize = Encoder._tokenize
+def wait(*arguments):
+    print("now", flush=True)
+    sys.stdin.readline()
+    return tokenize(*arguments)
+Encoder._tokenize = wait
+tokenizer = Tokenizer.from_pretrained(sys.argv[1])
+PackedDataset([{"text": "a"}], tokenizer, length=32, cache_dir=sys.argv[1] + "/cache", progress=False)
+"""
+"""Another process that tokenizes, and goes on after a line of input."""
 
-    def slow(*arguments: Any) -> None:
-        monkeypatch.setattr(TokenFile, "write", write_tokens)
-        write_tokens(*arguments)
-        make(texts(3))  # the other one, which is done first
 
-    monkeypatch.setattr(TokenFile, "write", slow)
-    expected = signature(make(texts(3)))
-    assert signature(make(texts(3))) == expected
+def start_waiting(folder: Path, tokenizer: Any) -> "subprocess.Popen[str]":
+    (folder / "tokenizer.json").write_text(tokenizer.backend.to_str())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": tokenizer.chat_template, **tokenizer.special_tokens})
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "now\n"
+    return process
+
+
+@pytest.mark.slow
+def test_hosts_that_share_a_cache_tokenize_once(make, tmp_path, tokenizer, monkeypatch):
+    with start_waiting(tmp_path, tokenizer) as process, ThreadPoolExecutor() as pool:
+        monkeypatch.setattr(TokenFile, "write", None)
+        here = pool.submit(lambda: make([{"text": "a"}]))
+        assert not wait([here], timeout=0.5).done, "the lock of the other one is held"
+        process.communicate("\n")
+        assert len(here.result()) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def tokenize_parts(make: Any, count: int, source: Any, **options: Any) -> None:
+    """A run that is killed when it has finished some parts of an example each."""
+    write_tokens, parts = TokenFile.write, []
+
+    def write_part(*arguments: Any) -> None:
+        parts.append(arguments[0])
+        if len(parts) > count:
+            raise KeyboardInterrupt
+        write_tokens(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "PART_SECONDS", 0.0)
+        patch.setattr(TokenFile, "write", write_part)
+        with pytest.raises(KeyboardInterrupt):
+            make(source, **options)
+
+
+@pytest.mark.parametrize("source", ["file", "list"])
+def test_a_killed_tokenization_goes_on_where_it_stopped(make, tmp_path, monkeypatch, source):
+    """Also of files whose first records decide on their format; the tokens are those of an undisturbed run."""
+    examples = texts(20)
+    data = write(tmp_path / "a.jsonl", examples) if source == "file" else examples
+    undisturbed = make(data, cache_dir=tmp_path / "other", max_samples=15)
+    tokenize_parts(make, 8, data, max_samples=15)
+    tokenized, tokenize = [], Encoder._tokenize
+    monkeypatch.setattr(Encoder, "_tokenize", lambda *given: tokenized.extend(given[1]) or tokenize(*given))
+    resumed = make(data, max_samples=15)
+    assert len(tokenized) == 15 - 8
+    assert signature(resumed) == signature(undisturbed)
+    assert resumed.state_dict() == undisturbed.state_dict()
+    (folder,) = (tmp_path / "cache").iterdir()
+    (other,) = (tmp_path / "other").iterdir()
+    for name in ("sizes.json", "ids.bin", "ends.bin"):
+        assert (folder / name).read_bytes() == (other / name).read_bytes()
+
+
+def test_the_first_record_decides_on_the_format_of_a_continued_file(make, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"text": "a"}, {"prompt": "c", "completion": "d"}])
+    tokenize_parts(make, 1, path)
+    with pytest.raises(ValueError, match=r"line 2: all examples of a file must have one format, got prompt-completion"):
+        make(path)
+    assert not list((tmp_path / "cache").iterdir()), "a corrected file is another source"
+
+
+def test_parts_that_no_run_continues_are_deleted(make, tmp_path, monkeypatch):
+    tokenize_parts(make, 2, texts(5))
+    make(texts(6))
+    assert len(list((tmp_path / "cache").iterdir())) == 3, "parts and their lock, and the tokens of the other source"
+    monkeypatch.setattr(tokens, "KEPT_SECONDS", -1.0)
+    make(texts(7))
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_damaged_part_is_noticed(make, tmp_path):
+    tokenize_parts(make, 2, texts(5))
+    (ids,) = (tmp_path / "cache").glob(".*/1/ids.bin")
+    ids.write_bytes(bytes(ids.stat().st_size))
+    with pytest.raises(ValueError, match=r"must be as it was written, got ids\.bin with other bytes"):
+        make(texts(5))
+    assert len(make(texts(5))) > 0
 
 
 def test_memory_does_not_grow_with_the_file(make, tmp_path, monkeypatch):
@@ -142,27 +233,11 @@ def test_a_damaged_cache_says_what_to_delete(make, tmp_path, damage):
 
 @pytest.mark.slow
 def test_what_killed_tokenization_has_left_is_removed(make, tmp_path, tokenizer):
-    (tmp_path / "tokenizer.json").write_text(tokenizer.backend.to_str())
-    script = """
-import sys, time
-from liger_models import PackedDataset, Tokenizer
-from liger_models.data.encoding import Encoder
-def hang(*_):
-    print("now", flush=True)
-    time.sleep(1000)
-Encoder._tokenize = hang
-tokenizer = Tokenizer.from_pretrained(sys.argv[1])
-PackedDataset([{"text": "a"}], tokenizer, length=32, cache_dir=sys.argv[1] + "/cache", progress=False)
-"""
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment())
-    assert process.stdout.readline() == "now\n"
-    make(texts(3))
-    names = {path.name for path in (tmp_path / "cache").iterdir()}
-    assert len(names) == 3, "what the living process writes is left to it"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    with start_waiting(tmp_path, tokenizer) as process:
+        make(texts(3))
+        names = {path.name for path in (tmp_path / "cache").iterdir()}
+        assert len(names) == 3, "what the living process writes is left to it"
+        process.send_signal(signal.SIGKILL)
     make(texts(4))
     assert [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")] == []
     assert len(list((tmp_path / "cache").iterdir())) == 2

@@ -149,6 +149,14 @@ def test_an_answer_without_end_token_gets_one(
     assert text[slice(*spans[0])] == "  你好 🙂 the\n\nuser:"
 
 
+def test_special_tokens_that_are_added_later_end_an_answer(make_folder: Callable[..., Path]) -> None:
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=UNMARKED.replace("eos_token", "'[end]'")))
+    assert tokenizer.render_answers(CHAT[:2])[0].endswith("[end]\n<|start|>")
+    tokenizer.add_tokens("[end]", special_tokens=True)
+    text, spans = tokenizer.render_answers(CHAT[:2])
+    assert (text[slice(*spans[0])], text[spans[0][1] :]) == (" 你好 🙂 the[end]", "\n")
+
+
 def test_answers_that_the_template_changes_later(make_folder: Callable[..., Path]) -> None:
     """As templates that take the thoughts out of all answers but the last."""
     forgetful = UNMARKED.replace("message.content +", "(message.content if loop.last else message.content | trim) +")
@@ -167,6 +175,20 @@ def test_answers_that_the_template_changes_later(make_folder: Callable[..., Path
     # A template that changes nothing needs one example.
     tokenizer.chat_template = UNMARKED
     assert learned("split") == learned("all") == [answers]
+
+
+def test_an_odd_conversation_changes_no_other(make_folder: Callable[..., Path]) -> None:
+    """Where a result of a tool is last, the prompt of this template has no header, as DeepSeek's."""
+    hidden = UNMARKED.replace(
+        "{%- if add_generation_prompt", "{%- if add_generation_prompt and messages[0].role != 'tool'"
+    )
+    chat = [{"role": "user", "content": "</p>the<p>"}, CHAT[1]]
+    odd = [{"role": "tool", "content": "fox"}, *chat]
+    want = Tokenizer.from_pretrained(make_folder(chat_template=hidden)).render_answers(chat)
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=hidden + "{# nothing of it is known #}"))
+    tokenizer.render_answers(odd)
+    assert tokenizer.render_answers(chat) == want
+    assert [want[0][slice(*span)] for span in want[1]] == [" 你好 🙂 the<|eot_id|>"]
 
 
 def test_answers_that_the_template_leaves_out_later(make_folder: Callable[..., Path]) -> None:
@@ -421,6 +443,14 @@ def test_templates_compute_within_limits(
     tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=template))
     with pytest.raises(ValueError, match=r"must stay within the limits, got .*raise the limit in liger_models"):
         tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+
+
+def test_short_conversations_never_look_at_the_clock(
+    make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=UNMARKED))
+    monkeypatch.setattr(limits.time, "thread_time", None)
+    assert tokenizer.render_answers(CHAT)[1]
 
 
 def test_a_template_takes_a_limited_time(make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
