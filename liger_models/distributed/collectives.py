@@ -25,12 +25,12 @@ from torch import Tensor
 
 from liger_models.common.ops import LIBRARY
 
-# PyTorch 2.13 has renamed these functions and deprecates the old names. PyTorch without distributed has neither.
+# torch 2.13 renamed these and deprecates the old names. PyTorch without distributed has neither.
 _gather_into: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 reduce_into: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 
 _groups: dict[str, Any] = {}
-"""Name -> process group. Ops take the name as an argument, because they can't take the group itself."""
+"""Process groups by the names that the ops take as arguments."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ LIBRARY.define("all_to_all(Tensor x, SymInt[] sent, SymInt[] received, str group
 
 @torch.library.impl(LIBRARY, "all_reduce", "CompositeExplicitAutograd")
 def _all_reduce(x: Tensor, group: str) -> Tensor:
-    # An op must not write to its inputs, so the sum is a new tensor.
+    # Ops must not write to their inputs, so the sum is a new tensor.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_groups[group])
     return total
@@ -95,7 +95,6 @@ def _all_gather(x: Tensor, group: str) -> Tensor:
 
 @torch.library.impl(LIBRARY, "reduce_scatter", "CompositeExplicitAutograd")
 def _reduce_scatter(x: Tensor, group: str) -> Tensor:
-    # [R, ...] -> [...]
     total = x.new_empty(x.shape[1:])
     reduce_into(total.view(-1), x.contiguous().view(-1), group=_groups[group])
     return total
@@ -103,7 +102,6 @@ def _reduce_scatter(x: Tensor, group: str) -> Tensor:
 
 @torch.library.impl(LIBRARY, "all_to_all", "CompositeExplicitAutograd")
 def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-    # [Σ sent, ...] -> [Σ received, ...]
     out = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=_groups[group])
     return out
@@ -130,25 +128,25 @@ def _all_to_all_fake(x: Tensor, sent: list[int], received: list[int], group: str
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of a tensor over the ranks. The function is not differentiable."""
+    """Sum over the ranks. Not differentiable."""
     total: Tensor = torch.ops.liger_models.all_reduce(x, group.name)
     return total
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """Gather the tensors of all ranks to [R, ...]. The function is not differentiable."""
+    """Gather the tensors of all ranks, [R, ...]. Not differentiable."""
     gathered: Tensor = torch.ops.liger_models.all_gather(x, group.name)
     return gathered
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum x [R, ...] over the ranks. Rank r gets part r, [...]. The function is not differentiable."""
+    """Sum x [R, ...] over the ranks; rank r gets part r, [...]. Not differentiable."""
     total: Tensor = torch.ops.liger_models.reduce_scatter(x, group.name)
     return total
 
 
 def by_rank(x: Tensor, size: int) -> Tensor:
-    """Split [..., T, C] into the token shards of all ranks, [R, ..., T / R, C]."""
+    """Split [..., T, C] into the ranks' token shards [R, ..., T / R, C]."""
     # [..., T, C] -> [..., R, T / R, C] -> [R, ..., T / R, C]
     parts: Tensor = x.unflatten(-2, (size, -1)).movedim(-3, 0)
     return parts
@@ -166,9 +164,9 @@ def gather_rows(rows: Tensor, group: Group | None) -> Tensor:
 
 
 def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
-    """Sum partial rows over the ranks. With sequence parallelism keep only this rank's rows.
+    """Sum partial rows over the ranks; with sequence parallelism keep only this rank's rows.
 
-    The function is for use inside ops, because it may overwrite ``rows``.
+    For use inside ops, since ``rows`` may be overwritten.
     """
     if group is not None and group.sequence_parallel:
         # [R · n, C] -> [n, C]
@@ -179,13 +177,13 @@ def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
 
 
 def rows_by_rank(tokens: Tensor, group: Group | None) -> Tensor:
-    """Flatten [..., T, C] to rows [N, C]. With sequence parallelism they are in the order of the ranks."""
+    """Flatten [..., T, C] to rows [N, C]; with sequence parallelism all rows of rank 0 come first."""
     tokens = tokens if group is None or not group.sequence_parallel else by_rank(tokens, group.size)
     return tokens.reshape(-1, tokens.shape[-1])
 
 
 def rows_in_order(rows: Tensor, shape: torch.Size, group: Group | None) -> Tensor:
-    """The inverse of `rows_by_rank`. ``shape`` [..., t] is the shape of this rank's tokens."""
+    """The inverse of `rows_by_rank`; ``shape`` [..., t] is the shape of this rank's tokens."""
     if group is None or not group.sequence_parallel:
         return rows.view(*shape, rows.shape[-1])
     # [R, ..., t, C] -> [..., R · t, C]
@@ -193,7 +191,7 @@ def rows_in_order(rows: Tensor, shape: torch.Size, group: Group | None) -> Tenso
 
 
 def gathered_shape(shape: torch.Size, group: Group | None) -> tuple[int, ...]:
-    """The shape of all tokens, for the shape [..., t] of this rank's tokens: [..., R · t] with sequence parallelism."""
+    """Map the shape [..., t] of this rank's tokens to the shape of all tokens, [..., T] with sequence parallelism."""
     return (*shape[:-1], shape[-1] * group.size) if group is not None and group.sequence_parallel else tuple(shape)
 
 
@@ -208,7 +206,6 @@ def for_op(group: Group | None) -> tuple[str, int, bool]:
 
 
 class _CopyToRegion(torch.autograd.Function):
-    # [..., T / R, C] -> [..., T, C] with sequence parallelism, otherwise [..., T, C] unchanged
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, sequence: bool) -> Tensor:
         ctx.group, ctx.sequence = group, sequence
@@ -221,7 +218,6 @@ class _CopyToRegion(torch.autograd.Function):
 
 
 class _ReduceFromRegion(torch.autograd.Function):
-    # [..., T, C], a part of a sum -> [..., T / R, C] with sequence parallelism, otherwise [..., T, C]
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -247,7 +243,6 @@ class _LocalTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        # A view would keep the tokens of all ranks in memory.
         return by_rank(x, group.size)[group.rank].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -270,10 +265,8 @@ class _GatherVocab(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, V: int) -> Tensor:
         ctx.group, ctx.vocab_shard = group, x.shape[-1]
-        # The collective needs equal shapes, and the shards of the last ranks may be shorter.
-        longest = -(-V // group.size)
+        longest = -(-V // group.size)  # shards of the last ranks may be shorter
         gathered = all_gather(torch.nn.functional.pad(x, (0, longest - x.shape[-1])), group)
-        # [R, ..., V / R] -> [..., R, V / R] -> [..., V]
         return gathered.movedim(0, -2).flatten(-2)[..., :V]
 
     @staticmethod
@@ -291,7 +284,6 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        # The gradients go back the way that the rows came.
         dx = torch.ops.liger_models.all_to_all(dy, ctx.received, ctx.sent, ctx.group.name)
         return dx, None, None, None
 
@@ -308,12 +300,12 @@ class _DivideGradient(torch.autograd.Function):
 
 
 def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
-    """Begin a layer that computes a partial sum on each rank (see the module's table). Without a group, return x."""
+    """Begin a layer that computes a partial sum on each rank, see the module's table; identity without a group."""
     return x if group is None else _CopyToRegion.apply(x, group, group.sequence_parallel)
 
 
 def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
-    """End a layer by summing the ranks' partial results (see the module's table). Without a group, return x."""
+    """End a layer by summing the ranks' partial results, see the module's table; identity without a group."""
     return x if group is None else _ReduceFromRegion.apply(x, group)
 
 
@@ -323,7 +315,7 @@ def sum_gradient(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_over(x: Tensor, group: Group) -> Tensor:
-    """Sum x over the ranks. The backward sums the gradients, because each rank uses the sum differently."""
+    """Sum over the ranks, and in the backward sum the gradients, because each rank uses the sum differently."""
     return _Sum.apply(x, group)  # type: ignore[no-any-return]
 
 
@@ -333,18 +325,12 @@ def local_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """All-gather token shards [..., T / R, C] to [..., T, C].
-
-    All ranks must compute the same with the result, because gradients are not summed.
-    """
+    """All-gather token shards, [..., T / R, C] -> [..., T, C], for replicated computation; gradients are not summed."""
     return _GatherTokens.apply(x, group)  # type: ignore[no-any-return]
 
 
 def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:
-    """All-gather vocabulary shards, as ``torch.chunk`` makes them, to [..., V].
-
-    All ranks must compute the same with the result, because gradients are not summed.
-    """
+    """All-gather vocabulary shards (as by ``torch.chunk``) to [..., V], for replicated computation."""
     return _GatherVocab.apply(x, group, V)  # type: ignore[no-any-return]
 
 

@@ -17,7 +17,7 @@ from liger_models.distributed.collectives import (
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The process groups of a model. A group is None if the model does not use its kind of parallelism.
+    """The process groups of a model; a group is None if the model does not use its kind of parallelism.
 
     Attributes:
         tensor: the group over which each layer is sharded (`liger_models.parallel.apply_tp`).
@@ -44,7 +44,7 @@ class ParallelGroups:
 
         Args:
             T: number of tokens per row.
-            whole: whether the forward needs all tokens of a sequence on one rank.
+            whole: whether the forward needs all tokens on every rank.
         """
         sharing = self.context or (self.tensor if self.tensor is not None and self.tensor.sequence_parallel else None)
         if sharing is not None and T % sharing.size != 0:
@@ -63,34 +63,30 @@ class ParallelGroups:
         return x if self.context is None else x[:, self.context.local_slice(x.shape[1])]
 
     def token_share(self, x: Tensor) -> Tensor:
-        """This rank's share of [B, T, C] between the layers: [B, T / R, C] with context or sequence parallelism."""
+        """This rank's share of [B, T, C] between the layers, [B, T / R, C]."""
         x = self.context_share(x)
         return local_tokens(x, self.tensor) if self.tensor is not None and self.tensor.sequence_parallel else x
 
     def share_targets(self, target: Tensor, num_items: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
-        """This rank's share of the targets [B, T], and the divisor of the loss.
-
-        Without ``num_items`` the loss is a mean. The divisor must then be counted before the targets are divided.
-        """
+        """This rank's share of the targets [B, T], and the divisor of the loss, which counts all ranks' targets."""
         if self.context is not None and num_items is None:
             num_items = (target != -100).sum()
         return self.context_share(target), num_items
 
     def share_of_step(self, target: Tensor, num_items: Tensor | float) -> Tensor:
-        """The share of a step's targets that is in this batch, averaged over the ranks of ``balance``.
+        """The share of a step's targets that are in this batch, averaged over the ranks of ``balance``.
 
         Args:
             target: [B, T], the targets of all tokens.
             num_items: the number of targets in the step, divided by the number of ranks.
         """
-        # The balancing loss covers the tokens of these ranks together, so it is weighted by their mean number.
         count = (target != -100).sum()
         if self.balance is not None:
             count = all_reduce(count, self.balance) / self.balance.size
         return count / (num_items.to(count.device) if isinstance(num_items, Tensor) else num_items)
 
     def enter_head(self, hidden: Tensor) -> Tensor:
-        """The hidden states of all tokens, for a head whose vocabulary may be sharded."""
+        """The hidden states of all tokens, as input of a head whose vocabulary may be sharded."""
         return copy_to_region(hidden, self.tensor)
 
     def gather_logits(self, logits: Tensor | None) -> Tensor | None:
@@ -100,7 +96,6 @@ class ParallelGroups:
         """
         if logits is None or self.context is None:
             return logits
-        # The backward takes this rank's tokens of the gradient. It multiplies by R, because gradients are averaged.
         return gather_tokens(divide_gradient(logits, 1 / self.context.size), self.context)
 
     def gather_log_probs(self, log_probs: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""The default process group: its rank and size, errors that reach all ranks, and waiting for other ranks.
-
-Waiting uses the store of the process group, not collectives. A rank can then say which other rank is missing, and a
-collective of the training loop is not mistaken for the one that is waited for.
-"""
+"""The default process group: its rank and size, errors that reach all ranks, and work that rank 0 does for all."""
 
 import contextlib
 import pickle
@@ -19,11 +15,11 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 _calls: Counter[str] = Counter()
-"""Name -> how often `long_work`, `run_on_rank_zero` and `wait_for_ranks` were called under it."""
+"""How often `long_work`, `run_on_rank_zero` and `wait_for_ranks` were called under each name."""
 BITS = 62
-"""Number of ranks that one number of the store represents. It has 64 bits, including a sign."""
+"""Ranks in a number of the store, which has 64 bits and a sign."""
 PATIENCE = timedelta(seconds=30)
-"""Time after which `wait_for_ranks` warns, and names the ranks that it waits for."""
+"""Time after which `wait_for_ranks` says which ranks it waits for."""
 
 
 def is_distributed() -> bool:
@@ -56,7 +52,6 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
         yield
     except Exception as raised:
         error = raised
-    # A rank without an error must take part as well, so that no rank waits.
     if world_size() > 1:
         errors: list[Exception | None] = [None] * world_size()
         dist.all_gather_object(errors, _picklable(error), group)
@@ -67,22 +62,21 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
 
 @contextlib.contextmanager
 def long_work(name: str) -> Iterator[None]:
-    """Context in which some ranks may work longer than the process group's timeout, while the others wait for them.
+    """Context in which ranks may work longer than the process group's timeout while other ranks have nothing to do.
 
-    On exit every rank waits until all others have finished, as long as the working ranks are alive. An error raised
-    inside is raised after that.
+    On exit every rank waits for all others, as long as those that still work are alive. Errors raised inside are raised
+    after that.
 
     Args:
         name: identifies the work; the same on all ranks.
 
     Raises:
-        TimeoutError: no working rank has shown a sign of life for the process group's timeout.
+        TimeoutError: for the process group's timeout no rank that has not finished has shown a sign of life.
         ConnectionError: rank 0, which holds the store, has ended.
     """
     if world_size() == 1:
         yield
         return
-    # An error is kept until all ranks have finished: the others would otherwise wait for a rank that has left.
     store, key = _store(), _key(name)
     error: Exception | None = None
     with _sign_of_life(key):
@@ -101,7 +95,8 @@ def long_work(name: str) -> Iterator[None]:
 def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
     """Call ``work`` only on rank 0, and return its result or raise its error on every calling rank.
 
-    Other ranks wait for rank 0 as long as it works. Rank 0 waits for nobody, so it may be the only caller.
+    Other ranks wait for rank 0, as long as it works. Rank 0 does not wait for them, so it may be the only caller,
+    unlike in `raise_on_all_ranks`.
 
     Args:
         name: identifier of the work, the same on all ranks.
@@ -113,7 +108,7 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
     """
     if world_size() == 1:
         return work()
-    # A collective would make rank 0 wait for ranks that may not call, or that are in other collectives.
+    # The store and not a collective: rank 0 need not wait, and works while others are in other collectives.
     store, key = _store(), _key(name)
     result: Any = None
     error: Exception | None = None
@@ -135,7 +130,7 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
 
 
 def wait_for_ranks(name: str) -> None:
-    """Wait until all ranks have made the same call, before collectives that would hang if a rank were missing.
+    """Wait until all ranks make the same call, before collectives that would hang if a rank were missing.
 
     After `PATIENCE` a warning names the ranks that have not called. The store of the process group holds a few numbers
     for each call, which the last rank deletes.
@@ -159,8 +154,6 @@ def _wait_for_ranks(name: str) -> None:
     store.add(words[rank() // BITS], 1 << rank() % BITS)
     if store.add(f"{key} called", 1) == world_size():
         store.set(f"{key} done", b"")
-
-    # The warning comes after a part of the timeout, and the error at its end.
     patience = min(PATIENCE, store.timeout)
     try:
         store.wait([f"{key} done"], patience)
@@ -176,20 +169,17 @@ def _wait_for_ranks(name: str) -> None:
                 f"{message} in {store.timeout.total_seconds():g} s. Call it on all ranks, not under `if rank == 0`; or "
                 "look for the error of a rank that has ended."
             ) from timeout
-
-    # The last rank to leave deletes the keys.
     if store.add(f"{key} left", 1) == world_size():
         for name_of_key in (*words, f"{key} called", f"{key} done", f"{key} left"):
             store.delete_key(name_of_key)
 
 
 def _store() -> Any:
-    """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def _key(name: str) -> str:
-    """The beginning of the keys of a call. It differs for each call under the same name."""
+    """The beginning of the keys of a call, which is another one each time."""
     _calls[name] += 1
     return f"liger_models {name} {_calls[name]}"
 
@@ -208,7 +198,7 @@ def _lost_store(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sign_of_life(key: str) -> Iterator[None]:
-    """Context in which a thread regularly increments a number in the store, which `_wait` watches."""
+    """Context in which a thread counts up a number in the store, which `_wait` watches."""
     store, ended = _store(), threading.Event()
 
     def count() -> None:
@@ -227,13 +217,12 @@ def _sign_of_life(key: str) -> Iterator[None]:
 
 
 def _wait(key: str, message: str) -> None:
-    """Wait for the key "done". Raise TimeoutError if there is no sign of life for the process group's timeout."""
+    """Wait for the key "done"; TimeoutError if meanwhile there is no sign of life for the process group's timeout."""
     store, signs, since = _store(), -1, time.monotonic()
     while True:
         try:
             store.wait([f"{key} done"], timedelta(seconds=_period(store)))
         except dist.DistStoreError as timeout:
-            # Adding 0 reads the number, and creates it if no rank has.
             before, signs = signs, store.add(f"{key} signs", 0)
             if signs != before:
                 since = time.monotonic()
@@ -244,12 +233,12 @@ def _wait(key: str, message: str) -> None:
 
 
 def _period(store: Any) -> float:
-    """Seconds between signs of life: several within the timeout, at most 10."""
+    """Seconds between signs of life."""
     return min(float(store.timeout.total_seconds()) / 4, 10.0)
 
 
 def _picklable(error: Exception | None) -> Exception | None:
-    """The error itself, or a RuntimeError with its type and message if the error cannot be pickled and unpickled."""
+    """The error itself, or a RuntimeError with its type and message if the error cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

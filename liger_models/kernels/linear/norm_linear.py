@@ -21,10 +21,10 @@ A frozen W may be in fewer bits (`FrozenWeight`). It is dequantized right before
 into a buffer that is freed after the product, or it is multiplied in float8. Only the stored W is saved, which takes no
 extra memory.
 
-With ``ranks`` each rank has its own rows of W, and dn is summed over the ranks before N'. With
-``ranks.sequence_parallel`` each rank also has its own tokens. N(h) is then gathered before the products with W and dy,
-dn is reduce-scattered, and y covers all tokens. Nothing more is saved. B is sharded by rows, as W is. dA is a rank's
-part of a sum, which the caller completes.
+With ``ranks`` each rank has its own rows of W, and dn is summed over the ranks before N'. With ``ranks.sequence`` each
+rank also has its own tokens. N(h) is then gathered before the products with W and dy, dn is reduce-scattered, and y
+covers all tokens. Nothing more is saved. B is sharded by rows, as W is. dA is a rank's part of a sum, which the caller
+completes.
 
 Source: https://arxiv.org/abs/1910.07467 (RMSNorm), https://arxiv.org/abs/1607.06450 (LayerNorm);
 https://arxiv.org/abs/2205.05198 for tokens on ranks; https://arxiv.org/abs/2106.09685 for low-rank terms.
@@ -330,8 +330,8 @@ def rms_norm_linear(
         bias: [O].
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
         ranks: tensor parallel ranks, each with its own rows of weight and bias; None for one rank. With
-            ``ranks.sequence_parallel`` x and residual hold the rank's own tokens, y covers all tokens, and the
-            gradients of the norm's weights are sums over the rank's own tokens.
+            ``ranks.sequence`` x and residual hold the rank's own tokens, y covers all tokens, and the gradients of the
+            norm's weights are sums over the rank's own tokens.
         low_rank: ``(A [R, C], B [O, R])`` in the weight's dtype; y gains ``(rms_norm(residual) @ Aᵀ) @ Bᵀ``. With
             ranks, all ranks have the same A, B has the rank's own rows, and the gradient of A is the rank's part of a
             sum.
