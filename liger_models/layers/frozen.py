@@ -14,11 +14,11 @@ holds the tensors of both parameters, under the parameters' names::
     layer.stored.gate_up_weight.scales                 [X, bytes of an expert's scales]
     layer.stored.gate_up_weight.factors      ...       NF4 [X, bytes of an expert's factors]
 
+If there are too few experts for the ranks of `apply_fsdp`, their codes are sharded along O instead of X.
+
 `apply_fsdp` shards each tensor along its first dimension, and gathers all tensors before the weight is used, so the
 weight is the same on any number of ranks. After `apply_tp` and `apply_ep` each rank uses its own slice or its own
 experts without gathering. A slice consists of whole blocks, so it has the same numbers as that part of the weight.
-
-If there are too few experts for the ranks of `apply_fsdp`, their codes are sharded along the rows of each.
 
 A rank that reads its part of a checkpoint quantizes only this part. The scales of NF4 are quantized together, so the
 ranks exchange the largest number of each block, which are 1/64 of the weight's numbers.
