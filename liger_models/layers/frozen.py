@@ -14,6 +14,8 @@ holds the tensors of both parameters, under the parameters' names::
     layer.stored.gate_up_weight.scales                 [X, bytes of an expert's scales]
     layer.stored.gate_up_weight.factors      ...       NF4 [X, bytes of an expert's factors]
 
+If there are too few experts for the ranks of `apply_fsdp`, their codes are sharded along O instead of X.
+
 `apply_fsdp` shards each tensor along its first dimension, and gathers all tensors before the weight is used, so the
 weight does not depend on the number of ranks. After `apply_tp` each rank uses its own slice, and after `apply_ep` its
 own experts, without gathering. A slice consists of whole blocks, so its numbers equal that part of the whole weight.

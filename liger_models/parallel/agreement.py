@@ -1,4 +1,7 @@
-"""Comparison of models and batches between ranks, before the first forward and on demand; it exchanges a few bytes."""
+"""Comparison of the ranks' models and batches, before the first forward and on demand.
+
+Ranks exchange digests of 8 bytes, and more only to name a difference.
+"""
 
 import dataclasses
 import hashlib
@@ -18,22 +21,22 @@ from liger_models.layers.linear import is_sharded
 from liger_models.parallel.checksum import sum_bits, version_of
 
 SAMPLED = 4096
-"""Elements of a weight that are compared between the ranks."""
+"""Number of a weight's elements that are compared between the ranks."""
 
 
 def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
-    """Raise ValueError on all ranks if their models differ, or their batches where ranks must have the same batch.
+    """Raise ValueError on all ranks if their models differ, or if ranks that share a batch have different ones.
 
     A model that `apply_fsdp`, `apply_tp`, `apply_cp` or `apply_ep` has distributed calls this function before its first
-    forward. A loop of your own may call it again, on all ranks. It waits for the device. It does nothing without a
-    process group.
+    forward. Your own loop may call it again, on all ranks. It waits for the device. Without a process group it does
+    nothing.
 
     Args:
-        model: its class, its configuration, and the shapes, dtypes and ``requires_grad`` of its parameters must be the
-            same on all ranks. So must have been the weights that `apply_fsdp`, `apply_tp`, `apply_cp` or `apply_ep`
-            found, unless others were loaded since; a sample of each is compared.
-        batch: keyword arguments of the model's forward, which must be the same on the ranks of a group of `apply_tp` or
-            `apply_cp`. Integers are compared by value, floating-point tensors by shape and dtype.
+        model: the model. Its class, its configuration, and the shapes, dtypes and ``requires_grad`` of its parameters
+            must be the same on all ranks. The weights must have been the same when `apply_fsdp`, `apply_tp`,
+            `apply_cp` or `apply_ep` was called. A sample of each weight is compared, unless it was loaded since.
+        batch: keyword arguments of the model's forward. They must be the same on the ranks of a group of `apply_tp` or
+            `apply_cp`. Integers are compared by value, and floating-point tensors by shape and dtype.
 
     Raises:
         ValueError: something differs; the message names it, and two ranks. Or ``fully_shard`` has sharded only some of
@@ -43,12 +46,13 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
         return
     if not any(isinstance(hook, FirstForward) for hook in model._forward_pre_hooks.values()):
         _check_hand_written(model)
+    # The process groups that together connect all ranks of the model; without any, all ranks.
     groups = model.groups
     experts = [layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None]
     over = [group.process_group for group in (groups.sharded, *experts[:1], *groups.data) if group is not None]
     over = over or [dist.group.WORLD]
 
-    # Digests are gathered first; the facts only if the digests differ.
+    # Gather digests first, and the facts themselves only if digests differ.
     sharing = groups.sharded.members[0] if groups.sharded is not None else rank()
     facts = {"model": _facts_of_model(model), "batch": _facts_of_batch(batch or {})}
     digests = _gather((rank(), sharing, *map(_digest, facts.values())), over)
@@ -58,6 +62,8 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
             "on all ranks",
             "Create the same model on every rank, from the same checkpoint or with the same seed.",
         )
+
+    # Batches are compared within the ranks that share one, which the first of them identifies.
     of_groups = {group: digest for _, group, _, digest in digests}
     if any(digest != of_groups[group] for _, group, _, digest in digests):
         batches = _gather((rank(), sharing, facts["batch"]), over)
@@ -82,16 +88,16 @@ def _refuse(groups: list[list[tuple[int, dict[str, str]]]], where: str, remedy: 
 
 
 class FirstForward:
-    """Forward pre-hook of a distributed model: checks before the first forward, and before the first that trains.
+    """Forward pre-hook of a distributed model, which checks the first forward and the first forward that trains.
 
     Args:
-        averaged: the caller says that gradients are averaged over the ranks.
-        replicas: ranks with copies of the calling rank's weights over which something must average gradients.
-        samples: of the weights before they were sharded, see `weight_samples`.
+        averaged: whether the caller has said that gradients are averaged over the ranks.
+        replicas: the ranks that hold copies of this rank's weights, over which something must average gradients.
+        samples: name of each weight -> its sample before it was sharded (`weight_samples`), and its version since.
     """
 
     only_checks = True
-    """It changes nothing, see `is_hooked`."""
+    """The hook changes nothing; see `is_hooked`."""
 
     def __init__(
         self, averaged: bool, replicas: Collection[int], samples: Mapping[str, tuple[int, tuple[int, int]]]
@@ -106,6 +112,7 @@ class FirstForward:
             check_ranks(model, {**dict(zip(("input_ids",), args, strict=False)), **kwargs})
             self.agreed = True
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
+        # Inference needs no gradients, so that a model on a part of the mesh may generate.
         if not self.averaged and torch.is_grad_enabled() and is_trained:
             _check_averaged(model, self.replicas)
             self.averaged = True
@@ -114,19 +121,21 @@ class FirstForward:
 def check_first_forward(
     model: Decoder, samples: Mapping[str, int], *, averaged: bool = False, replicas: Collection[int] = ()
 ) -> None:
-    """Register `FirstForward`, before the hooks of FSDP, which exchange parameters; once for each model.
+    """Register `FirstForward` once for each model, in place of the hook of an earlier call.
 
     Args:
-        model: sharded now.
-        samples: of its weights before, as `weight_samples` returned them.
+        model: the model, sharded by now.
+        samples: what `weight_samples` returned before the model was sharded.
         averaged, replicas: as in `FirstForward`.
     """
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, FirstForward):
             averaged |= hook.averaged
             del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
+    # A weight that is written to from now on has another version, and its sample no longer counts.
     versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
     dated = {name: (sample, versions[name]) for name, sample in samples.items() if name in versions}
+    # The hook must run before those of FSDP, which exchange parameters and would hang if ranks differed.
     model.register_forward_pre_hook(FirstForward(averaged, replicas, dated), prepend=True, with_kwargs=True)
     if model.groups.context is None:
         # DistributedDataParallel reads this attribute first, and would fail later, with an error about tensors.
@@ -149,10 +158,10 @@ class _Refusal:
 
 
 def weight_samples(model: Decoder) -> dict[str, int]:
-    """Name of each weight -> the sum of the bits of its first `SAMPLED` elements, before the model was sharded.
+    """Name of each weight -> the sum of the bits of its first `SAMPLED` elements before the model was sharded.
 
-    They tell another checkpoint or seed. Weights on the meta device, and those that were loaded after a first
-    `apply_tp`, `apply_cp` or `apply_ep`, are left out.
+    Samples differ if a rank has loaded another checkpoint or drawn weights from another seed. Weights on the meta
+    device are left out, as are weights that were loaded after a first `apply_tp`, `apply_cp` or `apply_ep`.
     """
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, FirstForward):
@@ -164,21 +173,22 @@ def weight_samples(model: Decoder) -> dict[str, int]:
     }
     if world_size() == 1 or not parameters:
         return {}
+    # One transfer from the device for all sums.
     sums = [sum_bits(weight.reshape(-1)[:SAMPLED]) for weight in parameters.values()]
     return dict(zip(parameters, torch.stack([each.to(sums[0].device) for each in sums]).tolist(), strict=True))
 
 
 def current_samples(model: Decoder, hook: FirstForward) -> dict[str, int]:
-    """The samples of the weights that have not changed since they were taken."""
+    """The samples of the weights that have not been written to since."""
     versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
     return {name: sample for name, (sample, version) in hook.samples.items() if versions.get(name) == version}
 
 
 def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
-    """Refuse training where ranks have the same weights, different tokens, and nothing that averages gradients.
+    """Raise ValueError if ranks have copies of a weight and nothing averages their gradients.
 
     Args:
-        model: in its first forward that trains.
+        model: the model, in its first forward that trains.
         replicas: as in `FirstForward`.
     """
     groups = model.groups
@@ -195,6 +205,8 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
             "forward: a model after apply_ep must be sharded by apply_fsdp to be trained, got one that is not. Call "
             "apply_fsdp(model, mesh) after apply_ep; fully_shard cannot replace it."
         )
+
+    # After `apply_tp` or `apply_cp` alone, look for PyTorch's own wrappers over all ranks with copies.
     needed = {rank(), *replicas}
     if len(needed) == 1:
         return
@@ -215,7 +227,7 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
 
 
 def _check_hand_written(model: Decoder) -> None:
-    """Refuse FSDP2 by hand that leaves out trained parameters, whose gradients nothing averages."""
+    """Raise ValueError if ``fully_shard`` has left out trained parameters, whose gradients nothing averages."""
     if any(isinstance(module, FSDPModule) for module in model.modules()) and not _all_in_fsdp(model):
         trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
         left_out = next((name for name in trained if not is_sharded(model.get_parameter(name))), "some")
@@ -227,12 +239,13 @@ def _check_hand_written(model: Decoder) -> None:
 
 
 def _all_in_fsdp(module: nn.Module) -> bool:
-    """Whether FSDP2 holds all trainable parameters of a module."""
+    """Whether all trained parameters of a module belong to modules that FSDP2 has sharded."""
     has_trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     return isinstance(module, FSDPModule) or (not has_trained and all(map(_all_in_fsdp, module.children())))
 
 
 def _facts_of_model(model: Decoder) -> dict[str, str]:
+    """What must be the same on all ranks: names of settings and parameters -> text about them."""
     config = model.config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     facts = {"the class": type(model).__name__, **{name: repr(value) for name, value in fields.items()}}
@@ -248,6 +261,7 @@ def _facts_of_model(model: Decoder) -> dict[str, str]:
 
 
 def _facts_of_batch(batch: Mapping[str, Any]) -> dict[str, str]:
+    """What must be the same on ranks that share a batch: names of arguments -> text about them."""
     facts = {}
     for name, value in batch.items():
         if isinstance(value, Tensor):
@@ -257,8 +271,9 @@ def _facts_of_batch(batch: Mapping[str, Any]) -> dict[str, str]:
             if value.numel() == 1:
                 facts[name] += f" {value.item()}"
             elif not value.dtype.is_floating_point:
+                # Factors that differ, so that the checksum of permuted tokens differs.
                 flat = value.detach().flatten().long()
-                factors = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B1  # so that order counts
+                factors = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B1
                 facts[name] += f" of checksum {int((flat * factors).sum())}"
         elif isinstance(value, int | float | str):
             facts[name] = repr(value)
@@ -270,7 +285,7 @@ def _digest(facts: dict[str, str]) -> bytes:
 
 
 def _gather(mine: Any, groups: Iterable[dist.ProcessGroup]) -> list[Any]:
-    """The values of all ranks, in their order. Each group gathers what the groups before it have gathered."""
+    """The values of all ranks, ordered by rank. Each group gathers what the groups before it have gathered."""
     values = [mine]
     for group in groups:
         parts: list[Any] = [None] * group.size()

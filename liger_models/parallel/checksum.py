@@ -1,4 +1,4 @@
-"""Checksums of weights, sharded or not, which tell the weights of one model from those of another."""
+"""Checksums of weights, sharded or not, by which a run recognizes the weights under its adapters."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,31 +12,33 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from liger_models.layers.linear import local
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the dtype as which its bits are summed."""
+"""Number of bytes of an element -> the dtype as which its bits are summed."""
 _sums: Any = WeakTensorKeyDictionary()
-"""Tensor -> its version, and the sum of the bits of its shard on this rank."""
+"""Tensor -> its version when its bits were summed, and the sum over its shard on this rank."""
 
 
 @torch.no_grad()
 def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """A digest of the names of tensors and the sums of their bits. Every rank must call it if a tensor is sharded.
 
-    A sum does not depend on the number of ranks, and each rank reads its shards only, again only if they have changed.
-    Ranks exchange one number for each tensor.
+    The digest does not depend on the number of ranks. Each rank reads its own shards, and a shard again only if it was
+    written to. Ranks exchange one number for each tensor.
 
     Args:
-        tensors: names and tensors, the same on all ranks but for the shards.
+        tensors: pairs of a name and a tensor. All ranks pass the same ones, each with its own shards.
 
     Returns:
-        16 hexadecimal digits, the same on all ranks if all tensors are sharded.
+        16 hexadecimal digits. If a tensor is not sharded, the digest describes the calling rank's copy of it.
     """
-    # Sums of this rank's shards; those with the same mesh and placements are added up over the ranks at once.
+    # Sum this rank's shards. Tensors with the same mesh and placements share one reduction below.
     groups: dict[Any, tuple[list[str], list[Tensor]]] = {}
     for name, tensor in tensors:
         key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         names, sums = groups.setdefault(key, ([], []))
         names.append(name)
         sums.append(_sum_of_shard(tensor))
+
+    # Add the sums over the ranks. A dimension of the mesh that holds copies of the shards must not be added up.
     totals: dict[str, int] = {}
     for key, (names, sums) in groups.items():
         total = torch.stack([value.to(sums[0].device) for value in sums])
@@ -49,9 +51,10 @@ def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def frozen_checksum(model: nn.Module) -> str:
-    """`weight_checksum` of the frozen weights of a model, the same however the model is sharded.
+    """`weight_checksum` of a model's frozen weights. It is the same however the model is sharded.
 
-    Of weights in fewer bits the codes and scales count. The factors of scales do not: `apply_tp` repeats them.
+    For weights in fewer bits the codes and the scales count. The factors of the scales do not, because `apply_tp`
+    repeats them on each rank.
     """
     frozen = ((name, value) for name, value in model.named_parameters() if not value.requires_grad)
     return weight_checksum(
@@ -60,6 +63,7 @@ def frozen_checksum(model: nn.Module) -> str:
 
 
 def _sum_of_shard(tensor: Tensor) -> Tensor:
+    """The sum of the bits of this rank's shard, from `_sums` unless the tensor was written to since."""
     version, total = _sums.get(tensor, (None, None))
     if version != version_of(tensor):
         version, total = _sums[tensor] = version_of(tensor), sum_bits(local(tensor))
@@ -67,10 +71,10 @@ def _sum_of_shard(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """What changes whenever a tensor is written to, as a DTensor or through its shard on this rank."""
+    """Two numbers that change when a tensor is written to, as a DTensor or through its shard on this rank."""
     return tensor._version, local(tensor)._version
 
 
 def sum_bits(tensor: Tensor) -> Tensor:
-    """The sum of the bits of all elements as integers, [] int64."""
+    """The sum of all elements whose bits are read as integers: [] int64, which may overflow."""
     return tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)

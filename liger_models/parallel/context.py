@@ -16,34 +16,38 @@ Model = TypeVar("Model", bound=Decoder)
 
 
 def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model:
-    """Distribute the tokens of every sequence over the ranks of a mesh, in place: each rank has T / R, in order.
+    """Distribute the tokens of every sequence over the ranks of a mesh, in place: each rank has T / R tokens, in order.
 
-    All ranks must be given the same full batch; they return the same loss. Tokens of different ranks interact only in
-    attention. There each rank has all tokens for 1 / R of the heads, so packed documents, padding, windows and softcaps
-    work as on one rank. Weights are replicated. Call `apply_fsdp` afterwards with the same mesh: it shards the weights
-    over all ranks and averages their gradients (DistributedDataParallel over all ranks also averages them). Without
-    either, the first forward in training is refused. Vision towers run in full on every rank.
+    All ranks must be given the same full batch, and they return the same loss. Tokens of different ranks interact only
+    in attention. There each rank has all tokens for 1 / R of the heads, so packed documents, padding, windows and
+    softcaps work as on one rank. Vision towers run in full on every rank.
+
+    Weights are replicated. Call `apply_fsdp` afterwards with the same mesh: it shards the weights over all ranks and
+    averages their gradients. DistributedDataParallel over all ranks averages them, too. Without either, the first
+    training forward raises an error.
 
     Args:
         model: on the meta device, or with the same weights on every rank.
         mesh: the mesh of all ranks, with a dimension called "cp" of R ranks, or that dimension alone; preferably on one
             host. T must be a multiple of R, so the model cannot generate.
-        averaged: code of your own, or an engine such as DeepSpeed, averages the gradients over all ranks.
+        averaged: whether your own code, or an engine such as DeepSpeed, averages the gradients over all ranks.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: the model is already sharded, the mesh does not fit, or R does not divide the number of KV heads.
-            The model may then be changed in part; create it again.
+        ValueError: the model is already sharded, the mesh has no dimension "cp", or R does not divide the number of KV
+            heads. Some layers may then have changed, so create the model again.
 
     Source: https://arxiv.org/abs/2309.14509.
     """
     check_unsharded("apply_cp", model)
+    # Sample the weights while every rank has all of them.
     samples = weight_samples(model)
     group = group_of(own_dimension("apply_cp", mesh, "cp").get_group())
     if group.size == 1:
         return model
+    # Only the blocks: the model itself divides the tokens before them, and a vision tower needs all patches.
     for layer in layers_of(model.layers):
         layer.shard_tokens(group)
     model.groups = replace(model.groups, context=group, balance=group)

@@ -1,19 +1,20 @@
-"""FSDP2 with weights that are gathered in float8: each rank rounds its own rows, and sends one byte for a weight.
+"""FSDP2 with weights that are gathered in float8: each rank rounds its own rows, and sends one byte for each number.
 
-A layer with one scale for its weight (`convert_to_float8`, recipe "tensorwise") multiplies codes that do not depend on
-who rounds them, given the largest absolute value of the whole weight::
+A layer whose weight has one scale (`convert_to_float8`, recipe "tensorwise") multiplies float8 codes. Given the largest
+absolute value of the whole weight, each rank computes the codes of its own rows::
 
     amax_l = max over the ranks of max |W_l| over the rank's rows     one all-reduce for all layers, before the forward
-    q(W_l) = all-gather of float8(W_l · MAX / amax_l)                 one byte for a weight
+    q(W_l) = all-gather of float8(W_l · MAX / amax_l)                 one byte for each number
 
-The products take the codes, forward and backward; the backward transposes them. Losses and gradients are those of
-weights gathered in bfloat16 and rounded by every rank, bit for bit. Recipes with a scale for each row round a weight in
-two ways, by rows for the forward and by columns for the backward. Two codes have the bytes of bfloat16, so these
-recipes gather that.
+The forward and the backward multiply the same codes, which the backward transposes. Losses and gradients are, bit for
+bit, those of weights that are gathered in bfloat16 and rounded by every rank. Recipes with a scale for each row round a
+weight twice: by rows for the forward, and by columns for the backward. Two codes have as many bytes as one number in
+bfloat16, so these recipes gather bfloat16.
 
-The parameters stay what they are, for optimizers and checkpoints: FSDP2 looks for the methods ``fsdp_pre_all_gather``
-and ``fsdp_post_all_gather`` of a parameter's local tensor, and finds them as attributes of an ordinary tensor. A
-gathered parameter has a shape and a gradient, but no values: they are NaN, without memory.
+Parameters do not change, so optimizers and checkpoints need not know of this. FSDP2 calls the methods
+``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a parameter's local tensor if it has them. Here they are
+attributes of an ordinary tensor. A gathered parameter has a shape and a gradient but no values: all elements are one
+NaN in memory.
 """
 
 from collections.abc import Iterable
@@ -31,18 +32,30 @@ from liger_models.kernels.float8.float8 import RECIPES, Float8, float8_dtype, ro
 
 
 class _Weight:
-    """One weight and its place among the maxima of all; its methods are FSDP2's extension points."""
+    """One weight that is gathered in float8. Its methods are FSDP2's extension points.
+
+    Args:
+        linear: the layer.
+        parameter: what FSDP2 knows of the layer's weight.
+        dtype: dtype to which a weight is cast before it is rounded.
+        amax: [1] fp32, the largest absolute value of the whole weight, which `Float8Gather` updates.
+        inverse: [] fp32, the inverse of the scale.
+    """
 
     def __init__(self, linear: Float8Linear, parameter: Any, dtype: torch.dtype, amax: Tensor, inverse: Tensor) -> None:
         self.linear, self.parameter, self.dtype, self.amax, self.inverse = linear, parameter, dtype, amax, inverse
         shape, device = linear.weight.shape, amax.device
         unknown = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
-        self.attach()  # FSDP2 looks for the methods before its first gather
-        # FSDP2 would make it from a tensor that has memory for all values.
+        # FSDP2 looks for the methods before its first gather.
+        self.attach()
+        # FSDP2 would allocate memory for all values of the gathered parameter.
         parameter._unsharded_param = nn.Parameter(unknown, requires_grad=linear.weight.requires_grad)
 
     def attach(self) -> Tensor:
-        """The rank's rows, whose gathers are these methods. New tensors of a module that was moved have none."""
+        """Attach the methods to the rank's rows, unless they are attached, and return the rows.
+
+        Moving a module replaces its tensors by new ones without the methods.
+        """
         weight = self.linear.weight
         sharded = weight if isinstance(weight, DTensor) else self.parameter.sharded_param
         rows: Any = sharded._local_tensor
@@ -54,25 +67,26 @@ class _Weight:
     def before(
         self, mesh: DeviceMesh, size: torch.Size, stride: Any, module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What is sent: the codes of the rank's rows."""
+        """The codes of the rank's rows, which FSDP2 sends. The arguments are FSDP2's."""
         rows = self.attach().detach().to(self.dtype)
         return (round_known(rows, float8_dtype(rows.device), self.amax).view(torch.uint8),), None
 
     @torch.no_grad()
     def after(self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor) -> None:
-        """Take what was gathered. Its memory is FSDP2's, which frees it and fills it again."""
+        """Give the gathered codes to the layer. FSDP2 owns their memory, frees it and fills it again."""
+        # Later gathers write into the same memory, so one view of it serves all of them.
         if self.linear.gathered is None:
             codes = gathered[0].view(float8_dtype(gathered[0].device))
             self.linear.gathered = Float8(nn.Parameter(codes, requires_grad=False), self.inverse)
 
 
 class Float8Gather:
-    """Hook before a sharded model's forward: the maxima of the weights that are gathered in float8.
+    """Forward pre-hook of a sharded model, which finds the maxima of the weights that are gathered in float8.
 
     Args:
-        model: sharded.
-        mesh: of `apply_fsdp`; the ranks of its last dimension share the rows of a weight.
-        dtype: of gathered parameters; None for their own.
+        model: the model, which FSDP2 has sharded.
+        mesh: the mesh of `apply_fsdp`. The ranks of its last dimension share the rows of a weight.
+        dtype: dtype of gathered parameters; None for their own.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
@@ -83,7 +97,7 @@ class Float8Gather:
             if _is_eligible(parameter, mesh.size(-1))
         ]
         device = found[0][1].device if found else torch.device(mesh.device_type)
-        # Each number has 16 bytes of its own, as kernels like their pointers.
+        # [2, weights, 4]: each number is at the start of 16 bytes, because kernels are compiled for aligned pointers.
         self.amax, self.inverse = torch.ones(2, len(found), 4, dtype=torch.float32, device=device)
         self.weights = [
             _Weight(linear, parameter, dtype or linear.weight.dtype, self.amax[at, :1], self.inverse[at, 0])
@@ -92,15 +106,16 @@ class Float8Gather:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Find the maxima, with one exchange; collective."""
+        """Find the maxima of all weights with one all-reduce. All ranks must call this method."""
         if not self.weights:
             return
         rows = [weight.attach().detach() for weight in self.weights]
         largest = torch._foreach_norm(rows, torch.inf)
-        # Rounding keeps the order, so this is the largest of the rounded weights.
+        # Rounding to `dtype` is monotonic, so the rounded maximum is the maximum of the rounded weights.
         amax = torch.stack([each.to(weight.dtype).float() for each, weight in zip(largest, self.weights, strict=True)])
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
-        # The backward of another forward may still have to read them: they are the same then.
+        # Write in place without a new version: the backward of an earlier forward may still read these tensors. The
+        # weights, and so the values, are the same then.
         self.amax.data[:, 0] = amax
         self.inverse.data[:, 0] = tensor_scale(amax, float8_dtype(amax.device)).reciprocal()
 
@@ -110,7 +125,7 @@ class Float8Gather:
 
 
 def _parameters(model: nn.Module) -> Iterable[Any]:
-    """What FSDP2 knows of each parameter that it has sharded."""
+    """FSDP2's record of each parameter that it has sharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -120,7 +135,7 @@ def _parameters(model: nn.Module) -> Iterable[Any]:
 
 
 def _is_eligible(parameter: Any, ranks: int) -> bool:
-    """Whether it is the weight of a layer with one scale, sharded into equal numbers of whole rows."""
+    """Whether a parameter is the weight of a layer with one scale, and all ranks have equally many rows of it."""
     info = parameter._module_info
     linear, weight = info.module, parameter.sharded_param
     return (

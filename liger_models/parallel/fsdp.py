@@ -1,4 +1,4 @@
-"""FSDP2: parameters are sharded over the ranks, and each block is gathered only for its own forward and backward."""
+"""FSDP2: ranks share the parameters, and gather each block only for its own forward and backward."""
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -55,47 +55,53 @@ def apply_fsdp(
 ) -> Sharded:
     """Shard a model's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
-    These groups of parameters are gathered together: the embedding; each block, including a vision tower's; and the
-    head, which stays gathered until its backward. If embedding and head are tied they form one group, which stays
-    gathered from its first to its last use. The final norm and a tower's parameters outside its blocks form the group
-    of the model itself. Experts sharded by `apply_ep` form one group per layer, sharded over the ranks that hold the
-    same experts; if that is one rank and they have ``param_dtype`` already, they stay as they are. Parameters keep
-    their dtype (fp32 for master weights); the computation uses ``param_dtype``. Weights that `quantize_base` has
-    quantized or that `from_pretrained` has kept in float8 are sharded and gathered as they are stored.
+    The parameters of a group are gathered together. The groups are: the embedding; each block, including the blocks of
+    a vision tower; and the head, which stays gathered until its backward. A tied embedding and head form one group,
+    which stays gathered from its first to its last use. The final norm and a tower's parameters outside its blocks form
+    the group of the model itself. Experts that `apply_ep` has distributed form one group per layer, which is sharded
+    over the ranks that hold the same experts. If that is one rank and the experts have ``param_dtype`` already, they do
+    not change.
 
-    Each rank has some whole routed experts. If there are so few of them that a rank would have none, it has a part of
-    each instead: some of their rows or columns, whichever the number of ranks divides. If it divides neither, or
-    ``reshard_after_forward`` is a number, ranks without experts gather them as padding.
+    Parameters keep their dtype (fp32 for master weights), and the computation uses ``param_dtype``. Weights that
+    `quantize_base` has quantized or that `from_pretrained` has kept in float8 are sharded and gathered as they are
+    stored.
+
+    Each rank has some whole routed experts. If there are too few of them for all ranks, each rank has a part of every
+    expert instead: some of its rows or columns, whichever the number of ranks divides. If it divides neither, or if
+    ``reshard_after_forward`` is a number, some ranks have no experts and send padding.
 
     Create the optimizer afterwards, because it must hold the sharded parameters.
 
     Args:
-        model: on the meta device (`from_pretrained` with ``shard`` then reads only each rank's shards), or with the
-            same weights on every rank. The model of a `LigerMedusa` may be sharded already; each head is a group.
-        mesh: the mesh of all ranks that `apply_tp`, `apply_cp` and `apply_ep` got. The dimension of `apply_tp` is left
-            out; those of `apply_cp` and `apply_ep` are merged with the one before. What remains has one dimension, or
-            two named ones (HSDP): replicas, and the ranks over which each is sharded. Without the dimension of
-            `apply_tp` the mesh may also be given as ``mesh["dp"]``. Default: all ranks, in one dimension.
-        param_dtype: dtype of gathered parameters, and so of the computation. None: the parameters' own.
-        reduce_dtype: dtype in which gradients are averaged over the ranks. None: ``param_dtype``. Within one host fp32
-            gradients are sent in the narrower ``param_dtype`` that backward produced them in, unless several backward
-            passes were accumulated first (``set_requires_gradient_sync``).
-        cpu_offload: keep parameters, gradients and optimizer state on the CPU, where the optimizer then runs.
+        model: the model, on the meta device (`from_pretrained` with ``shard`` then reads only each rank's shards), or
+            with the same weights on every rank. The model of a `LigerMedusa` may be sharded already; each of its heads
+            is a group.
+        mesh: the mesh of all ranks that was passed to `apply_tp`, `apply_cp` and `apply_ep`. The dimension of
+            `apply_tp` is left out, and those of `apply_cp` and `apply_ep` are merged with the dimension before. The
+            mesh then has one dimension, or two named ones (HSDP): the copies, and the ranks that share a copy. After
+            `apply_tp` you may also pass ``mesh["dp"]``. Default: all ranks, in one dimension.
+        param_dtype: dtype of gathered parameters, and so of the computation. None: the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are averaged over the ranks. None: ``param_dtype``. Within one host, fp32
+            gradients are sent in the narrower ``param_dtype`` in which the backward has computed them, unless several
+            backward passes were accumulated first (``set_requires_gradient_sync``).
+        cpu_offload: whether to keep parameters, gradients and optimizer state on the CPU, where the optimizer then
+            runs.
         reshard_after_forward: False keeps blocks gathered until their backward (ZeRO-2). A number reshards them over
             that many ranks in between.
         prefetch: number of groups that are gathered ahead of their use.
-        float8_gather: gather weights that one scale rounds to float8 (`convert_to_float8`, recipe "tensorwise") after
-            rounding them. Results are the same. It needs blocks that are either resharded over the whole mesh or not at
-            all, and no ``cpu_offload``; otherwise ``param_dtype`` is gathered.
-        averaged: of a mesh with more dimensions than were passed, the others hold other parameters (stages of a
-            pipeline), or code of your own averages the gradients over them. Otherwise the first forward in training is
-            refused, because copies of the weights would drift apart.
+        float8_gather: whether weights that have one float8 scale (`convert_to_float8`, recipe "tensorwise") are rounded
+            before they are gathered. Results are the same. If ``reshard_after_forward`` is a number, or with
+            ``cpu_offload``, weights are gathered in ``param_dtype``.
+        averaged: whether the dimensions of the mesh that were not passed hold other parameters (stages of a pipeline),
+            or your own code averages the gradients over them. Otherwise the first training forward raises an error,
+            because copies of the weights would drift apart.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: there is no process group, the model is already sharded, or the mesh does not fit.
+        ValueError: there is no process group, the model is already sharded, ``prefetch`` is negative, or the mesh does
+            not have the dimensions that the model needs.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
     """
@@ -110,6 +116,8 @@ def apply_fsdp(
             f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is, or whose modules are. Call "
             "it once for each model, without fully_shard."
         )
+
+    # Frozen weights in fewer bits become parameters of bytes, which are dequantized to the dtype of the computation.
     mixtures = [layer for layer in layers_of(model) if isinstance(layer, LigerMoE)]
     for adapted in adapted_layers(model).values():
         if isinstance(adapted, LoRALinear):
@@ -133,6 +141,9 @@ def apply_fsdp(
         )
     if not prefetch >= 0:
         raise ValueError(f"apply_fsdp: prefetch must not be negative, got {prefetch}.")
+
+    # The mesh to shard over, and the ranks with copies of this rank's weights that the mesh does not contain. Weights
+    # are sampled for the comparison of the ranks while every rank has all of them.
     mesh = _all_ranks() if mesh is None else mesh
     samples, copies = weight_samples(model), replicas(mesh, model.groups.tensor)
     experts = next((layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None), None)
@@ -143,7 +154,9 @@ def apply_fsdp(
         data=tuple(group_of(group) for group in mesh.get_all_groups()),
         balance=group_over(mesh) if routed_layers(model) and mesh.size() > 1 else model.groups.balance,
     )
-    # Frozen experts in fewer bits that apply_ep or apply_tp has distributed stay on their ranks.
+
+    # Parameters that stay as they are: frozen experts in fewer bits that `apply_ep` or `apply_tp` has distributed, and
+    # experts that one rank holds alone.
     ignored = {
         parameter
         for layer in mixtures
@@ -152,7 +165,7 @@ def apply_fsdp(
         for parameter in (getattr(layer, name), *weight.parameters())
     }
     if experts_mesh is not None and experts_mesh.size() == 1 and not cpu_offload:
-        # No other rank has these experts. Where FSDP2 would not cast them either, it would only copy them.
+        # FSDP2 would only copy them, unless it has to cast them.
         mine = [each for layer in layers_of(model) if layer.groups.expert for each in layer.parameters()]
         ignored |= {each for each in mine if is_sharded(each) and each.dtype == (param_dtype or each.dtype)}
     dtypes: dict[str, Any] = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload}
@@ -161,6 +174,8 @@ def apply_fsdp(
     experts_options = None
     if experts_mesh is not None:
         experts_options = _options(experts_mesh, bool(reshard_after_forward), ignored, **dtypes)
+
+    # One group after the other, from the inside to the outside: a group has what no group inside it has.
     tied = model.lm_head.weight is model.embed_tokens.weight
     if tied:
         _shard([model.embed_tokens, model.lm_head], passes, **{**options, "reshard_after_forward": False})
@@ -169,7 +184,7 @@ def apply_fsdp(
     for block in model.blocks:
         routed = [layer for layer in layers_of(block) if layer.groups.expert is not None]
         sharded = [layer for layer in routed if any(is_sharded(p) and p not in ignored for p in layer.parameters())]
-        # FSDP2 warns because in-place writes to a view would be lost. No layer writes in place.
+        # FSDP2 warns that in-place writes to a view would be lost. No layer writes in place.
         names = f"FSDP({'|'.join({type(each).__name__ for each in [block, *sharded]})})"
         message = rf"FSDP2-wrapped module \({names}\) returned a view tensor"
         warnings.filterwarnings("ignore", message, UserWarning)
@@ -181,28 +196,32 @@ def apply_fsdp(
         _shard(block, passes, **options)
     if not tied:
         _shard(model.lm_head, passes, **{**options, "reshard_after_forward": False})
-    # The final norm is left to the model's own group: the model calls its method `add`, which would bypass the hooks of
-    # a group of the norm's own.
+    # The final norm belongs to the model's own group. It can't be a group, because the model calls its method `add`,
+    # and FSDP2's hooks run only for `forward`.
     fully_shard(model, **{**options, "reshard_after_forward": False})
     if param_dtype is not None:
         model.register_forward_pre_hook(_EmbedsCast(param_dtype), with_kwargs=True)
     if float8_gather and isinstance(reshard_after_forward, bool) and not cpu_offload:
         gather = Float8Gather(model, mesh, param_dtype)
-        # Before FSDP2's own hook, after which its stream does not wait for the maxima.
+        # This hook must run before FSDP2's: after that, FSDP2's stream no longer waits for the maxima.
         model.register_forward_pre_hook(gather, prepend=True)
     check_first_forward(model, samples, averaged=averaged, replicas=uncovered)
 
+    # What each group gathers ahead of its own use.
     order: list[Any] = [model.embed_tokens, *model.blocks, *([] if tied else [model.lm_head])]
     for index, module in enumerate(order if prefetch else []):
         module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + prefetch])
-        # Without such a list PyTorch gathers one group ahead, in the reverse order of the last forward.
+        # Without a list for the backward, PyTorch gathers one group ahead, in the reverse order of the last forward.
         if prefetch > 1:
             module.set_modules_to_backward_prefetch(order[max(index - prefetch, 0) : index][::-1])
     return model
 
 
 def _make_frozen_parameters() -> None:
-    """Before PyTorch 2.13, FSDP creates parameters with requires_grad=True, which uint8 tensors reject."""
+    """Let FSDP create parameters of bytes.
+
+    Before PyTorch 2.13 it creates parameters with requires_grad=True, which uint8 tensors reject.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     if TorchVersion(torch.__version__) < "2.13":
@@ -210,10 +229,12 @@ def _make_frozen_parameters() -> None:
 
 
 def _parameter(values: Tensor, requires_grad: bool = True) -> nn.Parameter:
+    """As ``nn.Parameter``, but without a gradient for tensors of integers."""
     return nn.Parameter(values, requires_grad and values.dtype.is_floating_point)
 
 
 def _all_ranks() -> DeviceMesh:
+    """A mesh of all ranks in one dimension, on the accelerator if there is one."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh("cpu" if device is None else device.type, (dist.get_world_size(),))
 
@@ -272,9 +293,15 @@ def _placement(parameter: nn.Parameter, *, ranks: int, any_dimension: bool) -> S
 
 
 def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **options: Any) -> None:
-    """``fully_shard``, with `ReduceScatter` if all ranks are on one host: it copies faster and may send fewer bytes.
+    """Call ``fully_shard``, and let the group use `ReduceScatter` if all ranks are on one host.
 
-    Between hosts PyTorch's own reduce-scatter sends less, because it sums the gradients within each host first.
+    Within a host `ReduceScatter` copies faster and may send fewer bytes. Between hosts PyTorch's own reduce-scatter
+    sends less, because it sums the gradients within each host first.
+
+    Args:
+        modules: the modules of one group.
+        passes: the counter of the model's backward passes.
+        options: arguments of ``fully_shard``.
     """
     fully_shard(modules, **options)
     mesh, policy = options["mesh"], options["mp_policy"]
@@ -283,11 +310,13 @@ def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **optio
     assert isinstance(group, FSDPModule)
     parameters: Any = group._get_fsdp_state()._fsdp_param_group
     for parameter in parameters.fsdp_params if parameters else ():
-        if not parameter.sharded_param.dtype.is_floating_point:  # PyTorch before 2.13 would cast it to param_dtype
+        # Before PyTorch 2.13 FSDP would cast bytes to param_dtype.
+        if not parameter.sharded_param.dtype.is_floating_point:
             parameter.init_dtype_attrs = partial(_keep_dtype, parameter.init_dtype_attrs)
     ranks = mesh.get_group(mesh.ndim - 1)
     if passes.on_one_host(ranks):
-        # Without param_dtype the gradients may have several dtypes. For other reductions FSDP2 divides before it sends.
+        # Send gradients in param_dtype if they are summed in fp32. Without param_dtype they may have several dtypes,
+        # and for other reductions FSDP2 divides before it sends.
         narrow = ranks.size() > 1 and dtype in (torch.bfloat16, torch.float16) and policy.reduce_dtype == torch.float32
         group.set_custom_reduce_scatter(ReduceScatter(passes, dtype if narrow else None))  # type: ignore[arg-type]  # no public name to inherit
         for module in each if narrow else ():
@@ -295,7 +324,7 @@ def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **optio
 
 
 def _keep_dtype(init_dtype_attrs: Callable[[MixedPrecisionPolicy], None], _: MixedPrecisionPolicy) -> None:
-    """Let FSDP gather a parameter in its own dtype, instead of one by the policy of its group."""
+    """Let FSDP gather a parameter in its own dtype instead of the dtype in the policy of its group."""
     init_dtype_attrs(MixedPrecisionPolicy())
 
 
@@ -303,7 +332,7 @@ def _shard_medusa(
     medusa: LigerMedusa, mesh: DeviceMesh | None, *, reshard_after_forward: bool | int, prefetch: int,
     float8_gather: bool, averaged: bool, **dtypes: Any,
 ) -> None:  # fmt: skip
-    """`apply_fsdp` on the model, unless it is sharded already, and on the heads."""
+    """Call `apply_fsdp` on the model, unless it is sharded already, and shard each head as a group."""
     mesh = _all_ranks() if mesh is None else mesh
     if not isinstance(medusa.model, FSDPModule):
         apply_fsdp(
@@ -328,9 +357,10 @@ class _EmbedsCast:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters: after a forward without backward, FSDP keeps some groups gathered.
+    """Free the gathered parameters of a model.
 
-    Until then ``model.parameters()`` returns the gathered parameters of those groups.
+    After a forward without a backward FSDP keeps some groups gathered, and ``model.parameters()`` returns the gathered
+    parameters of these groups.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -339,18 +369,18 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def unsharded(model: Model) -> Iterator[Model]:
-    """Context with a model that has the gathered parameters of ``model``, and knows of no other rank.
+    """Context with a model that has the gathered parameters of ``model`` and communicates with no other rank.
 
-    Sampling between two optimizer steps needs no collective then: ranks may run different numbers of forwards, steps
-    are CUDA graphs where they are on one GPU, and `rollout` takes the model. Every rank needs memory for all parameters
-    in the ``param_dtype`` of `apply_fsdp`. All ranks must enter and leave together.
+    Sampling between two optimizer steps then needs no collective: ranks may run different numbers of forwards, decoding
+    uses CUDA graphs as on one GPU, and `rollout` takes the model. Every rank needs memory for all parameters in the
+    ``param_dtype`` of `apply_fsdp`. All ranks must enter and leave the context together.
 
     Args:
-        model: sharded by `apply_fsdp` alone. A model that is not sharded is yielded as it is.
+        model: the model, sharded by `apply_fsdp` alone. A model that is not sharded is yielded itself.
 
     Returns:
-        A context manager. Its model shares the other attributes of the modules, and is neither compiled nor hooked. It
-        is not for training, and not for use afterwards: leaving the context frees its parameters.
+        A context manager. Its model shares the other attributes of the modules, and is neither compiled nor hooked. Do
+        not train it, and do not use it afterwards: leaving the context frees its parameters.
 
     Raises:
         ValueError: the model is also sharded by `apply_tp`, `apply_cp` or `apply_ep`.
@@ -365,6 +395,7 @@ def unsharded(model: Model) -> Iterator[Model]:
             "unsharded: the model must be sharded by apply_fsdp alone, got one that apply_tp, apply_cp or apply_ep has "
             "sharded, too. Generate with the model itself."
         )
+    # Float8 weights are rounded when they are gathered, which needs their maxima.
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, Float8Gather):
             hook.refresh()
@@ -380,9 +411,15 @@ def unsharded(model: Model) -> Iterator[Model]:
 
 
 def _without_hooks(module: Any, made: dict[nn.Module, Any]) -> Any:
-    """A copy of a module and its submodules, with the same parameters, as it was before FSDP."""
+    """A copy of a module and its submodules as before FSDP: with the same parameters and without hooks.
+
+    Args:
+        module: the module.
+        made: module -> its copy, for modules that were copied already. Shared modules are copied once.
+    """
     if module not in made:
-        kinds = type(module).__mro__  # FSDP2 puts two classes before that of the module
+        # FSDP2 derives a class from its own and the module's: take the module's, which comes next.
+        kinds = type(module).__mro__
         kind: Any = kinds[kinds.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else kinds[0]
         made[module] = copy = kind.__new__(kind)
         state = {name: type(value)() if "_hooks" in name else value for name, value in vars(module).items()}
@@ -395,12 +432,12 @@ def _without_hooks(module: Any, made: dict[nn.Module, Any]) -> Any:
 
 
 def compile_blocks(model: Model, **options: Any) -> Model:
-    """Compile the forward of each block, in place. Call it before or after `apply_fsdp`, whose hooks are not compiled.
+    """Compile the forward of each block, in place, before or after `apply_fsdp`. FSDP's hooks are not compiled.
 
     Blocks of one kind share the compiled code. The names of modules and parameters do not change.
 
     Args:
-        model: changed in place.
+        model: the model.
         options: arguments of ``torch.compile``; ``fullgraph=True`` by default.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Work on whole matrices of sharded parameters: one rank gathers each, computes its result, and sends that back.
+"""Computations on whole matrices of sharded parameters: one rank gathers a matrix, computes, and sends back the result.
 
-The matrices are distributed over all ranks that hold shards of them, replicas (HSDP) included, so that each is computed
-once. A matrix that some rank holds as a whole, such as an expert's, is computed by such a rank.
+Each matrix is computed once. The matrices are distributed over all ranks that hold shards of them, including the copies
+of HSDP. If a rank holds a whole matrix, such as an expert's, such a rank computes it without an exchange.
 """
 
 import math
@@ -19,17 +19,17 @@ from liger_models.layers.linear import is_sharded
 from liger_models.parallel.mesh import group_over
 
 BUCKET = 2**26
-"""Elements of matrices that a rank gathers at a time, unless one matrix has more."""
+"""Maximum number of elements that a rank gathers at a time, unless one matrix has more."""
 
 
 class Piece(NamedTuple):
-    """What a rank holds of a unit.
+    """The part of a unit that a rank holds.
 
     Attributes:
         local: index of the rows in the rank's shard, whose leading dimensions are flattened.
         rows: index of the same rows in the unit.
-        columns: the columns in the unit; they are all columns of the shard.
-        shape: number of rows and columns.
+        columns: the columns of the unit that the shard has. The piece has all columns of the shard.
+        shape: numbers of rows and columns.
     """
 
     local: slice | Tensor
@@ -39,18 +39,19 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return self.shape[0] * self.shape[1]
 
 
 class Unit(NamedTuple):
-    """Equal matrices of one parameter that one rank computes together.
+    """Matrices of one parameter that have the same shape and that one rank computes together.
 
     Attributes:
-        parameter: its number.
-        shape: matrices, rows, columns.
+        parameter: number of the parameter.
+        shape: numbers of matrices, rows and columns.
         owner: the rank that computes.
-        pieces: rank -> what it holds, if that is not nothing.
-        senders: the ranks that send their pieces to the owner, one for each of the equal pieces.
+        pieces: rank -> the piece that it holds. Ranks without a piece are left out.
+        senders: the ranks that send their pieces to the owner. Of ranks with equal pieces one sends.
     """
 
     parameter: int
@@ -61,12 +62,14 @@ class Unit(NamedTuple):
 
 
 class Exchange:
-    """The units of parameters that are sharded over the same ranks, in the buckets in which they are computed.
+    """The units of all parameters that are sharded over the same ranks, in buckets that are computed one by one.
+
+    All ranks of the group must create it together.
 
     Args:
         group: the process group of these ranks; None for parameters that are not sharded.
-        device: where the ranks communicate and compute.
-        parameters: number, parameter, and the rows of its matrices as `matrix_rows` returns them.
+        device: the device on which the ranks communicate and compute.
+        parameters: for each parameter its number, the parameter, and the rows of its matrices (`matrix_rows`).
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Exchange:
     ) -> None:
         self.group, self.rank, self.ranks = group, 0, 1
 
-        # The parts that each rank holds of each parameter.
+        # The part of each parameter that each rank holds.
         mine: list[Any] = [_part(parameter) for _, parameter, _ in parameters]
         parts = [mine]
         if group is not None:
@@ -93,7 +96,8 @@ class Exchange:
                 computed.append((key, rows, candidates))
             of_parameters.append((number, candidates))
 
-        # Owners: the most expensive units first, each to the rank with the least to do so far.
+        # Choose owners, for the most expensive units first: of the possible owners the one with the least to do so far.
+        # All ranks make the same choice. A unit's bucket is the number of buckets that its owner has filled before.
         of_parameters.sort(key=lambda entry: -sum(candidate.cost for candidate in entry[1]))
         loads, filled = [0] * self.ranks, [0] * self.ranks
         buckets: dict[int, list[Unit]] = defaultdict(list)
@@ -114,7 +118,8 @@ class Exchange:
         compute: Callable[[list[Tensor]], list[Tensor]],
         write: Callable[[int, Tensor], None],
     ) -> None:
-        """As `SharedMatrices.run`."""
+        """See `SharedMatrices.run`."""
+        # A shard is read for its first unit and written after its last one, which may be in a later bucket.
         buckets = [[unit for unit in bucket if unit.parameter in active] for bucket in self.buckets]
         left = Counter(unit.parameter for bucket in buckets for unit in bucket)
         shards: dict[int, Tensor] = {}
@@ -129,13 +134,15 @@ class Exchange:
                     write(unit.parameter, shards.pop(unit.parameter))
 
     def _gather(self, bucket: list[Unit], shards: dict[int, Tensor]) -> list[Tensor]:
-        """The units of this rank, [k, n, c] each."""
+        """Send the pieces of a bucket to their owners, and return the units of this rank, [k, n, c] each."""
         sent: list[list[Tensor]] = [[] for _ in range(self.ranks)]
         for unit in bucket:
             if self.rank in unit.senders:
                 sent[unit.owner].append(shards[unit.parameter][unit.pieces[self.rank].local].flatten())
         owned = [unit for unit in bucket if unit.owner == self.rank]
         received = self._send(sent, [(rank, unit.pieces[rank].size) for unit in owned for rank in unit.senders], shards)
+
+        # Pieces of a sender arrive in the order of the units.
         wholes = []
         for unit in owned:
             k, n, c = unit.shape
@@ -147,7 +154,7 @@ class Exchange:
         return wholes
 
     def _scatter(self, bucket: list[Unit], results: list[Tensor], shards: dict[int, Tensor]) -> None:
-        """Put the results of all ranks in place of what was gathered."""
+        """Send the results of a bucket to all ranks that hold pieces, and write them into this rank's shards."""
         sent: list[list[Tensor]] = [[] for _ in range(self.ranks)]
         for unit, result in zip((unit for unit in bucket if unit.owner == self.rank), results, strict=True):
             for rank, piece in unit.pieces.items():
@@ -160,7 +167,16 @@ class Exchange:
     def _send(
         self, sent: list[list[Tensor]], expected: list[tuple[int, int]], shards: dict[int, Tensor]
     ) -> list[list[Tensor]]:
-        """What each rank has sent to this one, from what this one sends to each; ``expected``: rank and elements."""
+        """Exchange tensors with all ranks.
+
+        Args:
+            sent: for each rank the tensors that this rank sends to it.
+            expected: a rank and a number of elements for each tensor that this rank receives, in the order of sending.
+            shards: tensors of the dtype and the device of the exchange.
+
+        Returns:
+            For each rank the flat tensors that it has sent.
+        """
         if self.group is None:
             return sent
         sizes: list[list[int]] = [[] for _ in range(self.ranks)]
@@ -176,17 +192,20 @@ class Exchange:
 
 
 class SharedMatrices:
-    """The matrices of parameters, each with a rank that computes it. Building it is a collective.
+    """The matrices of some parameters, for each of which one rank is chosen to compute it.
+
+    All ranks must create it together, with the same parameters.
 
     Args:
-        parameters: plain, or DTensors of any mesh and placement; [N, K] or [X, N, K].
-        rows: for each, the rows of its matrices as `matrix_rows` returns them.
+        parameters: plain tensors, or DTensors of any mesh and placement, [N, K] or [X, N, K].
+        rows: for each parameter the rows of its matrices (`matrix_rows`).
     """
 
     def __init__(self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> None:
         groups: dict[Any, Any] = {}
         members: dict[Any, list[tuple[int, Tensor, Sequence[Tensor]]]] = defaultdict(list)
         for number, (parameter, indices) in enumerate(zip(parameters, rows, strict=True)):
+            # Parameters whose meshes have the same ranks share an exchange, whatever the shapes of the meshes are.
             mesh: Any = parameter.device_mesh if is_sharded(parameter) else None  # type: ignore[attr-defined]
             ranks = () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
             if ranks not in groups:
@@ -202,21 +221,21 @@ class SharedMatrices:
         compute: Callable[[list[Tensor]], list[Tensor]],
         write: Callable[[int, Tensor], None],
     ) -> None:
-        """Compute something of whole matrices, a bucket of them at a time. All ranks must call it.
+        """Compute results from whole matrices, one bucket of matrices at a time. All ranks must call this method.
 
         Args:
             active: numbers of the parameters that take part, the same on all ranks.
-            read: number -> this rank's shard of what is computed on, with flattened leading dimensions, in new memory
-                on the device of the mesh.
-            compute: stacks [k, n, c] of whole matrices -> results of the same shapes.
-            write: takes a number and this rank's shard of the results.
+            read: function of a parameter's number. It returns this rank's shard of the input, [rows, c] with flattened
+                leading dimensions, in new memory on the device of the mesh.
+            compute: function of stacks [k, n, c] of whole matrices. It returns results of the same shapes.
+            write: function that takes a parameter's number and this rank's shard of the result.
         """
         for exchange in self.exchanges:
             exchange.run(active, read, compute, write)
 
 
 class _Candidate(NamedTuple):
-    """A unit without an owner: ``owners`` are the ranks that may be it."""
+    """A unit without an owner. ``owners`` are the ranks that may compute it."""
 
     shape: tuple[int, int, int]
     owners: tuple[int, ...]
@@ -224,17 +243,19 @@ class _Candidate(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Multiplications of a step that multiplies each matrix with its transpose, and the square with both."""
+        """Multiplications of a step of Newton-Schulz: A = X Xᵀ, A A, and (A A) X, for the shorter side of X."""
         k, *sizes = self.shape
         small, large = sorted(sizes)
         return k * small**2 * (2 * large + small)
 
 
 def _part(parameter: Any) -> Part:
+    """This rank's part of a parameter: its shard, or the whole."""
     return Part.of(parameter) if is_sharded(parameter) else Part((0,) * parameter.dim(), tuple(parameter.shape))
 
 
 def _group(mesh: Any) -> Any:
+    """A process group of all ranks of a mesh."""
     if mesh.ndim > 1 and mesh.size() == world_size():
         return dist.group.WORLD
     return group_over(mesh).process_group
@@ -243,7 +264,15 @@ def _group(mesh: Any) -> Any:
 def _candidates(
     shape: Sequence[int], parts: Sequence[Part], rows: Sequence[Tensor], device: torch.device
 ) -> list[_Candidate]:
-    """The units of a parameter whose shards are ``parts``: as many as ranks may share, none above the bucket."""
+    """The units of a parameter: enough to keep all possible owners busy, and none larger than a bucket.
+
+    Args:
+        shape: shape of the parameter.
+        parts: the part of each rank.
+        rows: the rows of its matrices (`matrix_rows`).
+        device: device of the indices in the pieces.
+    """
+    # Number all rows of the parameter. `held` has the numbers of each rank's rows.
     numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1])
     held = [
         numbers[
@@ -259,7 +288,7 @@ def _candidates(
         some = torch.stack([torch.isin(indices, ids).sum(1) * min(part.shape[-1], 1) for ids, part in shares], 1)
         full = some * torch.tensor([part.shape[-1] == columns for part in parts])
 
-        # A rank that holds a whole matrix computes it; else one of those that hold a part.
+        # A rank that holds a whole matrix computes it; otherwise one of those that hold a part of it.
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for matrix, whole in enumerate(full == indices.shape[1]):
             owners = whole if whole.any() else some[matrix]
@@ -278,7 +307,14 @@ def _candidates(
 
 
 def _piece(rows: Tensor, ids: Tensor, part: Part, device: torch.device) -> Piece | None:
-    """What the shard with the rows ``ids`` of a parameter holds of the unit with the given rows."""
+    """The piece of a unit that a shard holds, or None.
+
+    Args:
+        rows: numbers of the unit's rows.
+        ids: numbers of the shard's rows, ascending.
+        part: the shard.
+        device: device of the indices in the piece.
+    """
     if not ids.numel() or not part.shape[-1]:
         return None
     at = torch.searchsorted(ids, rows).clamp(max=len(ids) - 1)
@@ -290,7 +326,7 @@ def _piece(rows: Tensor, ids: Tensor, part: Part, device: torch.device) -> Piece
 
 
 def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
-    """The rows as a slice, which copies nothing, where they are evenly spaced."""
+    """Row numbers as an index: a slice, which copies nothing, if they are evenly spaced."""
     first, last = int(rows[0]), int(rows[-1])
     step = int(rows[1]) - first if len(rows) > 1 else 1
     if step > 0 and bool((rows.diff() == step).all()):
@@ -299,7 +335,10 @@ def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
 
 
 def _senders(pieces: dict[int, Piece], owner: int) -> list[int]:
-    """One rank for each of the equal pieces: of replicas, those that lie as the owner does among its equals."""
+    """The ranks that send their pieces: of ranks with equal pieces, which are copies, one of them.
+
+    It has the owner's position among its equals, so that pieces come from the owner's copy of the model.
+    """
     equal: dict[Any, list[int]] = defaultdict(list)
     for rank, piece in pieces.items():
         rows = piece.rows

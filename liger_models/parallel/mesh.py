@@ -1,4 +1,4 @@
-"""Which dimension of a device mesh belongs to which kind of parallelism."""
+"""The dimensions of a device mesh: which of them each kind of parallelism uses."""
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,10 +9,15 @@ from liger_models.distributed.ranks import world_size
 
 
 def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A mesh of one dimension as it is; of a mesh of several, the dimension called ``name``.
+    """The dimension called ``name`` of a mesh, or the whole mesh if it has one dimension.
+
+    Args:
+        where: name of the calling function, for errors.
+        mesh: the mesh.
+        name: name of the dimension.
 
     Raises:
-        ValueError: there are several dimensions, none with that name.
+        ValueError: the mesh has several dimensions, none with that name.
     """
     if mesh.ndim == 1:
         return mesh
@@ -25,25 +30,28 @@ def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh over which `apply_fsdp` shards, and the one over which it shards experts after `apply_ep`.
+    """The mesh over which `apply_fsdp` shards, and the mesh over which it shards experts after `apply_ep`.
 
-    The dimension of `apply_tp` is left out. The dimensions of `apply_cp` and `apply_ep` are merged with the
-    other ranks, because all of them hold the same weights besides the experts.
+    The dimension of `apply_tp` is left out, because its ranks hold different shards. The dimensions of `apply_cp` and
+    `apply_ep` are merged with the data-parallel one, because their ranks hold the same weights except for the experts.
 
     Args:
-        mesh: of all ranks, or without the dimension of `apply_tp`.
+        mesh: the mesh of all ranks, with or without the dimension of `apply_tp`.
         groups: the process groups of the model.
-        experts: the group over which its experts are sharded.
+        experts: the group over which the model's experts are sharded, or None.
+
+    Returns:
+        A mesh of one dimension, or of two for HSDP; and the mesh of the ranks that hold the same experts, or None.
 
     Raises:
-        ValueError: the mesh does not have the dimensions that it must have.
+        ValueError: the mesh does not have the dimensions that the model needs.
     """
     if mesh.ndim != 1 and mesh.mesh_dim_names is None:
         raise ValueError(
             f"apply_fsdp: mesh must have one dimension, or two with names, got {mesh}. Name its dimensions by "
             "mesh_dim_names."
         )
-    # Ranks of tensor parallelism hold other shards of the same layers.
+    # Ranks of tensor parallelism hold different shards of the same layers.
     mesh = _without(mesh, _dimension(mesh, "tp", groups.tensor))
     ranks = set(mesh.mesh.flatten().tolist())
     if groups.tensor is not None and len(ranks.intersection(groups.tensor.members)) != 1:
@@ -57,7 +65,7 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
             f"gradients are averaged, too, got {mesh}. Pass the mesh of all ranks, or leave it out."
         )
 
-    # Ranks of context and expert parallelism hold the same weights, except for the experts.
+    # Ranks of context and expert parallelism hold the same weights except for the experts.
     cp, ep = _dimension(mesh, "cp", groups.context), _dimension(mesh, "ep", experts)
     if experts is not None and (mesh.ndim != 2 or ep is None):
         raise ValueError(
@@ -67,6 +75,7 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
         )
     experts_mesh = None if experts is None else _without(mesh, ep)
     if cp or ep:
+        # Only the last two dimensions can be merged: a dimension before them is for HSDP's copies.
         dimensions = mesh.mesh_dim_names or ()
         if mesh.size() != world_size() or (cp or ep) not in dimensions[-2:]:
             raise ValueError(
@@ -83,15 +92,16 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
 
 
 def replicas(mesh: DeviceMesh, tensor: Group | None) -> frozenset[int]:
-    """The ranks that hold copies of the calling rank's weights: one of each tensor-parallel group of the whole mesh.
+    """The ranks that hold copies of the calling rank's weights: one rank of each tensor-parallel group.
 
     Args:
-        mesh: a whole mesh, or dimensions of it, of which all dimensions count.
-        tensor: the group of `apply_tp`, whose ranks hold other shards.
+        mesh: a mesh, or some dimensions of one. All dimensions of the mesh that it is a part of count.
+        tensor: the group of `apply_tp`, whose ranks hold different shards, or None.
     """
     root = mesh._get_root_mesh()
     ranks, coordinate = root.mesh, root.get_coordinate()
     for dim in range(root.ndim):
+        # The dimension of tensor parallelism is the one along which this rank's row of the mesh is that group.
         if tensor is not None and coordinate is not None:
             along = root.mesh.movedim(dim, -1)[tuple(place for i, place in enumerate(coordinate) if i != dim)]
             if along.tolist() == tensor.members:
@@ -100,14 +110,17 @@ def replicas(mesh: DeviceMesh, tensor: Group | None) -> frozenset[int]:
 
 
 def group_over(mesh: DeviceMesh) -> Group:
-    """A group of all ranks of a mesh."""
+    """A group of all ranks of a mesh. All of them must call this function if the mesh has several dimensions."""
     if mesh.ndim == 1:
         return group_of(mesh.get_group())
     return group_of(dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True))
 
 
 def _dimension(mesh: DeviceMesh, name: str, group: Group | None) -> str | None:
-    """The dimension, of several, with the ranks of ``group``; without a group, the one called ``name`` if of size 1."""
+    """The name of a mesh's dimension whose ranks are those of ``group``; None if there is none.
+
+    A kind of parallelism over one rank has no group. Its dimension is then the one called ``name`` of size 1.
+    """
     for index, dimension in enumerate(mesh.mesh_dim_names or () if mesh.ndim > 1 else ()):
         ranks = dist.get_process_group_ranks(mesh.get_group(index))
         if ranks == group.members if group is not None else (dimension == name and len(ranks) == 1):
@@ -116,5 +129,6 @@ def _dimension(mesh: DeviceMesh, name: str, group: Group | None) -> str | None:
 
 
 def _without(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
+    """A mesh without the dimension called ``name``."""
     rest = tuple(dimension for dimension in mesh.mesh_dim_names or () if dimension != name)
     return mesh if name is None else mesh[rest]

@@ -16,7 +16,8 @@ from liger_models.kernels.add_parts import add_parts
 class BackwardPasses:
     """Counts the backward passes of a model.
 
-    The count is the same on all ranks, even if one rank's loss does not depend on all groups of parameters.
+    The count is the same on all ranks, even if one rank's loss does not depend on all groups of parameters. Ranks can
+    therefore choose the dtype that they send by it.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class BackwardPasses:
         self.hosts: dict[Any, list[Any]] = {}
 
     def on_one_host(self, group: dist.ProcessGroup) -> bool:
-        """Whether all ranks of the group are on one host. A collective: all ranks get the same answer."""
+        """Whether all ranks of a group are on one host. All of them must call it, and get the same answer."""
         if group not in self.hosts:
             self.hosts[group] = [None] * group.size()
             dist.all_gather_object(self.hosts[group], socket.gethostname(), group=group)
@@ -32,22 +33,23 @@ class BackwardPasses:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: count the backward passes that reach an input or output.
+        """Forward hook that counts the backward passes which reach an input or an output of a module.
 
-        The inputs matter if the output is an object that hides its loss.
+        A pass reaches an input even if the output is an object whose tensors are not found.
         """
         for leaf in tree_leaves((args, output)):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._reach)
 
     def _reach(self, _: Tensor) -> None:
-        number = torch._C._current_graph_task_id()  # there is no public function for it
+        # Each backward pass has its own number, for which PyTorch has no public function.
+        number = torch._C._current_graph_task_id()
         self.count += number != self.last
         self.last = number
 
 
 class _Buffer(Tensor):
-    """Memory of a reduce-scatter. FSDP2 fills it by ``fsdp.chunk_cat`` on a view, which is `_concatenate` here."""
+    """Memory of a reduce-scatter. FSDP2 fills a view of it by ``fsdp.chunk_cat``, for which it calls `_concatenate`."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,11 +61,19 @@ class _Buffer(Tensor):
 
 
 def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
-    """The chunks of each rank beside each other in a row of ``out`` [ranks, size]: tensors are split along their rows.
+    """Write the chunks of all tensors for one rank beside each other, into one row of ``out`` [ranks, size].
 
-    PyTorch's kernel for it reads a table that the host makes, with an entry for each few KB of a chunk. On two ranks it
-    takes twice as long for a large layer, four times for a layer of many experts, and the host milliseconds.
+    PyTorch's kernel reads a table that the host makes, with an entry for every few KB of a chunk. On two ranks it takes
+    twice as long for a large layer and four times as long for a layer with many experts, and it costs the host
+    milliseconds.
+
+    Args:
+        tensors: tensors, each of which is split along its first dimension and padded to ``num_chunks`` equal chunks.
+        dim: 0, as FSDP2 passes it.
+        num_chunks: number of ranks.
+        out: [ranks, size].
     """
+    # Each [n, ...] becomes [ranks, ceil(n / ranks) · ...].
     rows = []
     for tensor in tensors:
         if missing := -len(tensor) % num_chunks:
@@ -75,24 +85,24 @@ def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tenso
 class ReduceScatter:
     """A reduce-scatter for FSDP2 that sends gradients in their own dtype and sums them in the dtype of the result.
 
-    It computes the same sum as PyTorch's own, which sends and stores every gradient in the dtype of the result: twice
-    the bytes for bf16 gradients and fp32 sums. Gradients accumulated over several backward passes have the dtype of the
-    result, and are sent in it.
+    PyTorch's own computes the same sum, but sends and stores every gradient in the dtype of the result, which takes
+    twice the bytes for bf16 gradients and fp32 sums. Gradients that were accumulated over several backward passes are
+    in the dtype of the result, and are sent in that dtype.
 
     Args:
-        passes: counts the model's backward passes.
-        dtype: dtype in which autograd produces the group's gradients; None to send that of the result in any case.
+        passes: the counter of the model's backward passes.
+        dtype: dtype in which autograd produces the group's gradients. None: always send the dtype of the result.
     """
 
     def __init__(self, passes: BackwardPasses, dtype: torch.dtype | None) -> None:
         self.passes, self.dtype = passes, dtype
         self.done = 0
-        """Number of passes at the last reduce-scatter."""
+        """The number of passes at the last reduce-scatter."""
         self.sends = True
-        """Whether the next buffer is for sending. It stays False after a failure, so that the next is not narrowed."""
+        """Whether the next buffer is for sending. A failure leaves it False, so that the next buffer is not narrow."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer: FSDP2 calls this for what is sent and then for what is received, in turn."""
+        """Allocate a buffer. FSDP2 asks first for the buffer that is sent, and then for the one that is received."""
         dtype = self.dtype if self.dtype and self.sends and self.passes.count - self.done <= 1 else dtype
         memory = torch.empty(size, dtype=dtype, device=device)
         self.sends = False
@@ -106,13 +116,15 @@ class ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """FSDP2's interface: reduce-scatter, [ranks · size] -> this rank's [size]."""
+        """Reduce and scatter [ranks · size] to this rank's [size]. The arguments are FSDP2's."""
         self.sends, self.done = True, self.passes.count
         output_tensor, input_tensor = output_tensor.as_subclass(Tensor), input_tensor.as_subclass(Tensor)
+        # AVG divides the sum here. With SUM, FSDP2 divides before and after. Other ops are left to PyTorch.
         divisor = {dist.ReduceOp.AVG: group.size(), dist.ReduceOp.SUM: 1}.get(op)
         if input_tensor.dtype == output_tensor.dtype or divisor is None:
             input_tensor = input_tensor.to(output_tensor.dtype)
             return reduce_into(output_tensor, input_tensor, op, group, async_op)  # type: ignore[no-any-return]
+        # Exchange in the narrow dtype, [ranks, size], and sum on this rank in the dtype of the result.
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         add_parts(parts.view(group.size(), -1), output_tensor, divisor)

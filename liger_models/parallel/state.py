@@ -1,8 +1,8 @@
-"""Checkpoints of a training run, to resume it: bit for bit, or on another number of ranks.
+"""Checkpoints of a training run, from which it resumes bit for bit, or on another number of ranks.
 
-- ``step-00000200/``: model and optimizer as torch.distributed.checkpoint writes them, the state of each rank, and for
-  each rank the checksums of the files that it has written.
-- ``latest``: the name of the newest complete checkpoint.
+- ``step-00000200/`` holds model and optimizer as torch.distributed.checkpoint writes them, the state of each rank, and
+  for each rank the checksums of the files that it has written.
+- ``latest`` holds the name of the newest complete checkpoint.
 """
 
 import dataclasses
@@ -36,16 +36,16 @@ from liger_models.parallel.fsdp import reshard
 
 LATEST = "latest"
 SHARED = "shared.pt"
-"""File of the state that all ranks share: step, number of ranks, scheduler, loss scale, what the model is."""
+"""Name of the file with the state that all ranks share: step, number of ranks, scheduler, loss scale, description."""
 MAY_DIFFER = ("dropout", "initializer_range")
-"""Endings of settings of a model or its adapters that do not change what the weights mean."""
+"""Endings of the names of settings that may change when a run resumes, because weights mean the same."""
 FROZEN, FORMER = "checksum of the weights under the adapters", "checksum of the frozen weights"
-"""Name of this in the description of a model, and of what version 0.1.0 had in its place: a checksum of vectors."""
+"""Key of the checksum in the description of a model, and the key of the checksum of vectors that 0.1.0 wrote."""
 
 _in_flight: set[Path] = set()
-"""Folders with a save in the background."""
+"""The folders with a save in the background."""
 _groups: dict[Any, Any] = {}
-"""The default process group -> the group that saves and loads."""
+"""The default process group -> the group for saving and loading, so that it is created once."""
 
 
 class Stateful(Protocol):
@@ -68,28 +68,29 @@ def save_state(
     keep: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> "Future[None]":
-    """Save the state of a training run as ``folder/step-...``. Every rank must call it.
+    """Save the state of a training run as ``folder/step-...``. Every rank must call this function.
 
     The checkpoint is written under another name, renamed when it is complete, and only then named in ``folder/latest``.
-    So the previous checkpoint remains whenever the run dies. The states of the random number generators (torch's, the
-    accelerator's, Python's) are saved for each rank.
+    The previous checkpoint therefore remains whenever the run dies. The states of the random number generators of
+    torch, the accelerator and Python are saved for each rank.
 
     Args:
         folder: folder of the run, on storage that all ranks share.
         step: number of the step. A checkpoint of the same step is replaced.
-        model: sharded or not. Its parameters and buffers are saved, tied ones once. If it has adapters, only trainable
-            parameters are saved; the others are in the checkpoint that the model was loaded from.
-        optimizer: its state is saved under the names of the parameters.
-        scheduler: saved once for all ranks.
-        data: saved for each rank. The states of ``data`` and ``scheduler`` must hold plain values and tensors only.
+        model: the model, sharded or not. Its parameters and buffers are saved, and tied ones once. If it has adapters,
+            only trained parameters are saved; the others are in the checkpoint that the model was loaded from.
+        optimizer: the optimizer. Its state is saved under the names of the parameters.
+        scheduler: the scheduler, saved once for all ranks.
+        data: the data, saved for each rank. The states of ``data`` and ``scheduler`` may hold plain values and tensors
+            only.
         scaler: the loss scale of a run in float16 (``torch.amp.GradScaler``), saved once for all ranks.
-        background: copy the state to host memory and return; training may continue while it is written.
-        keep: delete all but this number of the newest checkpoints.
+        background: whether to copy the state to host memory and return. Training may continue while it is written.
+        keep: number of newest checkpoints to keep; older ones are deleted. None keeps all.
         settings: name -> value of whatever else must be the same when the run resumes, such as the objective.
 
     Returns:
-        A future. Without ``background`` it is done. With it, call ``result()`` before the next save and at the end of
-        the run: it waits, and raises the error of a failed save.
+        A future, which is done unless ``background`` is set. With ``background`` call ``result()`` before the next save
+        and at the end of the run: it waits, and raises the error of a failed save.
 
     Raises:
         ValueError: ``keep`` is below 1, or the previous save is not finished.
@@ -103,13 +104,15 @@ def save_state(
         raise ValueError(
             f"save_state: the previous save in {folder} must be finished, got one in progress. Call its result() first."
         )
+
+    # A rank that is missing would make the collectives below hang.
     wait_for_ranks(f"save_state {folder} {step}")
     checkpoint, temporary = _checkpoint(folder, step), folder / f".step-{step:08d}.tmp"
     group = _cpu_group()
     reshard(model)
     described = _describe(model)
 
-    # What torch.save writes: first the shared state by rank 0, which creates the folder; then each rank's own.
+    # What torch.save writes: rank 0 creates the folder and writes the shared state, then each rank writes its own.
     with raise_on_all_ranks(group):
         shared = {
             "step": step,
@@ -135,7 +138,8 @@ def save_state(
     if optimizer is not None:
         fresh = not optimizer.state
         tensors["optimizer"] = get_optimizer_state_dict(model, optimizer)
-        if fresh:  # PyTorch has created a state by a step with zero gradients, which would count as a step
+        # PyTorch has created the state by a step with zero gradients, which would count as a step.
+        if fresh:
             optimizer.state.clear()
             tensors["optimizer"]["state"] = {}
 
@@ -152,7 +156,10 @@ def save_state(
 
 
 class _Writer(_FileSystemWriter):
-    """Writes the files of torch.distributed.checkpoint, and their checksums beside them."""
+    """Writes the files of torch.distributed.checkpoint, and their checksums into files of their own.
+
+    The methods are those of torch.distributed.checkpoint.
+    """
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         written = super().write_data(plan, planner)
@@ -165,18 +172,19 @@ class _Writer(_FileSystemWriter):
 
 
 def _checksums(checkpoint: Path, writer: int) -> Path:
-    """The file with the checksums of what a rank has written, by the names of files."""
+    """The path of the JSON file that maps the names of the files that a rank has written to their checksums."""
     return checkpoint / f"checksums-{writer}.json"
 
 
 def _add_checksums(checkpoint: Path, *names: str) -> None:
-    """Add the checksums of files that this rank has written to its file of checksums."""
+    """Add files that this rank has written to its file of checksums."""
     path = _checksums(checkpoint, rank())
     sums = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(sums | {name: _checksum(checkpoint / name) for name in names}))
 
 
 def _checksum(path: Path) -> int:
+    """The CRC-32 of a file."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 24):
@@ -188,8 +196,8 @@ def _verify_files(checkpoint: Path, ranks: int) -> None:
     """Raise OSError unless the files have the bytes that were written. The ranks share the work.
 
     Args:
-        checkpoint: of this or of a former version, which had no checksums.
-        ranks: number of ranks that wrote it.
+        checkpoint: folder of the checkpoint. Checkpoints of former versions have no checksums, and pass.
+        ranks: number of ranks that have written it.
     """
     for writer in range(rank(), ranks, world_size()):
         path = _checksums(checkpoint, writer)
@@ -207,8 +215,9 @@ def _verify_files(checkpoint: Path, ranks: int) -> None:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Create the folder of a run, or remove unfinished and replaced checkpoints of a run that died."""
+    """Create the folder of a run, or remove unfinished and replaced checkpoints that a dead run has left."""
     folder.mkdir(parents=True, exist_ok=True)
+    # An old checkpoint is replaced only if the new one has its name.
     replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
     for stale in [*folder.glob(".step-*.tmp"), *replaced]:
         shutil.rmtree(stale)
@@ -217,7 +226,7 @@ def _remove_stale(folder: Path) -> None:
 def _save_in_background(
     tensors: dict[str, Any], temporary: Path, checkpoint: Path, keep: int | None, group: Any, finished: "Future[None]"
 ) -> None:
-    """Copy the tensors to host memory, and write and publish them while training goes on; then set ``finished``."""
+    """Copy the tensors to host memory and return. A thread writes and publishes them, and sets ``finished``."""
     folder = checkpoint.parent
 
     def publish_when_written(saving: "Future[Any]") -> None:
@@ -242,10 +251,11 @@ def _save_in_background(
 
 
 def _publish(temporary: Path, checkpoint: Path, keep: int | None) -> None:
-    """Give a complete checkpoint its name and delete outdated ones, on rank 0.
+    """On rank 0, give a complete checkpoint its name, and delete outdated ones.
 
-    At each moment ``latest`` or its ``.old`` names a complete checkpoint: the old one of this step is moved away, the
-    new one takes its name, ``latest`` is replaced, and only then are others deleted.
+    At each moment there is a complete checkpoint under the name in ``latest`` or under that name with ``.old``. An old
+    checkpoint of this step is moved away, the new one takes its name, and ``latest`` is replaced. Only then others are
+    deleted.
     """
     if rank() != 0:
         return
@@ -274,7 +284,7 @@ def load_state(
     step: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> int | None:
-    """Load what `save_state` saved, in place. Every rank must call it, with the model sharded for the current ranks.
+    """Load what `save_state` has saved, in place. Every rank must call this function, with its part of the model.
 
     On the same number of ranks, training continues as if it had not stopped. On another number, model, optimizer and
     scheduler are restored in full, and random number generators on the ranks that existed before. The state of ``data``
@@ -282,23 +292,24 @@ def load_state(
 
     Args:
         folder: folder of the run.
-        model, optimizer, scheduler, data: created as for a new run; None skips a part.
-        scaler: as these; it stays as it is if the checkpoint has no loss scale, because the run was not in float16.
-        step: step of the checkpoint. Default: the one named in ``latest``, or, if either was deleted, the newest.
-        settings: as in `save_state`. Those that the checkpoint has, too, must have the same values.
+        model, optimizer, scheduler, data: created as for a new run. None skips a part.
+        scaler: created as for a new run. It does not change if the run was not in float16 and saved no loss scale.
+        step: step of the checkpoint. Default: the checkpoint that ``latest`` names, or the newest one if ``latest`` or
+            that checkpoint was deleted.
+        settings: as in `save_state`. Settings that the checkpoint has must have the same values.
 
     Returns:
         The step of the checkpoint; None, with nothing changed, if there is no checkpoint yet.
 
     Raises:
         FileNotFoundError: there is no checkpoint of ``step``.
-        ValueError: the model's configuration, adapters, the weights under them, tied weights, or names or shapes of
-            tensors, the state of the optimizer or ``settings`` are not those of the checkpoint; a part was not saved;
-            or the number of ranks changed and the saved states of ``data`` differ.
+        ValueError: something is not as in the checkpoint: the model's configuration, its adapters, the weights under
+            them, its tied weights, the names or shapes of its tensors, the optimizer's state, or ``settings``. Or a
+            part was not saved, or the number of ranks has changed and the saved states of ``data`` differ.
         TimeoutError: as in `save_state`.
         OSError: the checkpoint is damaged. The message names the file and the checkpoint before it.
     """
-    # Rank 0 chooses the checkpoint.
+    # Rank 0 chooses the checkpoint, because other ranks may not see the same files yet.
     folder = Path(folder).absolute()
     wait_for_ranks(f"load_state {folder} {step}")
     group = _cpu_group()
@@ -315,7 +326,8 @@ def load_state(
     described = _describe(model)
     with raise_on_all_ranks(group):
         shared = _load(checkpoint / SHARED)
-        if rank() == 0:  # whose description was saved
+        # Rank 0 has saved its own description.
+        if rank() == 0:
             _check_model(checkpoint, described, shared.get("model"))
             _check_settings(checkpoint, settings or {}, shared.get("settings", {}))
         _verify_files(checkpoint, shared["ranks"])
@@ -346,7 +358,8 @@ def load_state(
         load(tensors, checkpoint_id=checkpoint, process_group=group)
     if optimizer is not None:
         for options, names in zip(tensors["optimizer"]["param_groups"], parameters, strict=True):
-            options["params"] = names  # loading has put in the saved names, of which some may be frozen now
+            # Loading has put in the saved names. Some of these parameters may be frozen now.
+            options["params"] = names
         optimizer.load_state_dict(tensors["optimizer"])
 
     # The rest. Random numbers come last, because other parts may draw some.
@@ -362,6 +375,7 @@ def load_state(
 
 
 def _tensors(model: nn.Module) -> dict[str, Any]:
+    """The tensors to save: all of them, or only trained ones if the model has adapters."""
     tensors: dict[int, tuple[str, Tensor]] = {}  # tied tensors once
     adapted = adapter_config(model) is not None
     for name, value in model.state_dict(keep_vars=True).items():
@@ -371,9 +385,13 @@ def _tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) -> dict[str, Any]:
-    """An optimizer state to load into, for the named parameters: those that never had a gradient have no state."""
+    """An optimizer state to load into, for the parameters with these names.
+
+    A parameter that never had a gradient has no state in the checkpoint.
+    """
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    if not names <= state["state"].keys():  # PyTorch creates it only if there is neither state nor gradient
+    # PyTorch creates a missing state only if there is neither any state nor any gradient.
+    if not names <= state["state"].keys():
         optimizer.state.clear()
         optimizer.zero_grad()
         state = get_optimizer_state_dict(model, optimizer)
@@ -381,10 +399,10 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) ->
 
 
 def _describe(model: nn.Module) -> dict[str, str]:
-    """A description of the model besides its saved tensors. Every rank must call this function.
+    """What must be the same when a run resumes, besides the saved tensors. Every rank must call this function.
 
-    These are the settings of the model and of its adapters, its tied tensors, and a checksum of the weights under the
-    adapters, which are not saved.
+    The description has the settings of the model and of its adapters, its tied tensors, and a checksum of the weights
+    under the adapters, which are not saved.
     """
     # The settings.
     configs = (getattr(module, "config", None) for module in model.modules())
@@ -406,20 +424,30 @@ def _describe(model: nn.Module) -> dict[str, str]:
 
 
 def _flatten(name: str, value: Any) -> dict[str, str]:
-    """The fields of a dataclass and of those in it, by their names with dots; the type under ``name`` itself."""
+    """The fields of a dataclass and of dataclasses in it, by their paths with dots. ``name`` itself maps to the type.
+
+    A value that is not a dataclass has one entry, ``name``.
+    """
     if not dataclasses.is_dataclass(value):
         return {name: repr(value)}
     settings = {name: type(value).__name__}
     for field in dataclasses.fields(value):
         setting = getattr(value, field.name)
-        is_new = (field.name, setting) == ("target_parameters", ())  # a former version had no such field
+        # A former version had no such field.
+        is_new = (field.name, setting) == ("target_parameters", ())
         if not is_new and not field.name.endswith(MAY_DIFFER):
             settings |= _flatten(f"{name}.{field.name}", setting)
     return settings
 
 
 def _check_model(checkpoint: Path, now: Mapping[str, str], saved: Mapping[str, str] | None) -> None:
-    """Raise ValueError if the model is not the saved one; None if a former version saved it, without a description."""
+    """Raise ValueError if the model is not the saved one.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        now: description of the model.
+        saved: description in the checkpoint; None if a former version has written it.
+    """
     saved = now if saved is None else saved
     skipped = {FROZEN, FORMER} if FORMER in saved else set()
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name) and name not in skipped]
@@ -432,10 +460,11 @@ def _check_optimizer(checkpoint: Path, state: Mapping[str, Mapping[str, Any]], m
     """Raise ValueError unless the checkpoint has the state of this optimizer, in the same format.
 
     Args:
-        checkpoint: its folder.
+        checkpoint: folder of the checkpoint.
         state: name of each parameter with a state -> the state that is to be loaded.
-        metadata: of the checkpoint.
+        metadata: metadata of the checkpoint.
     """
+    # Name of a parameter -> names of the values in its state.
     saved: dict[str, set[str]] = {}
     for path in (metadata.planner_data or {}).values():
         if path[:2] == ("optimizer", "state"):
@@ -462,7 +491,7 @@ def _check_settings(checkpoint: Path, now: Mapping[str, Any], saved: Mapping[str
 
 
 def _check_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
-    """Raise ValueError unless the checkpoint has these tensors and no others, in these shapes."""
+    """Raise ValueError unless the checkpoint has exactly these tensors, with these shapes."""
     saved = {
         name.removeprefix("model."): tuple(getattr(tensor, "size", ()))
         for name, tensor in metadata.state_dict_metadata.items()
@@ -487,11 +516,16 @@ _ANOTHER = "Resume with the model and the options that the run began with, or st
 
 
 def _read_metadata(checkpoint: Path) -> Metadata:
-    """The metadata of a checkpoint: its tensors and their files; rank 0 raises OSError if a file has been truncated."""
+    """The metadata of a checkpoint: its tensors and their files.
+
+    Raises:
+        OSError: the metadata cannot be read; or, on rank 0, a file is shorter than it was.
+    """
     try:
         metadata = FileSystemReader(checkpoint).read_metadata()
     except Exception as error:
         raise _incomplete(checkpoint, rank(), error, ".metadata") from error
+    # Where each file must at least end.
     ends: dict[str, int] = {}
     for part in (metadata.storage_data or {}).values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
@@ -503,17 +537,24 @@ def _read_metadata(checkpoint: Path) -> Metadata:
 
 
 def _checkpoint(folder: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
 def _find(folder: Path, step: int | None) -> Path | None:
+    """The checkpoint of a step, or the newest one; None if there is none yet.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint of ``step``, or ``latest`` names one and there is none at all.
+    """
     steps = _steps(folder)
     if step is None:
         pointer = folder / LATEST
         named = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
         if not named and not steps:
             return None
-        if not named:  # deleted, or emptied by a machine that lost power; complete checkpoints alone have such names
+        # `latest` was deleted, or is empty because the machine lost power. Only complete checkpoints have such names.
+        if not named:
             warnings.warn(f"{pointer} names no checkpoint. Resuming from {steps[-1].name}.", stacklevel=3)
             return steps[-1]
         checkpoint = folder / named
@@ -538,12 +579,15 @@ def newest_checkpoint(folder: str | PathLike[str]) -> Path | None:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """The complete checkpoints, by step."""
+    """The complete checkpoints, ordered by step."""
     return sorted(folder.glob("step-" + "[0-9]" * 8))
 
 
 def _data_of_all(checkpoint: Path, ranks: int, group: Any) -> Any:
-    """The state of ``data`` that all ranks have saved, on another number of ranks, which share the reading."""
+    """The state of ``data`` for another number of ranks than ``ranks``, which saved the checkpoint.
+
+    The states of all ranks must be the same. The current ranks share the reading.
+    """
     with raise_on_all_ranks(group):
         states = [_load(checkpoint / f"rank-{number}.pt")["data"] for number in range(rank(), ranks, world_size())]
         differs = any(not _equal(state, states[0]) for state in states)
@@ -561,6 +605,7 @@ def _data_of_all(checkpoint: Path, ranks: int, group: Any) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """Whether two states are equal: tensors, and mappings and sequences of states, by their content."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -571,6 +616,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _load(path: Path) -> dict[str, Any]:
+    """What torch.save has written to a file. Raises OSError if it cannot be read."""
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -579,6 +625,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _random_state() -> dict[str, Any]:
+    """The states of this rank's random number generators."""
     state = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     if torch.accelerator.is_available():
         state["accelerator"] = torch.get_device_module().get_rng_state()
@@ -586,6 +633,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def _restore_random_state(state: Mapping[str, Any]) -> None:
+    """Set the random number generators to what `_random_state` returned. An accelerator may be absent now."""
     torch.set_rng_state(state["cpu"])
     random.setstate(state["python"])
     if "accelerator" in state and torch.accelerator.is_available():
@@ -593,7 +641,7 @@ def _restore_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _cpu_group() -> Any:
-    """A separate process group on the CPU for saving, so that it does not interfere with training's collectives."""
+    """The process group for saving and loading, on the CPU. Saves in the background don't disturb training with it."""
     if not is_distributed():
         return None
     world = dist.group.WORLD
@@ -608,7 +656,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
     """Raise errors of the file system as an OSError that names the folder and what to do."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
         raise OSError(
             f"save_state: {folder} must be a folder that every rank can write to, got {type(error).__name__}: {error} "
             f"on rank {rank()}. Check its permissions and the free space, or choose another folder."
@@ -618,11 +666,12 @@ def _write_errors(folder: Path) -> Iterator[None]:
 @contextmanager
 def _checkpoint_errors(checkpoint: Path) -> Iterator[None]:
     """Raise the errors of torch.distributed.checkpoint as OSError."""
-    if not is_distributed():  # PyTorch warns about a single process
+    # PyTorch warns that there is a single process.
+    if not is_distributed():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:
         yield
-    except CheckpointException as error:  # a BaseException
+    except CheckpointException as error:  # not an Exception
         rank, (reason, _) = next(iter(error.failures.items()))
         raise _incomplete(checkpoint, rank, reason) from error
 
@@ -631,14 +680,15 @@ def _incomplete(checkpoint: Path, rank: int, reason: BaseException, file: str = 
     """The error of a checkpoint that could not be written or read.
 
     Args:
-        checkpoint: its folder.
-        rank: where it failed.
-        reason: what went wrong.
+        checkpoint: folder of the checkpoint.
+        rank: the rank on which it failed.
+        reason: the exception.
         file: name of the damaged file, if it is known.
     """
     got = f"{file}, " * bool(file) + f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
     message = f"{checkpoint}: must be written and read in full by all ranks, got on rank {rank}: {got}."
-    if not checkpoint.exists():  # it was being written
+    # A checkpoint that is being written has another name.
+    if not checkpoint.exists():
         return OSError(f"{message} Check the free space. Earlier checkpoints are unchanged.")
     hint = "Use another folder for another optimizer, or moments in another format. If the checkpoint is damaged"
     earlier = [path.name for path in _steps(checkpoint.parent) if path.name < checkpoint.name]

@@ -1,4 +1,4 @@
-"""What a training step needs from all ranks: the number of targets, means, and the norm of all gradients."""
+"""Functions of a training step that need all ranks: number of targets, means, and the norm of the gradients."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,29 +14,29 @@ from liger_models.layers.batch import BatchLayout, mark_padding, number_document
 from liger_models.layers.decoder import take_cu_seqlens
 
 _compared: set[torch.device] = set()
-"""Accelerators on which `targets_per_rank` has compared the numbers of batches."""
+"""The devices on which `targets_per_rank` has already compared the ranks' numbers of batches."""
 
 
 def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], device: Any = None) -> Tensor:
     """Number of targets in all batches of a step on all ranks, divided by the number of ranks.
 
     Pass it as ``num_items_in_batch`` with each of these batches. FSDP and DistributedDataParallel average gradients
-    over the ranks. With this divisor the average is the gradient of the mean loss over all targets, each with the same
-    weight, however they are distributed over ranks and accumulation steps. Likewise that mean loss is the sum of a
+    over the ranks. With this divisor the average is the gradient of the mean loss over all targets. Each target has the
+    same weight, however targets are distributed over ranks and accumulation steps. The mean loss itself is the sum of a
     rank's losses, averaged over the ranks (`mean_over_ranks`).
 
     Args:
         batches: keyword arguments of the model's forward, for one batch or for each accumulation step. Every rank must
-            pass the same number of batches; a batch may have no targets. On the CPU this is checked in each call, and
-            on accelerators, where the host would have to wait, in the first one.
-        device: device of the all-reduce. Default: the labels'. NCCL needs an accelerator.
+            pass the same number of batches; a batch may have no targets. On the CPU the numbers are compared in each
+            call. On an accelerator, where the host would have to wait, they are compared in the first call.
+        device: device of the all-reduce. Default: the device of the labels. NCCL needs an accelerator.
 
     Returns:
         [] fp32, at least 1 / ranks.
 
     Raises:
-        ValueError: there are no batches, one has no labels, or ranks pass different numbers of batches, with which they
-            would wait for each other for ever.
+        ValueError: there are no batches, a batch has no labels, or ranks pass different numbers of batches and would
+            wait for each other forever.
     """
     batches = [batches] if isinstance(batches, Mapping) else list(batches)
     if len(batches) == 0:
@@ -46,7 +46,7 @@ def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], d
     total = torch.stack([_targets(batch) for batch in batches]).sum().to(device)
     if not is_distributed():
         return total.clamp(min=1).float()
-    # With the targets, the numbers of batches and their squares are summed: of R equal ones, sum² = R · squares.
+    # Sum the numbers of batches n and their squares with the targets: (Σ n)² = R · Σ n² only if all R are equal.
     count = len(batches)
     sums = torch.stack([total, torch.full_like(total, count), torch.full_like(total, count**2)])
     dist.all_reduce(sums)
@@ -58,6 +58,7 @@ def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], d
                 f"targets_per_rank: every rank must pass the same number of batches, got {count} on rank {rank()} and "
                 f"{counts / world_size():.3g} on average. Give a rank without data batches of padding."
             )
+    # fp32 could not count the targets of large steps exactly.
     return sums[0].clamp(min=1).double().div(world_size()).float()
 
 
@@ -78,7 +79,7 @@ def _targets(batch: Mapping[str, Any]) -> Tensor:
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """The average of a tensor over the ranks, returned on all of them. Without a process group, the tensor's value."""
+    """A copy of a tensor, averaged over all ranks, without a gradient. Without a process group it is only copied."""
     value = value.detach().clone()
     if is_distributed():
         dist.all_reduce(value)
@@ -89,24 +90,26 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale gradients so that their norm, taken over all of them as one vector, is at most ``max_norm``.
+    """Scale gradients so that the norm of all of them together is at most ``max_norm``.
 
-    Like torch's function, but sharded and plain parameters may be mixed, and the norm covers all ranks.
+    Unlike in torch's function, the norm covers the shards of all ranks, and sharded and plain parameters may be mixed.
 
     Args:
-        parameters: one or more; those without a gradient are ignored. All ranks must pass the same ones.
-        max_norm: gradients are scaled only if their norm is larger; ``inf`` only computes the norm.
+        parameters: one or more parameters, the same on all ranks. Those without a gradient are ignored.
+        max_norm: the largest norm. ``inf`` scales nothing.
         norm_type: p of the p-norm; ``inf`` for the maximum.
-        error_if_nonfinite: raise on all ranks if the norm is not finite.
+        error_if_nonfinite: whether to raise an error on all ranks if the norm is not finite.
 
     Returns:
-        [] the norm before scaling, a plain tensor, the same on all ranks.
+        [] the norm before scaling: a plain tensor, the same on all ranks.
 
     Raises:
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters  # iterating a tensor yields its rows
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
+
+    # One norm for each mesh, because torch computes no norm of DTensors of different meshes.
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         key = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
@@ -117,6 +120,8 @@ def clip_grad_norm_(
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
         return torch.tensor(0.0)
+
+    # The p-norm of the groups' p-norms is the p-norm of all elements.
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(

@@ -25,40 +25,42 @@ Model = TypeVar("Model", bound=Decoder)
 def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False, averaged: bool = False) -> Model:
     """Shard a model's layers over the ranks of a mesh, in place. All these ranks work on the same tokens.
 
-    Each rank has 1 / R of the attention heads, of the MLP's (and each expert's) width and of the vocabulary. Norms and
-    routers are replicated. The fused ops run on the rank's shard. The loss does not gather logits. Of an adapter
-    (`apply_lora`), the matrix on the side along which the weight is sharded is sharded, and the other is replicated.
-    Quantized weights (`quantize_base`, ``keep_float8``) are sharded as they are stored, with their scales.
+    Each rank has 1 / R of the attention heads, of the width of each MLP and expert, and of the vocabulary. Norms and
+    routers are replicated. The fused ops run on the rank's shard, and the loss does not gather logits. An adapter
+    (`apply_lora`) has one sharded matrix, on the side along which its weight is sharded; its other matrix is
+    replicated. Quantized weights (`quantize_base`, ``keep_float8``) are sharded as they are stored, with their scales.
 
-    A vision tower is sharded in the same way, but every rank has all patches. A layer of the tower is replicated if R
-    does not divide its attention heads or MLP width. So are everything outside the tower's layers, and Gemma 4's tower.
+    A vision tower is sharded in the same way, but every rank has all patches. If R does not divide the attention heads
+    or the MLP width of a layer of the tower, the layer is replicated. Everything outside the tower's layers is
+    replicated, too, and so is Gemma 4's tower.
 
-    All ranks must be given the same batch; they return the same loss. Call it before `apply_fsdp`, and create the
-    optimizer afterwards. If other dimensions of the mesh have more ranks, these hold copies: without `apply_fsdp` over
-    them, the first forward in training is refused.
+    All ranks must be given the same batch, and they return the same loss. Call this function before `apply_fsdp`, and
+    create the optimizer afterwards. Ranks along the other dimensions of the mesh hold copies. Without `apply_fsdp` over
+    these dimensions the first training forward raises an error.
 
     Args:
-        model: on the meta device (`from_pretrained` with ``shard`` then reads only each rank's shards), or with the
-            same weights on every rank.
-        mesh: the mesh of all ranks, with a dimension called "tp" of R ranks, or that dimension alone; preferably on one
-            host.
-        sequence_parallel: between the layers, each rank has 1 / R of the tokens. That saves memory and computes norms
-            once instead of R times, for one more all-gather in each layer's backward. T must then be a multiple of R,
-            so the model cannot generate.
-        averaged: code of your own averages the gradients over the other dimensions of the mesh.
+        model: the model, on the meta device (`from_pretrained` with ``shard`` then reads only each rank's shards), or
+            with the same weights on every rank.
+        mesh: the mesh of all ranks, with a dimension called "tp" of R ranks, or that dimension alone. These ranks are
+            preferably on one host.
+        sequence_parallel: whether each rank has only 1 / R of the tokens between the layers. This saves memory and
+            computes norms once instead of R times, for one more all-gather in each layer's backward. T must be a
+            multiple of R, so the model cannot generate.
+        averaged: whether your own code averages the gradients over the other dimensions of the mesh.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: the model is already sharded or has linear layers that are replaced by others than `apply_lora` and
-            `quantize_base`, the mesh does not fit, R does not divide the heads or widths of the language model, or a
-            rank's slice of a quantized weight would end within a block of numbers that share a scale. The model may
-            then be changed in part; create it again.
+        ValueError: the model is already sharded; a linear layer was replaced by anything but `apply_lora` and
+            `quantize_base`; the mesh has no dimension "tp"; R does not divide the heads or widths of the language
+            model; or a rank's slice of a quantized weight would end within a block of numbers that share a scale. Some
+            layers may then have changed, so create the model again.
 
     Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198.
     """
     check_unsharded("apply_tp", model)
+    # Sample the weights while every rank has all of them.
     samples = weight_samples(model)
     mesh = own_dimension("apply_tp", mesh, "tp")
     group = group_of(mesh.get_group(), sequence_parallel=sequence_parallel)
@@ -66,12 +68,16 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
         return model
     for adapted in quantized_layers(model):
         adapted.store()
+
+    # With sequence parallelism, the layers that sum the gradients of their replicated parameters over the ranks.
     tower = set() if model.visual is None else set(model.visual.modules())
     given = set(layers_of(model))
     summed = set()
     if sequence_parallel:
         summed = {layer for layer in given if layer not in tower and layer.sum_gradients(group)}
-    # Each rank has all patches, and all embeddings too: image tokens replace some before the tokens are distributed.
+
+    # Shard each layer. Every rank has all patches of images, and all embeddings, too: image tokens replace some of them
+    # before the tokens are distributed.
     on_all_tokens = {*tower, model.embed_tokens} if tower else tower
     dims: dict[str, int] = {}
     for name, layer in named_layers(model):
@@ -80,17 +86,21 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
                 dataclasses.replace(group, sequence_parallel=False) if layer in on_all_tokens else group
             )
             dims |= {f"{name}.{parameter}": dim for parameter, dim in sharded.items()}
-    # Linear layers that sharding has put in, for their adapters.
+    # Sharding has replaced linear layers by parallel ones, which now shard their adapters.
     put_in = {name: layer for name, layer in named_layers(model) if layer not in given}
     for name, layer in put_in.items():
         dims |= {f"{name}.{parameter}": dim for parameter, dim in layer.shard(group).items()}
     dims = _with_frozen(model, dims, group.size)
+
+    # Whatever is left in the blocks and the tower is replicated.
     if sequence_parallel:
         summed |= {layer for layer in put_in.values() if layer.sum_gradients(group)}
         _check_gradients(model, summed, dims)
     for name, module in list(model.named_modules()):
         if module in tower and isinstance(module, nn.Linear) and f"{name}.weight" not in dims:
             model.set_submodule(name, ReplicatedLinear.of(module, None))
+
+    # Make all parameters DTensors. Each name gets a parameter of its own, so weights are tied again.
     model.groups = dataclasses.replace(model.groups, tensor=group)
     _distribute(model, mesh, dims, rest=True)
     model.tie_weights()
@@ -99,23 +109,23 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
 
 
 def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
-    """Distribute a model's experts over the ranks of a mesh in place: tokens are sent to their experts' ranks and back.
+    """Distribute a model's experts over the ranks of a mesh, in place. Tokens are sent to their experts and back.
 
-    The ranks have different batches, as in data parallelism. Everything but the experts is replicated. Call
-    `apply_fsdp` afterwards with the same mesh: it shards the weights over all ranks and averages their gradients.
-    Without it, the first forward in training is refused. The load-balancing loss covers the tokens of all ranks. It
+    The ranks have different batches, as in data parallelism. The load-balancing loss covers the tokens of all ranks.
+    Everything but the experts is replicated. Call `apply_fsdp` afterwards with the same mesh: it shards the weights
+    over all ranks and averages their gradients. Without it the first training forward raises an error. `apply_ep`
     cannot be combined with `apply_tp`.
 
     Args:
-        model: with `LigerMoE` layers; on the meta device, or with the same weights on every rank.
+        model: the model, with `LigerMoE` layers, on the meta device or with the same weights on every rank.
         mesh: the mesh of all ranks, with a dimension called "ep" of R ranks, or that dimension alone.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: there are no experts, R does not divide their number, the model is already sharded, or the mesh does
-            not fit.
+        ValueError: there are no experts, R does not divide their number, the model is already sharded, or the mesh has
+            no dimension "ep".
 
     Source: https://arxiv.org/abs/2006.16668.
     """
@@ -128,6 +138,8 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
         raise ValueError(f"apply_ep: the model must have mixtures of experts, got {type(model).__name__}.")
     if group.size == 1:
         return model
+
+    # Shard along the experts. The balancing loss counts tokens over these ranks; `apply_fsdp` extends it to all ranks.
     dims = {
         f"{name}.{parameter}": dim
         for name, module in layers.items()
@@ -141,7 +153,7 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
 
 
 def check_unsharded(where: str, model: Decoder) -> None:
-    """Raise ValueError if the model is sharded in any way."""
+    """Raise ValueError if the model is sharded in any way. ``where`` is the name of the calling function."""
     if model.groups.context is not None:
         raise ValueError(
             f"{where}: {type(model).__name__} must have all tokens on each rank, got one after apply_cp. Call apply_cp "
@@ -155,7 +167,15 @@ def check_unsharded(where: str, model: Decoder) -> None:
 
 
 def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[str, int]) -> None:
-    """Refuse replicated parameters of the blocks whose gradients, from each rank's own tokens, no layer sums."""
+    """Raise ValueError if no layer sums the gradients of a replicated parameter of the blocks.
+
+    With sequence parallelism each rank computes such a gradient from its own tokens only.
+
+    Args:
+        model: the model, whose layers are sharded.
+        summed: the layers that sum these gradients over the ranks.
+        dims: path of each sharded parameter -> the dimension along which it is sharded.
+    """
     for name, module in model.named_modules():
         if not name.startswith("layers.") and module is not model.norm:
             continue
@@ -170,7 +190,13 @@ def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[s
 
 
 def _with_frozen(model: nn.Module, dims: dict[str, int], ranks: int) -> dict[str, int]:
-    """``dims`` with the parameters that frozen weights in fewer bits consist of, in place of these weights."""
+    """``dims``, in which the parameters of each frozen weight in fewer bits replace the weight itself.
+
+    Args:
+        model: the model.
+        dims: path of each sharded parameter -> the dimension along which it is sharded.
+        ranks: number of slices.
+    """
     frozen = {name: weight for name, weight in frozen_weights(model).items() if name in dims}
     sharded = {name: dim for name, dim in dims.items() if name not in frozen}
     for name, weight in frozen.items():
@@ -179,7 +205,14 @@ def _with_frozen(model: nn.Module, dims: dict[str, int], ranks: int) -> dict[str
 
 
 def _distribute(model: nn.Module, mesh: DeviceMesh, dims: dict[str, int], *, rest: bool) -> None:
-    """Make parameters DTensors: those in ``dims`` sharded along that dimension, with ``rest`` the others replicated."""
+    """Replace parameters by DTensors.
+
+    Args:
+        model: the model.
+        mesh: mesh of one dimension.
+        dims: path of each sharded parameter -> the dimension along which it is sharded.
+        rest: whether the other parameters become replicated DTensors; otherwise they do not change.
+    """
     for name, parameter in list(model.named_parameters()):
         if name not in dims and not rest:
             continue
@@ -189,9 +222,10 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, dims: dict[str, int], *, res
 
 
 def _as_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """A whole parameter as a DTensor that holds this rank's shard of it."""
     local: Tensor = parameter.detach()
     if isinstance(placement, Shard):
-        # A copy, so that the memory of the whole parameter is freed.
+        # Copy the shard: a view would keep the memory of the whole parameter alive.
         local = local.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].clone(
             memory_format=torch.contiguous_format
         )

@@ -1,5 +1,6 @@
 """Frozen weights in fewer bits under FSDP2: loss, gradients and files are those of one device with the same weights."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.torch_version import TorchVersion
 
 from liger_models import AutoLigerModel, LigerLlama, LigerMixtral
 from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, quantize_base, save_adapter
@@ -416,6 +419,30 @@ def test_each_rank_quantizes_its_experts_to_the_same_weights(two, dtype, number,
     for found in two(experts_loaded, str(tmp_path), dtype, True):
         for mine, its in zip(found, want, strict=True):
             assert_same_bits(mine, its)
+
+
+def by_hand(dtype: str, experts: bool, expected: dict[str, Tensor]) -> None:
+    model = quantize_base(adapted_mixture() if experts else stir(apply_lora(tiny(), LoRAConfig(**CONFIG))), dtype=dtype)
+    warnings.filterwarnings(
+        "ignore", r"FSDP2-wrapped module \(.*\) returned a view", UserWarning
+    )  # see docs/training.md
+    for block in model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    inputs = share(batch(0), dist.get_rank(), 2)
+    model(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss.backward()
+    assert_same(gradients(model), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="FSDP of PyTorch gives bytes a gradient")
+def test_fully_shard_by_hand(two, dtype, experts):
+    """Without `apply_fsdp`, on small weights, too."""
+    quantization.to_nf4  # noqa: B018
+    model = quantize_base(adapted_mixture() if experts else stir(apply_lora(tiny(), LoRAConfig(**CONFIG))), dtype=dtype)
+    model(**batch(0)).loss.backward()
+    two(by_hand, dtype, experts, gradients(model))
 
 
 def under_ddp(dtype: str, with_adapters: bool) -> None:

@@ -26,9 +26,9 @@ If u is not saved, many rows are processed in chunks, forward and backward: u, p
 chunk at a time. The gradients of the weights are then summed over the chunks in fp32 and rounded once.
 
 With ``ranks`` each rank has its own gates and ups, and the columns of Wd for them. y is then a rank's part of a sum,
-and dn is summed over the ranks before N'. With ``ranks.sequence`` each rank also has its own tokens. N(h) is then
-gathered before its products with Wgu and du, and dn is reduce-scattered. y covers all tokens, and h only the rank's
-own.
+and dn is summed over the ranks before N'. With ``ranks.sequence_parallel`` each rank also has its own tokens. N(h) is
+then gathered before its products with Wgu and du, and dn is reduce-scattered. y covers all tokens, and h only the
+rank's own.
 
 `_forward_rows` and `_backward_rows` are these formulas; the functions before them cut the tokens into chunks.
 
@@ -464,9 +464,9 @@ def gated_mlp(
         result: False, with ``recompute``, leaves y uninitialized, for callers that only use its gradient. The reference
             backend ignores it.
         ranks: tensor parallel ranks, each with its own pairs of gate and up; None for one rank. y is then the rank's
-            part of a sum, so down_bias must be None and is added to the sum. With ``ranks.sequence`` x and residual
-            hold the rank's own tokens, y covers all tokens, and the gradients of the norm's weights are sums over the
-            rank's own tokens.
+            part of a sum, so down_bias must be None and is added to the sum. With ``ranks.sequence_parallel`` x and
+            residual hold the rank's own tokens, y covers all tokens, and the gradients of the norm's weights are sums
+            over the rank's own tokens.
         gate_up_low_rank: ``(A [R, C], B [2 F, R])`` in the weights' dtype; gate and up gain ``(norm(residual) @ Aᵀ) @
             Bᵀ``.
         down_low_rank: ``(A [R, F], B [O, R])``, in the same way for the down projection. With ranks, B of gate and up
