@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from liger_models.convert.config_map import read_config
 from liger_models.convert.files import FLOATS, StoredTensor, as_dtype, open_files, read_headers, read_whole, some
 from liger_models.convert.format import format_of
 from liger_models.convert.hub import download
-from liger_models.convert.load import load_pretrained, pick_map, read_assets
+from liger_models.convert.load import load_pretrained, of_whole_model, pick_map, read_assets
 from liger_models.convert.save import save_pretrained
 from liger_models.convert.tensors import as_stored, load_hf_tensors
 from liger_models.distributed.ranks import rank, wait_for_ranks
@@ -59,13 +59,13 @@ class Mismatch(NamedTuple):
     expected: tuple[int, ...]
 
 
-class Checkpoint:
-    """Loading and saving of a model with a head."""
+class Loading:
+    """Loading of a model: a body, or a body with a head."""
 
     config_class: Any
     config: Any
     generation_config: Any
-    model: Any
+    get_decoder: Any
 
     @classmethod
     def from_pretrained(
@@ -101,8 +101,8 @@ class Checkpoint:
             generation_config: defaults of ``generate``, other than the checkpoint's.
             output_loading_info: also return a dict of sets. Its ``mismatched_keys`` and, for a head that classifies,
                 ``missing_keys`` name the tensors that were drawn; everything else that does not match is an error.
-            ignore_mismatched_sizes: draw the tensors that have another shape in the checkpoint, with a warning, instead
-                of raising an error.
+            ignore_mismatched_sizes: draw the tensors that have another shape in the checkpoint, and a head that the
+                checkpoint lacks, with a warning, instead of raising an error.
             state_dict: tensors to load instead of the checkpoint's, under the names of a checkpoint or of the model.
             options: values of the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments of
                 transformers that say how to load are ignored.
@@ -155,7 +155,7 @@ class Checkpoint:
         if missing or mismatched:
             drawn = [*missing, *(f"{name} {list(old)} -> {list(new)}" for name, old, new in mismatched)]
             logger.warning(f"{cls.__name__}: weights that {folder} lacks are drawn: {some(drawn)}. Train the model.")
-        decoder = model.model.decoder
+        decoder = model.get_decoder().decoder
         if hasattr(config_, "quantization_config"):  # MXFP4, which was read dequantized
             del config_.quantization_config
         config_.dtype = decoder.dtype
@@ -186,19 +186,22 @@ class Checkpoint:
     ) -> tuple[Any, list[str], list[Mismatch]]:
         """The model with the weights in a folder, and the tensors that were drawn."""
         arch, hf_config = get_arch(config.model_type), to_json(config)
+        missing: list[str] = []
         mismatched: list[Mismatch] = []
         if ignore_mismatched_sizes:
             stored = read_headers(folder)
             ours = read_config(arch.config_class, hf_config, tensors=len(stored))
             with torch.device("meta"):
-                mismatched = find_mismatched(arch(ours), stored)
-        if mismatched:
+                twin = arch(ours)
+            stored = of_whole_model(stored, format_of(arch).file_maps(ours))
+            missing, mismatched = find_missing_head(twin, stored), find_mismatched(twin, stored)
+        if missing or mismatched:
             decoder = arch.from_config(ours, dtype=as_dtype_of(stored, dtype), device=device)
-            fill_decoder(decoder, stored, mismatched)
+            fill_decoder(decoder, stored, [*missing, *(name for name, _, _ in mismatched)])
             decoder.hf_config, decoder.assets = hf_config, read_assets(folder, hf_config)
         else:
             decoder = load_pretrained(arch, folder, dtype=dtype, device=device, hf_config=hf_config)
-        return cls(config, decoder), [], mismatched  # type: ignore[call-arg]
+        return cls(config, decoder), missing, mismatched  # type: ignore[call-arg]
 
     @classmethod
     def _from_state_dict(
@@ -220,6 +223,12 @@ class Checkpoint:
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
         """Nothing: the class is installed, so that no checkpoint needs a copy of its code."""
+
+
+class Checkpoint(Loading):
+    """Loading and saving of a model with a head."""
+
+    model: Any
 
     def save_pretrained(
         self,
@@ -375,6 +384,14 @@ def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> li
     return find_mismatched_shapes({name: each.shape for name, each in weights.shapes(parameters).items()}, stored)
 
 
+def find_missing_head(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> list[str]:
+    """The tensors of the head, if a checkpoint lacks them."""
+    parameters = dict(decoder.named_parameters())
+    entries = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters).entries
+    names = entries["lm_head.weight"].names() if "lm_head.weight" in entries else ()
+    return [name for name in names if name not in stored]
+
+
 def check_shapes(where: str, mismatched: list[Mismatch]) -> None:
     """Raise ValueError if there are tensors of other shapes."""
     if mismatched:
@@ -385,37 +402,60 @@ def check_shapes(where: str, mismatched: list[Mismatch]) -> None:
         )
 
 
-def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], mismatched: list[Mismatch]) -> None:
-    """Read the tensors of a checkpoint into a model, one by one, except those of other shapes, which stay as drawn.
+def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], names: Collection[str]) -> None:
+    """Read the tensors of a checkpoint into a model, one by one, except some, which stay as drawn.
 
     Args:
         decoder: the model.
         stored: the checkpoint's tensors by name.
-        mismatched: those of other shapes.
+        names: names of the tensors that stay: the checkpoint lacks them, or has them in other shapes.
     """
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
-    names = {name for name, _, _ in mismatched}
     drawn = {
         name: tensor.clone()
         for ours, expression in weights.entries.items()
-        if names & {*expression.names()}
+        if {*names} & {*expression.names()}
         for name, tensor in expression.unpack(parameters[ours].detach()).items()
         if name in names
     }
 
     def read() -> Iterator[tuple[str, Tensor]]:
+        yield from drawn.items()
         for name, tensor in stored.items():
             if name in drawn:
-                yield name, drawn[name]
                 continue
             with open_files() as files:
                 if name.startswith(weights.kept):
                     decoder.kept_tensors[name] = read_whole(files, tensor).clone()
-                elif not weights.passes_over(name) or not mismatched:
+                elif not weights.passes_over(name) or not drawn:
                     yield name, read_whole(files, tensor)
 
     load_hf_tensors(decoder, read())
+
+
+def load_body(
+    where: str, decoder: CausalLM, folder: Path, stored: Mapping[str, StoredTensor], *, draws: bool
+) -> list[Mismatch]:
+    """Read a checkpoint into a decoder whose head has no weight, and return the tensors of other shapes.
+
+    Args:
+        where: name of the class, for errors.
+        decoder: the model, whose head is tied.
+        folder: the checkpoint.
+        stored: its tensors by name. Those of heads are left out.
+        draws: whether tensors of other shapes stay as drawn.
+
+    Raises:
+        ValueError: tensors are missing or unexpected, or have other shapes and ``draws`` is False.
+    """
+    body = {name: tensor for name, tensor in stored.items() if not name.endswith(("lm_head.weight", "score.weight"))}
+    body = of_whole_model(body, format_of(type(decoder)).file_maps(decoder.config))
+    mismatched = find_mismatched(decoder, body)
+    if not draws:
+        check_shapes(f"{where}: {folder}", mismatched)
+    fill_decoder(decoder, body, [name for name, _, _ in mismatched])
+    return mismatched
 
 
 def as_dtype_of(stored: Mapping[str, StoredTensor], dtype: torch.dtype | str | None) -> torch.dtype:

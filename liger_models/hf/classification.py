@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.config_map import read_config
 from liger_models.convert.files import open_safetensors, read_headers
 from liger_models.hf.checkpoint import (
     PREFIX,
@@ -22,32 +20,13 @@ from liger_models.hf.checkpoint import (
     as_dtype_of,
     body_tensors,
     check_shapes,
-    fill_decoder,
-    find_mismatched,
     find_mismatched_shapes,
+    load_body,
 )
-from liger_models.hf.config import to_json
-from liger_models.hf.model import LigerModel, LigerPreTrainedModel
+from liger_models.hf.model import LigerModel, LigerPreTrainedModel, tied_decoder, without_head
 from liger_models.layers.linear import is_sharded
-from liger_models.layers.lm_head import LigerLMHead
 
 SCORE = "score.weight"
-
-
-class UnusedHead(LigerLMHead):
-    """The head of a decoder that nothing calls. Its weight is the embedding's, but no parameter.
-
-    FSDP cannot take a parameter that is in two modules unless both are in the same group, and Accelerate and others put
-    the embedding into a group of its own where a model returns no output embedding.
-    """
-
-    holder: tuple[CausalLM]
-    """The decoder, which is no submodule of its head."""
-
-    @property
-    def weight(self) -> Any:  # type: ignore[override]
-        """The weight of the embedding, whatever has replaced it."""
-        return self.holder[0].embed_tokens.weight
 
 
 class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
@@ -68,12 +47,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         if decoder is None:
             config = copy.deepcopy(config)  # the caller may build other models from it
         super().__init__(config)
-        decoder = _decoder(config) if decoder is None else decoder
-        head: Any = decoder.lm_head
-        head.__class__ = UnusedHead
-        head._parameters.clear()
-        head.holder = (decoder,)
-        self.model = LigerModel(config, decoder)
+        self.model = LigerModel(config, without_head(decoder or tied_decoder(config)))
         self.num_labels = config.num_labels
         text = config.get_text_config()
         self.score = nn.Linear(text.hidden_size, config.num_labels, bias=False)
@@ -97,16 +71,11 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         stored = read_headers(folder)
         target = as_dtype_of(stored, dtype)
         with device:
-            model = cls(config, _decoder(config).to(target))
-        body = {
-            name: tensor for name, tensor in stored.items() if name != SCORE and not name.endswith("lm_head.weight")
-        }
-        mismatched = find_mismatched(model.model.decoder, body)
+            model = cls(config, tied_decoder(config).to(target))
         scores = find_mismatched_shapes({SCORE: model.score.weight.shape}, stored)
         if not ignore_mismatched_sizes:
-            check_shapes(f"{cls.__name__}: {folder}", mismatched + scores)
-
-        fill_decoder(model.model.decoder, body, mismatched)
+            check_shapes(f"{cls.__name__}: {folder}", scores)
+        mismatched = load_body(cls.__name__, model.model.decoder, folder, stored, draws=ignore_mismatched_sizes)
         if SCORE in stored and not scores:
             with open_safetensors(stored[SCORE].file) as opened, torch.no_grad():
                 model.score.weight.copy_(opened.get_tensor(SCORE))
@@ -212,10 +181,3 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         )
         as_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
         return outputs if as_dict else outputs.to_tuple()
-
-
-def _decoder(config: PreTrainedConfig) -> CausalLM:
-    """A new decoder whose head has no weight of its own."""
-    arch = get_arch(config.model_type)
-    decoder: CausalLM = arch(read_config(arch.config_class, to_json(config) | {"tie_word_embeddings": True}))
-    return decoder

@@ -11,20 +11,23 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from transformers import AutoModel, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.common.errors import check_values, is_traced
+from liger_models.convert.config_map import read_config
+from liger_models.convert.files import read_headers
 from liger_models.distributed.ranks import rank
 from liger_models.hf.cache import LigerCache
-from liger_models.hf.checkpoint import Checkpoint, body_tensors
-from liger_models.hf.config import class_name, to_liger
+from liger_models.hf.checkpoint import Checkpoint, Loading, Mismatch, as_dtype_of, body_tensors, load_body
+from liger_models.hf.config import class_name, to_json, to_liger
 from liger_models.hf.edits import Edits, replace_layer
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
 from liger_models.layers.layer import Layer, layers_of
+from liger_models.layers.lm_head import LigerLMHead
 
 LOSS_TYPE = "ForCausalLM"
 """``loss_type`` of the loss that the head computes."""
@@ -166,26 +169,80 @@ class LigerPreTrainedModel(PreTrainedModel):
             self.activation_checkpointing_disable()
 
 
+class UnusedHead(LigerLMHead):
+    """The head of a decoder that nothing calls. Its weight is the embedding's, but no parameter.
+
+    FSDP cannot take a parameter that is in two modules unless both are in the same group, and Accelerate and others put
+    the embedding into a group of its own where a model returns no output embedding.
+    """
+
+    holder: tuple[CausalLM]
+    """The decoder, which is no submodule of its head."""
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        """The weight of the embedding, whatever has replaced it."""
+        return self.holder[0].embed_tokens.weight
+
+
+def tied_decoder(config: PreTrainedConfig) -> CausalLM:
+    """A new decoder whose head is the embedding, whatever the configuration says."""
+    arch = get_arch(config.model_type)
+    decoder: CausalLM = arch(read_config(arch.config_class, to_json(config) | {"tie_word_embeddings": True}))
+    return decoder
+
+
+def without_head(decoder: CausalLM) -> CausalLM:
+    """A decoder with a tied head, whose head is then `UnusedHead`."""
+    head: Any = decoder.lm_head
+    head.__class__ = UnusedHead
+    head._parameters.clear()
+    head.holder = (decoder,)
+    return decoder
+
+
 PARTS = ("embed_tokens", "layers", "norm", "visual")
 """Parts of the decoder that the body has under the same names, to freeze or to replace them."""
 
 
-class LigerModel(LigerPreTrainedModel):
+class LigerModel(Loading, LigerPreTrainedModel):
     """The body: returns hidden states.
+
+    ``from_pretrained`` loads it from the checkpoint of any family, with or without a head.
 
     Its parameters are those of the decoder without the head, which belongs to the model with a head alone:
     ``base_model.requires_grad_(False)`` leaves it trainable.
 
     Args:
         config: configuration of transformers.
-        decoder: a model of this package.
+        decoder: a model of this package. Default: a new one without a head, with drawn weights.
     """
 
-    def __init__(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
+    config_class = AutoConfig  # the families have no class of their own for the body
+
+    def __init__(self, config: PreTrainedConfig, decoder: CausalLM | None = None) -> None:
+        if decoder is None:
+            config = copy.deepcopy(config)  # the caller may build other models from it
+            decoder = without_head(tied_decoder(config))
         super().__init__(config)
         self.decoder = decoder
         self.edits = Edits(config, decoder)
         self.post_init()
+
+    @classmethod
+    def _load(
+        cls,
+        config: PreTrainedConfig,
+        folder: Path,
+        dtype: torch.dtype | str | None,
+        device: torch.device,
+        ignore_mismatched_sizes: bool,
+    ) -> tuple[Any, list[str], list[Mismatch]]:
+        stored = read_headers(folder)
+        with device:
+            model = cls(config, without_head(tied_decoder(config).to(as_dtype_of(stored, dtype))))
+        mismatched = load_body(cls.__name__, model.decoder, folder, stored, draws=ignore_mismatched_sizes)
+        return model, [], mismatched
 
     @property
     def caches_only_keys(self) -> bool:
