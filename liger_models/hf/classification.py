@@ -32,7 +32,7 @@ SCORE = "score.weight"
 class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
     """A body with a linear head on the last token of each text; `liger_models.hf` has a class for each model type.
 
-    The decoder is one whose head is tied to the embedding, so that it adds no parameter, and this head is not used.
+    The head of the decoder is not used. It is tied to the embedding, so that it adds no parameter.
 
     Args:
         config: configuration of transformers, as for the class of the same name there.
@@ -49,6 +49,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         super().__init__(config)
         self.model = LigerModel(config, without_head(decoder or tied_decoder(config)))
         self.num_labels = config.num_labels
+        # The scores. PEFT finds them as `score`, and Trainer reads the number of labels.
         text = config.get_text_config()
         self.score = nn.Linear(text.hidden_size, config.num_labels, bias=False)
         nn.init.normal_(self.score.weight, std=getattr(text, "initializer_range", 0.02))
@@ -67,7 +68,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         device: torch.device,
         ignore_mismatched_sizes: bool,
     ) -> tuple[Any, list[str], list[Mismatch]]:
-        # The decoder is filled tensor by tensor: its tensors have the names of a model with a head.
+        # Tensor by tensor, because load_pretrained would refuse the scores, and a checkpoint without them.
         stored = read_headers(folder)
         target = as_dtype_of(stored, dtype)
         with device:
@@ -76,6 +77,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         if not ignore_mismatched_sizes:
             check_shapes(f"{cls.__name__}: {folder}", scores)
         mismatched = load_body(cls.__name__, model.model.decoder, folder, stored, draws=ignore_mismatched_sizes)
+        # Without scores, as in the checkpoint of a causal model, they stay as drawn.
         if SCORE in stored and not scores:
             with open_safetensors(stored[SCORE].file) as opened, torch.no_grad():
                 model.score.weight.copy_(opened.get_tensor(SCORE))
@@ -91,7 +93,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         auto_map: bool = False,
         **options: Any,
     ) -> None:
-        """As transformers' method: writes a checkpoint that its class of the same name loads.
+        """Write a checkpoint that transformers' class of the same name loads.
 
         Raises:
             ValueError: parameters have no name in a checkpoint, or ``auto_map`` is True.
@@ -143,14 +145,14 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
                 classes at once), as ``problem_type`` of the configuration says.
             num_items_in_batch: divisor of the summed loss, for a step of several batches or ranks. Default: the number
                 of labels, without those that are -100.
-            Others: as in `LigerForCausalLM.forward`. The last token is the last one that is not ``pad_token_id``; of
-                ``inputs_embeds`` it is the last one.
+            Others: as in `LigerForCausalLM.forward`. The scored token is the last one that is not ``pad_token_id``, or
+                the last row of ``inputs_embeds``.
 
         Returns:
             ``SequenceClassifierOutputWithPast`` with ``logits`` [B, num_labels]; without ``return_dict`` a tuple.
 
         Raises:
-            ValueError: there are several texts and no ``pad_token_id``; otherwise as `LigerForCausalLM.forward`.
+            ValueError: there are several texts and no ``pad_token_id``; or for a reason of `LigerForCausalLM.forward`.
         """
         inputs.pop("margin", None)  # TRL's RewardTrainer passes it on, and subtracts it by itself
         out = self.model(
@@ -158,7 +160,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             **inputs,
         )  # fmt: skip
 
-        # The last token of each text that is not padding: [B, C].
+        # The hidden state of the last token that is not padding: [B, T, C] -> [B, C].
         hidden, pad = out.last_hidden_state, self.config.get_text_config().pad_token_id
         rows = torch.arange(len(hidden), device=hidden.device)
         if pad is None and len(rows) != 1:
@@ -171,6 +173,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             last = (torch.arange(input_ids.shape[1], device=input_ids.device) * (input_ids != pad)).argmax(1)
         logits = self.score(hidden[rows, last])  # [B, num_labels]
 
+        # The loss is a mean over the labels of this batch; a step of several batches divides by all of its labels.
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=None, labels=labels, pooled_logits=logits, config=self.config)
