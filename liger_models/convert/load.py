@@ -486,7 +486,11 @@ def check_tensors(
             message += f" Unexpected: {some(unexpected, len(unexpected))}."
         todo = f"Check that {CONFIG} and the weights belong to the same model."
         if not unexpected and [name.endswith("lm_head.weight") for name in missing] == [True]:
-            todo = f"If the head is the embedding, set tie_word_embeddings to true at the top level of {CONFIG}."
+            todo = (
+                f"If the head is the embedding, set tie_word_embeddings to true at the top level of {CONFIG}. If the "
+                "model was saved without its head, load it with liger_models.hf.LigerModel for hidden states. For a "
+                "new head, pass ignore_mismatched_sizes=True to the class of liger_models.hf."
+            )
         raise ValueError(f"{message} {todo}")
 
     # Check dtypes and shapes.

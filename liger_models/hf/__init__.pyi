@@ -7,5 +7,6 @@ from liger_models.hf.auto import wrap as wrap
 from liger_models.hf.cache import LigerCache as LigerCache
 from liger_models.hf.classification import LigerForSequenceClassification as LigerForSequenceClassification
 from liger_models.hf.model import LigerForCausalLM as LigerForCausalLM
+from liger_models.hf.model import LigerModel as LigerModel
 
 def __getattr__(name: str) -> Any: ...

@@ -1,4 +1,4 @@
-"""The classes of `liger_models.hf`, one for each model type, and their place in transformers' auto classes."""
+"""The classes of `liger_models.hf`, one for each model type, and their registration in transformers' auto classes."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names),
 
 
 def model_class(model_type: str) -> type[LigerForCausalLM]:
-    """The class of a model type. It has the name of the class in transformers, because Trainer and others read names.
+    """The class of a model type. It has the name of transformers' class, because Trainer and other tools read the name.
 
     Raises:
         ValueError: there is no such architecture.
@@ -45,6 +45,7 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
         "__module__": "liger_models.hf",
         "config_class": config_class(model_type),
     }
+    # Families with images: the signature of the forward names their inputs, and the towers can be called alone.
     if arch.prompt_inputs:
         members["forward"] = _forward_with(arch.prompt_inputs)
         members["input_modalities"] = ("image", "text")
@@ -57,7 +58,7 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
 
 
 def classifier_class(model_type: str) -> type[LigerForSequenceClassification] | None:
-    """The class of a model type with a head for classification; None if transformers has none, or there are images."""
+    """The class of a model type with a head for classification; None without one in transformers, or with images."""
     arch: Any = get_arch(model_type)
     name = class_name(getattr(transformers, CLASSIFIER), model_type)
     return None if name is None or arch.prompt_inputs else _classifier_of(arch, model_type, name)
@@ -80,16 +81,18 @@ def _classes_of(model_type: str) -> list[Any]:
 
 def _name_of(arch: type[CausalLM]) -> str:
     name = format_of(arch).hf_class
+    # An architecture of a user's has a name without an ending, such as "MyModel".
     return name if name.endswith(tuple(AUTO_CLASSES_OF)) else f"{name}ForCausalLM"
 
 
 def _forward_with(names: tuple[str, ...]) -> Any:
-    """`LigerForCausalLM.forward` with a signature that names the inputs of a family: generate and Trainer read it."""
+    """`LigerForCausalLM.forward` with a signature that names a family's inputs: generate and Trainer read it."""
 
     @functools.wraps(LigerForCausalLM.forward)
     def forward(self: LigerForCausalLM, *args: Any, **inputs: Any) -> Any:
         return LigerForCausalLM.forward(self, *args, **inputs)
 
+    # The new parameters come after the usual ones and before **inputs.
     signature = inspect.signature(LigerForCausalLM.forward)
     *usual, others = signature.parameters.values()
     named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
@@ -111,10 +114,10 @@ def _features_of(self: LigerForCausalLM, *inputs: Tensor, **named: Tensor) -> Ba
 
 
 def find_class(name: str) -> Any:
-    """The class of this name.
+    """The class with this name.
 
     Raises:
-        AttributeError: there is none.
+        AttributeError: no model type has such a class.
     """
     for model_type in (*built_in(), *list_archs()):
         for hf_class in _classes_of(model_type):
@@ -126,9 +129,10 @@ def find_class(name: str) -> Any:
 
 
 def wrap(model: CausalLM) -> LigerForCausalLM:
-    """A model of this package as a model of transformers. Both share all weights."""
+    """Wrap a model of this package as a model of transformers. Both share all weights."""
     checkpoint = format_of(type(model))
     hf_class = model_class(checkpoint.model_type)
+    # The configuration of transformers, as a saved checkpoint would have it.
     content = write_config(model.config, model.hf_config, model.dtype)
     config: PreTrainedConfig = hf_class.config_class.from_dict(content)
     wrapped = hf_class(config, model)
@@ -139,16 +143,17 @@ def wrap(model: CausalLM) -> LigerForCausalLM:
 
 
 def register() -> None:
-    """Let transformers' auto classes return the models of this package, for every model type that it has.
+    """Let transformers' auto classes return the models of this package, for every model type that this package has.
 
     Afterwards ``AutoModelForCausalLM``, ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` and
-    ``AutoModelForSequenceClassification`` return them from ``from_pretrained`` and ``from_config``. Model types that
-    this package lacks still give transformers' own models, and so do its classes, such as
-    ``transformers.LlamaForCausalLM.from_pretrained``. A second call changes nothing.
+    ``AutoModelForSequenceClassification`` return these models from ``from_pretrained`` and ``from_config``. For other
+    model types they still return transformers' models. transformers' own classes, such as
+    ``transformers.LlamaForCausalLM``, do not change. A second call changes nothing.
 
     Raises:
         ValueError: another class has been registered for one of the model types.
     """
+    # All entries are checked before the first one changes.
     for auto_class, config, ours, _ in _entries():
         other = auto_class._model_mapping.get(config, None)
         allowed = other is None or other.__module__ == ours.__module__ or other.__module__.startswith("transformers.")
@@ -158,6 +163,7 @@ def register() -> None:
                 f"{other and other.__module__}.{other and other.__qualname__}. Do not register both, or use "
                 f"liger_models.hf.{ours.__name__}.from_pretrained."
             )
+    # AutoConfig does not know the model types of a user's architectures yet.
     for model_type in set(list_archs()) - set(built_in()):
         AutoConfig.register(model_type, config_class(model_type), exist_ok=True)
     for auto_class, config, ours, _ in _entries():
@@ -170,7 +176,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Let transformers' auto classes return its own classes again."""
+    """Let transformers' auto classes return transformers' own models again."""
     for auto_class, config, _, theirs in _entries():
         if theirs is not None:
             auto_class.register(config, theirs, exist_ok=True)
@@ -178,7 +184,7 @@ def unregister() -> None:
 
 @contextlib.contextmanager
 def registered() -> Iterator[None]:
-    """Context in which the models of this package are registered. Afterwards the auto classes return what they did."""
+    """Context in which the models of this package are registered. At its end the auto classes are as before."""
     before = [
         (auto_class, config, auto_class._model_mapping.get(config, None)) for auto_class, config, _, _ in _entries()
     ]
@@ -192,7 +198,7 @@ def registered() -> Iterator[None]:
 
 
 def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
-    """Auto class, class of configurations, our class, and transformers' class, for each model type."""
+    """(auto class, configuration class, our class, transformers' class), for each model type and auto class."""
     entries = []
     for model_type, ours in ((name, ours) for name in list_archs() for ours in _classes_of(name)):
         added = ours.config_class.__module__ == config_class.__module__  # transformers has no such model type
@@ -201,6 +207,7 @@ def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
             auto_class: Any = getattr(transformers, auto_name, None)
             if auto_class is None:
                 continue
+            # A new model type is a language model; the others are where transformers has a class of the same name.
             if (added and auto_name == AUTO_CLASSES[0]) or class_name(auto_class, model_type) == ours.__name__:
                 entries.append((auto_class, ours.config_class, ours, theirs))
     return entries

@@ -16,11 +16,11 @@ KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 class LigerCache(Cache):
-    """The ``past_key_values`` that a model returns, and takes for the following tokens.
+    """The ``past_key_values`` that a model returns and takes again with the next tokens.
 
     Attributes:
-        decode: the cache of the layers.
-        given: a cache of transformers in whose place this cache is; None if there is none.
+        decode: the cache of the model's layers.
+        given: the caller's cache of transformers, which gets the new tokens after the forward; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -30,16 +30,17 @@ class LigerCache(Cache):
 
     @classmethod
     def in_place_of(cls, past_key_values: object, *, allowed: bool) -> "LigerCache":
-        """A cache with the tokens of a cache of transformers.
+        """Make a cache with the tokens of a cache of transformers.
 
         Args:
-            past_key_values: transformers' ``DynamicCache``. Its tensors may require gradients, as those that PEFT's
-                prefix tuning learns.
-            allowed: whether the model caches keys and values only, so that such a cache can hold everything.
+            past_key_values: transformers' ``DynamicCache``. Its tensors may require gradients, because PEFT's prefix
+                tuning learns them.
+            allowed: whether the model caches nothing but keys and values, which are all that such a cache can hold.
 
         Raises:
-            ValueError: it is something else, or not allowed.
+            ValueError: ``past_key_values`` is no such cache, or ``allowed`` is False.
         """
+        # Quantized and static layers, and those of linear attention, keep something else than keys and values.
         layers = past_key_values.layers if isinstance(past_key_values, Cache) else None
         if layers is None or not allowed or not all(type(layer) in (*KEYS_AND_VALUES, DummyLayer) for layer in layers):
             known = "a DynamicCache, " if allowed else ""
@@ -61,17 +62,40 @@ class LigerCache(Cache):
         return cache
 
     def returned(self) -> Cache:
-        """The cache to return: this one, or that of transformers in whose place it is, with the new tokens."""
+        """The cache that the forward returns: this one, or the caller's cache with the new tokens."""
         if self.given is None:
             return self
+        # `update` appends, and drops what a layer with a window no longer needs.
         past = int(self.given.get_seq_length()) if self.given.layers else 0
         for i, (keys, values) in sorted(self.decode._layers.items()):
             new = (x[:, past : self.decode.length].transpose(1, 2) for x in (keys, values))  # [B, G, T, D]
             self.given.update(*new, i)
         return self.given
 
+    @property
+    def layers(self) -> list[Any]:
+        """A layer of transformers' caches for each layer, with views of its keys and values, [B, G, S, D].
+
+        They are for reading. A layer of linear attention is a ``DummyLayer``.
+        """
+        layers: list[Any] = []
+        for i in range(len(self)):
+            if i not in self.decode._layers:
+                layers.append(DummyLayer())
+                continue
+            layer = DynamicLayer()
+            keys, values = (x[:, : self.decode.length].transpose(1, 2) for x in self.decode._layers[i])
+            layer.keys, layer.values, layer.is_initialized = keys, values, True
+            layer.dtype, layer.device = keys.dtype, keys.device
+            layers.append(layer)
+        return layers
+
+    @layers.setter
+    def layers(self, _: list[Any]) -> None:
+        """Nothing: transformers' constructor sets it."""
+
     def __len__(self) -> int:
-        return len(self.decode._layers)
+        return 1 + max((*self.decode._layers, *self.decode._states), default=-1)
 
     def __repr__(self) -> str:
         return f"LigerCache({self.get_seq_length()} tokens)"
@@ -81,24 +105,24 @@ class LigerCache(Cache):
         return self.decode.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """−1: there is no maximum."""
+        """−1, because there is no maximum."""
         return -1
 
     @property
     def max_cache_len(self) -> int:
-        """`get_max_length` under the name by which PEFT asks."""
+        """`get_max_length` under the name that PEFT reads."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Number of keys for so many queries, and the index of the first."""
+        """The number of keys for ``query_length`` queries, and the index of the first key."""
         return self.decode.length + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select the rows that beam search continues."""
+        """Select the rows that beam search continues; ``beam_idx`` is [B] int64."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Select, repeat or reorder the rows."""
+        """Select, repeat or reorder the rows; ``indices`` is [B'] int64."""
         self.decode.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -106,11 +130,11 @@ class LigerCache(Cache):
         self.decode.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; ``tokens_to_remove`` is minus their number.
+        """Remove the last tokens. ``tokens_to_remove`` is 0 or negative: minus the number of tokens.
 
         Raises:
-            ValueError: the number is positive, as in transformers' own caches; or there are states of linear attention,
-                from which no token can be taken.
+            ValueError: ``tokens_to_remove`` is positive, which transformers' caches refuse as well; or the cache holds
+                states of linear attention, from which tokens cannot be removed.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -122,27 +146,28 @@ class LigerCache(Cache):
                 "crop: the cache must hold keys and values only, got states of linear attention, from which no token "
                 "can be taken. Generate without assistant_model and prompt_lookup_num_tokens."
             )
+        # The tensors keep their rows, which the next tokens overwrite.
         self.decode.length -= min(-tokens_to_remove, self.decode.length)
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.decode.length = 0
         self.decode.extra.clear()
 
     @property
     def batch_size(self) -> int:
-        """Number of rows; −1 before the first token."""
+        """The number of rows; −1 before the first token."""
         layers = itertools.chain(self.decode._layers.values(), self.decode._states.values())
         return next((len(tensors[0]) for tensors in layers), -1)
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there are tokens."""
+        """Whether the cache holds tokens."""
         return self.decode.length > 0
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` leaves no trace."""
+        """Whether `crop` can remove tokens."""
         return not self.decode.is_recurrent
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from liger_models.convert.config_map import read_config
 from liger_models.convert.files import FLOATS, StoredTensor, as_dtype, open_files, read_headers, read_whole, some
 from liger_models.convert.format import format_of
 from liger_models.convert.hub import download
-from liger_models.convert.load import load_pretrained, pick_map, read_assets
+from liger_models.convert.load import load_pretrained, of_whole_model, pick_map, read_assets
 from liger_models.convert.save import save_pretrained
 from liger_models.convert.tensors import as_stored, load_hf_tensors
 from liger_models.distributed.ranks import rank, wait_for_ranks
@@ -48,24 +48,24 @@ _IGNORED = [
     "disable_mmap",
     "mirror",
 ]
-"""Arguments of transformers' ``from_pretrained`` that change nothing here."""
+"""Arguments of transformers' ``from_pretrained`` that are accepted and have no effect."""
 
 
 class Mismatch(NamedTuple):
-    """A tensor whose shape in a checkpoint is not the model's, as transformers lists it."""
+    """A tensor that has another shape in a checkpoint than in the model, as transformers reports it."""
 
     name: str
     stored: tuple[int, ...]
     expected: tuple[int, ...]
 
 
-class Checkpoint:
-    """Loading and saving of a model with a head."""
+class Loading:
+    """Loading of a model: a body, or a body with a head."""
 
     config_class: Any
     config: Any
     generation_config: Any
-    model: Any
+    get_decoder: Any
 
     @classmethod
     def from_pretrained(
@@ -92,17 +92,17 @@ class Checkpoint:
 
         Args:
             pretrained_model_name_or_path: folder, or name on the hub; None with ``config`` and ``state_dict``.
-            config: another configuration than the checkpoint's.
-            dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for the checkpoint's.
+            config: replaces the configuration of the checkpoint.
+            dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for the dtype of the checkpoint.
             torch_dtype: older name of ``dtype``.
             device_map: one device, "auto" (the accelerator, or the CPU), or a dict that names only one.
             cache_dir, force_download, local_files_only, token, revision: as in huggingface_hub.
             subfolder: subfolder of a folder on this machine.
-            generation_config: defaults of ``generate``, other than the checkpoint's.
-            output_loading_info: also return a dict of sets. Its ``mismatched_keys`` and, for a head that classifies,
-                ``missing_keys`` name the tensors that were drawn; everything else that does not match is an error.
-            ignore_mismatched_sizes: draw the tensors that have another shape in the checkpoint, with a warning, instead
-                of raising an error.
+            generation_config: replaces the checkpoint's defaults of ``generate``.
+            output_loading_info: also return a dict of sets. Its ``missing_keys`` and ``mismatched_keys`` name the
+                tensors that were drawn. Everything else that does not match is an error.
+            ignore_mismatched_sizes: draw the tensors that have another shape in the checkpoint, and a head that the
+                checkpoint lacks, with a warning, instead of raising an error.
             state_dict: tensors to load instead of the checkpoint's, under the names of a checkpoint or of the model.
             options: values of the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments of
                 transformers that say how to load are ignored.
@@ -111,6 +111,7 @@ class Checkpoint:
             FileNotFoundError: the folder or a file in it is missing.
             ValueError: the content of a file does not match the model, or an argument is not supported.
         """
+        # Without a folder: a configuration and tensors.
         dtype = torch_dtype if dtype is None else dtype
         if pretrained_model_name_or_path is None:
             if not isinstance(config, PreTrainedConfig) or state_dict is None:
@@ -139,7 +140,7 @@ class Checkpoint:
         config_: Any = config
         if not isinstance(config, PreTrainedConfig):
             config_, options = cls.config_class.from_pretrained(config or folder, return_unused_kwargs=True, **options)
-        config_ = copy.deepcopy(config_)
+        config_ = copy.deepcopy(config_)  # the caller's own stays as it is
         if "attn_implementation" in options:
             config_._attn_implementation = options.pop("attn_implementation")
         _check_options(options, config_, folder)
@@ -152,10 +153,11 @@ class Checkpoint:
             model, missing, mismatched = cls._load(config_, folder, dtype, device, ignore_mismatched_sizes)
         else:
             model = cls._from_state_dict(config_, state_dict, dtype, device)
+        # What was drawn, and what the configuration now says of the weights.
         if missing or mismatched:
             drawn = [*missing, *(f"{name} {list(old)} -> {list(new)}" for name, old, new in mismatched)]
             logger.warning(f"{cls.__name__}: weights that {folder} lacks are drawn: {some(drawn)}. Train the model.")
-        decoder = model.model.decoder
+        decoder = model.get_decoder().decoder
         if hasattr(config_, "quantization_config"):  # MXFP4, which was read dequantized
             del config_.quantization_config
         config_.dtype = decoder.dtype
@@ -184,21 +186,26 @@ class Checkpoint:
         device: torch.device,
         ignore_mismatched_sizes: bool,
     ) -> tuple[Any, list[str], list[Mismatch]]:
-        """The model with the weights in a folder, and the tensors that were drawn."""
+        """Load a model from a folder; return it, and the missing and the mismatched tensors, which were drawn."""
         arch, hf_config = get_arch(config.model_type), to_json(config)
+        missing: list[str] = []
         mismatched: list[Mismatch] = []
+        # Compare the headers of the files with a model without memory.
         if ignore_mismatched_sizes:
             stored = read_headers(folder)
             ours = read_config(arch.config_class, hf_config, tensors=len(stored))
             with torch.device("meta"):
-                mismatched = find_mismatched(arch(ours), stored)
-        if mismatched:
+                twin = arch(ours)
+            stored = of_whole_model(stored, format_of(arch).file_maps(ours))
+            missing, mismatched = find_missing_head(twin, stored), find_mismatched(twin, stored)
+        # The usual way refuses a checkpoint that lacks anything, and needs no memory for drawn weights.
+        if missing or mismatched:
             decoder = arch.from_config(ours, dtype=as_dtype_of(stored, dtype), device=device)
-            fill_decoder(decoder, stored, mismatched)
+            fill_decoder(decoder, stored, [*missing, *(name for name, _, _ in mismatched)])
             decoder.hf_config, decoder.assets = hf_config, read_assets(folder, hf_config)
         else:
             decoder = load_pretrained(arch, folder, dtype=dtype, device=device, hf_config=hf_config)
-        return cls(config, decoder), [], mismatched  # type: ignore[call-arg]
+        return cls(config, decoder), missing, mismatched  # type: ignore[call-arg]
 
     @classmethod
     def _from_state_dict(
@@ -208,7 +215,7 @@ class Checkpoint:
         dtype: torch.dtype | str | None,
         device: torch.device,
     ) -> Any:
-        """A model with the tensors of a state dict, in their dtype unless another one is given."""
+        """Build a model with the tensors of a state dict, in the dtype of these unless another one is given."""
         floats = (tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())
         stored = next(floats, torch.float32)
         target = stored if dtype in (None, "auto") else as_dtype("from_pretrained: dtype", dtype)
@@ -219,7 +226,13 @@ class Checkpoint:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Nothing: the class is installed, so that no checkpoint needs a copy of its code."""
+        """Do nothing: the class is installed, so no checkpoint needs a copy of its code."""
+
+
+class Checkpoint(Loading):
+    """Loading and saving of a model with a head."""
+
+    model: Any
 
     def save_pretrained(
         self,
@@ -236,12 +249,12 @@ class Checkpoint:
         Args:
             save_directory: created if it does not exist.
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
-            state_dict: whole tensors to save instead of the parameters, under the names of `state_dict`. An empty one
-                leaves the tensors out: Trainer gives it where DeepSpeed writes them, in shards.
+            state_dict: whole tensors to save instead of the parameters, under the names of `state_dict`. With an empty
+                dict no tensors are written: Trainer passes it where DeepSpeed writes them in shards.
             push_to_hub: upload the folder afterwards; ``options`` are arguments of ``push_to_hub``.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             auto_map: see `liger_models.convert.save.save_pretrained`.
-            options: arguments of transformers that do not change the format are ignored.
+            options: arguments of transformers that do not change the format, which are ignored.
 
         Raises:
             ValueError: parameters have no name in a checkpoint, or an option is not supported.
@@ -253,6 +266,7 @@ class Checkpoint:
             )
             return
 
+        # Options: some belong to the upload, some change nothing.
         repo_id = options.pop("repo_id", None)
         upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
         usual = {"safe_serialization", "save_peft_format", "save_original_format", "save_function"}
@@ -262,7 +276,7 @@ class Checkpoint:
         if self._without_tensors(save_directory, is_main_process, state_dict):
             return
 
-        # The tensors, under the names of the decoder's parameters.
+        # The tensors, under the names of the decoder's parameters. All ranks take part in gathering sharded ones.
         self.model.apply_edits()
         parameters = dict(hf_model.named_parameters(remove_duplicate=False))
         if state_dict is None and any(map(is_sharded, parameters.values())):
@@ -281,7 +295,7 @@ class Checkpoint:
                 "resize_token_embeddings."
             )
 
-        # The other files.
+        # The other files. The defaults of generate replace those that were loaded.
         config = copy.deepcopy(self.config)
         config.architectures, config.dtype = [type(self).__name__], tensors["embed_tokens.weight"].dtype
         assets = {GENERATION_CONFIG: self.generation_config.to_json_string().encode()}
@@ -296,7 +310,7 @@ class Checkpoint:
     def _without_tensors(
         self, folder: str | os.PathLike[str], is_main_process: bool, state_dict: Mapping[str, Tensor] | None
     ) -> bool:
-        """Whether an empty ``state_dict`` is given; then rank 0 writes the configurations."""
+        """Whether ``state_dict`` is empty. If it is, rank 0 writes the configurations."""
         if state_dict is None or state_dict:
             return False
         if is_main_process and rank() == 0:
@@ -312,10 +326,11 @@ class Checkpoint:
 
         A part of a checkpoint, such as one of its files, may be loaded with ``strict=False``.
         """
+        # The model's own names.
         if any(name.startswith(PREFIX) for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
-        # The layout whose names are closest to those given.
+        # The names of a checkpoint: choose the layout that has most of them.
         self.model.apply_edits()
         decoder = self.model.decoder
         parameters = dict(decoder.named_parameters())
@@ -339,6 +354,7 @@ class Checkpoint:
         shapes = {name: tensor.shape for name, tensor in weights.shapes(parameters).items()}
         check_shapes("load_state_dict", find_mismatched_shapes(shapes, state_dict))
 
+        # Pack the tensors of each parameter, and copy or assign the result.
         with torch.no_grad(), decoder._sharing():
             for ours, expression in weights.entries.items():
                 parameter = parameters[ours]
@@ -347,7 +363,7 @@ class Checkpoint:
                     tensors = {name: tensor.to(parameter.device, parameter.dtype) for name, tensor in tensors.items()}
                 if not tensors:
                     continue
-                if len(tensors) < len(expression.names()):  # the others stay
+                if len(tensors) < len(expression.names()):  # one file of several: the other tensors stay
                     tensors = expression.unpack(parameter.detach()) | tensors
                 packed = expression.pack(tensors)
                 if assign:
@@ -360,7 +376,7 @@ class Checkpoint:
 
 
 def find_mismatched_shapes(expected: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Mismatch]:
-    """The tensors of a checkpoint, or of a state dict, that have other shapes than the model's."""
+    """The tensors of a checkpoint, or of a state dict, whose shapes differ from the model's."""
     return [
         Mismatch(name, tuple(stored[name].shape), tuple(shape))
         for name, shape in expected.items()
@@ -369,14 +385,22 @@ def find_mismatched_shapes(expected: Mapping[str, Any], stored: Mapping[str, Any
 
 
 def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> list[Mismatch]:
-    """The tensors of a checkpoint that have other shapes than those of a model."""
+    """The tensors of a checkpoint whose shapes differ from a model's."""
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
     return find_mismatched_shapes({name: each.shape for name, each in weights.shapes(parameters).items()}, stored)
 
 
+def find_missing_head(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> list[str]:
+    """The tensors of the head, if a checkpoint lacks them."""
+    parameters = dict(decoder.named_parameters())
+    entries = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters).entries
+    names = entries["lm_head.weight"].names() if "lm_head.weight" in entries else ()
+    return [name for name in names if name not in stored]
+
+
 def check_shapes(where: str, mismatched: list[Mismatch]) -> None:
-    """Raise ValueError if there are tensors of other shapes."""
+    """Raise ValueError if ``mismatched`` is not empty."""
     if mismatched:
         differences = [f"{name} {list(old)}, not {list(new)}" for name, old, new in mismatched]
         raise ValueError(
@@ -385,53 +409,79 @@ def check_shapes(where: str, mismatched: list[Mismatch]) -> None:
         )
 
 
-def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], mismatched: list[Mismatch]) -> None:
-    """Read the tensors of a checkpoint into a model, one by one, except those of other shapes, which stay as drawn.
+def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], names: Collection[str]) -> None:
+    """Read the tensors of a checkpoint into a model, one by one, except some, which stay as drawn.
 
     Args:
         decoder: the model.
         stored: the checkpoint's tensors by name.
-        mismatched: those of other shapes.
+        names: names of the tensors that stay: the checkpoint lacks them, or has them in other shapes.
     """
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
-    names = {name for name, _, _ in mismatched}
+    # Copies of the drawn tensors, under the names of a checkpoint: a packed parameter may hold drawn and read ones.
     drawn = {
         name: tensor.clone()
         for ours, expression in weights.entries.items()
-        if names & {*expression.names()}
+        if {*names} & {*expression.names()}
         for name, tensor in expression.unpack(parameters[ours].detach()).items()
         if name in names
     }
 
     def read() -> Iterator[tuple[str, Tensor]]:
+        yield from drawn.items()
         for name, tensor in stored.items():
             if name in drawn:
-                yield name, drawn[name]
                 continue
+            # Tensors of no parameter are kept for the next save, or passed over.
             with open_files() as files:
                 if name.startswith(weights.kept):
                     decoder.kept_tensors[name] = read_whole(files, tensor).clone()
-                elif not weights.passes_over(name) or not mismatched:
+                elif not weights.passes_over(name) or not drawn:
                     yield name, read_whole(files, tensor)
 
     load_hf_tensors(decoder, read())
 
 
+def load_body(
+    where: str, decoder: CausalLM, folder: Path, stored: Mapping[str, StoredTensor], *, draws: bool
+) -> list[Mismatch]:
+    """Read a checkpoint into a decoder whose head has no weight, and return the tensors of other shapes.
+
+    Args:
+        where: name of the class, for errors.
+        decoder: the model, whose head is tied.
+        folder: the checkpoint.
+        stored: its tensors by name. Those of heads are left out.
+        draws: whether tensors of other shapes stay as drawn.
+
+    Raises:
+        ValueError: tensors are missing or unexpected, or have other shapes and ``draws`` is False.
+    """
+    body = {name: tensor for name, tensor in stored.items() if not name.endswith(("lm_head.weight", "score.weight"))}
+    body = of_whole_model(body, format_of(type(decoder)).file_maps(decoder.config))
+    mismatched = find_mismatched(decoder, body)
+    if not draws:
+        check_shapes(f"{where}: {folder}", mismatched)
+    fill_decoder(decoder, body, [name for name, _, _ in mismatched])
+    return mismatched
+
+
 def as_dtype_of(stored: Mapping[str, StoredTensor], dtype: torch.dtype | str | None) -> torch.dtype:
-    """The dtype with this name; of None and "auto" the dtype of the first tensor of a checkpoint."""
+    """The dtype with this name; for None and "auto", the dtype of the first tensor of the checkpoint."""
     if dtype is None or dtype == "auto":
         return FLOATS.get(next(iter(stored.values())).dtype, torch.bfloat16)
     return as_dtype("from_pretrained: dtype", dtype)
 
 
 def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint of the decoder, gathered from all ranks, without those of its head.
+    """The tensors of the decoder without its head, under the names of a checkpoint, gathered from all ranks.
 
     Args:
         decoder: the model.
-        parameters: the tensors under the names of the decoder's parameters. The head's is ignored.
+        parameters: the tensors under the names of the decoder's parameters. The tensor of the head is ignored.
     """
+    # An untied head is a parameter that the weight map asks for: an empty tensor stands for it, and is left out.
     tied = decoder.config.tie_word_embeddings
     head = {} if tied else {"lm_head.weight": torch.empty(0)}
     body = {name: tensor for name, tensor in parameters.items() if name != "lm_head.weight"}
@@ -441,7 +491,7 @@ def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[st
 
 
 def _loading_info(missing: list[str], mismatched: list[Mismatch]) -> dict[str, Any]:
-    """What from_pretrained returns with ``output_loading_info``."""
+    """The second result of from_pretrained with ``output_loading_info``, as in transformers."""
     return {
         "missing_keys": {*missing},
         "unexpected_keys": set(),
@@ -451,7 +501,7 @@ def _loading_info(missing: list[str], mismatched: list[Mismatch]) -> dict[str, A
 
 
 def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Path) -> None:
-    """Raise ValueError for an adapter in place of a model, and for arguments of ``from_pretrained`` without effect."""
+    """Raise ValueError if the folder holds an adapter, or if arguments of ``from_pretrained`` are not supported."""
     adapter = (options.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
     if (folder / "adapter_config.json").is_file():
         adapter = folder
@@ -477,6 +527,7 @@ def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Pa
 
 def _without_values() -> bool:
     """Whether the caller's context gives parameters no values, as Accelerate's ``init_empty_weights`` does."""
+    # Accelerate replaces register_parameter, so a parameter tells.
     probe = nn.Module()
     probe.weight = nn.Parameter(torch.empty(0))
     return probe.weight.is_meta
@@ -493,6 +544,7 @@ def _device(device_map: Any) -> torch.device:
     (device,) = devices
     if device is None:
         return torch.device("cpu")
+    # A number is an accelerator's; "auto" is the current accelerator, or the CPU without one.
     if device != "auto" and not isinstance(device, int):
         return torch.device(device)
 

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.config_map import read_config
 from liger_models.convert.files import open_safetensors, read_headers
 from liger_models.hf.checkpoint import (
     PREFIX,
@@ -22,38 +20,19 @@ from liger_models.hf.checkpoint import (
     as_dtype_of,
     body_tensors,
     check_shapes,
-    fill_decoder,
-    find_mismatched,
     find_mismatched_shapes,
+    load_body,
 )
-from liger_models.hf.config import to_json
-from liger_models.hf.model import LigerModel, LigerPreTrainedModel
+from liger_models.hf.model import LigerModel, LigerPreTrainedModel, tied_decoder, without_head
 from liger_models.layers.linear import is_sharded
-from liger_models.layers.lm_head import LigerLMHead
 
 SCORE = "score.weight"
-
-
-class UnusedHead(LigerLMHead):
-    """The head of a decoder that nothing calls. Its weight is the embedding's, but no parameter.
-
-    FSDP cannot take a parameter that is in two modules unless both are in the same group, and Accelerate and others put
-    the embedding into a group of its own where a model returns no output embedding.
-    """
-
-    holder: tuple[CausalLM]
-    """The decoder, which is no submodule of its head."""
-
-    @property
-    def weight(self) -> Any:  # type: ignore[override]
-        """The weight of the embedding, whatever has replaced it."""
-        return self.holder[0].embed_tokens.weight
 
 
 class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
     """A body with a linear head on the last token of each text; `liger_models.hf` has a class for each model type.
 
-    The decoder is one whose head is tied to the embedding, so that it adds no parameter, and this head is not used.
+    The head of the decoder is not used. It is tied to the embedding, so that it adds no parameter.
 
     Args:
         config: configuration of transformers, as for the class of the same name there.
@@ -68,13 +47,9 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         if decoder is None:
             config = copy.deepcopy(config)  # the caller may build other models from it
         super().__init__(config)
-        decoder = _decoder(config) if decoder is None else decoder
-        head: Any = decoder.lm_head
-        head.__class__ = UnusedHead
-        head._parameters.clear()
-        head.holder = (decoder,)
-        self.model = LigerModel(config, decoder)
+        self.model = LigerModel(config, without_head(decoder or tied_decoder(config)))
         self.num_labels = config.num_labels
+        # The scores. PEFT finds them as `score`, and Trainer reads the number of labels.
         text = config.get_text_config()
         self.score = nn.Linear(text.hidden_size, config.num_labels, bias=False)
         nn.init.normal_(self.score.weight, std=getattr(text, "initializer_range", 0.02))
@@ -93,20 +68,16 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         device: torch.device,
         ignore_mismatched_sizes: bool,
     ) -> tuple[Any, list[str], list[Mismatch]]:
-        # The decoder is filled tensor by tensor: its tensors have the names of a model with a head.
+        # Tensor by tensor, because load_pretrained would refuse the scores, and a checkpoint without them.
         stored = read_headers(folder)
         target = as_dtype_of(stored, dtype)
         with device:
-            model = cls(config, _decoder(config).to(target))
-        body = {
-            name: tensor for name, tensor in stored.items() if name != SCORE and not name.endswith("lm_head.weight")
-        }
-        mismatched = find_mismatched(model.model.decoder, body)
+            model = cls(config, tied_decoder(config).to(target))
         scores = find_mismatched_shapes({SCORE: model.score.weight.shape}, stored)
         if not ignore_mismatched_sizes:
-            check_shapes(f"{cls.__name__}: {folder}", mismatched + scores)
-
-        fill_decoder(model.model.decoder, body, mismatched)
+            check_shapes(f"{cls.__name__}: {folder}", scores)
+        mismatched = load_body(cls.__name__, model.model.decoder, folder, stored, draws=ignore_mismatched_sizes)
+        # Without scores, as in the checkpoint of a causal model, they stay as drawn.
         if SCORE in stored and not scores:
             with open_safetensors(stored[SCORE].file) as opened, torch.no_grad():
                 model.score.weight.copy_(opened.get_tensor(SCORE))
@@ -122,7 +93,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         auto_map: bool = False,
         **options: Any,
     ) -> None:
-        """As transformers' method: writes a checkpoint that its class of the same name loads.
+        """Write a checkpoint that transformers' class of the same name loads.
 
         Raises:
             ValueError: parameters have no name in a checkpoint, or ``auto_map`` is True.
@@ -174,14 +145,14 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
                 classes at once), as ``problem_type`` of the configuration says.
             num_items_in_batch: divisor of the summed loss, for a step of several batches or ranks. Default: the number
                 of labels, without those that are -100.
-            Others: as in `LigerForCausalLM.forward`. The last token is the last one that is not ``pad_token_id``; of
-                ``inputs_embeds`` it is the last one.
+            Others: as in `LigerForCausalLM.forward`. The scored token is the last one that is not ``pad_token_id``, or
+                the last row of ``inputs_embeds``.
 
         Returns:
             ``SequenceClassifierOutputWithPast`` with ``logits`` [B, num_labels]; without ``return_dict`` a tuple.
 
         Raises:
-            ValueError: there are several texts and no ``pad_token_id``; otherwise as `LigerForCausalLM.forward`.
+            ValueError: there are several texts and no ``pad_token_id``; or for a reason of `LigerForCausalLM.forward`.
         """
         inputs.pop("margin", None)  # TRL's RewardTrainer passes it on, and subtracts it by itself
         out = self.model(
@@ -189,7 +160,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             **inputs,
         )  # fmt: skip
 
-        # The last token of each text that is not padding: [B, C].
+        # The hidden state of the last token that is not padding: [B, T, C] -> [B, C].
         hidden, pad = out.last_hidden_state, self.config.get_text_config().pad_token_id
         rows = torch.arange(len(hidden), device=hidden.device)
         if pad is None and len(rows) != 1:
@@ -202,6 +173,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             last = (torch.arange(input_ids.shape[1], device=input_ids.device) * (input_ids != pad)).argmax(1)
         logits = self.score(hidden[rows, last])  # [B, num_labels]
 
+        # The loss is a mean over the labels of this batch; a step of several batches divides by all of its labels.
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=None, labels=labels, pooled_logits=logits, config=self.config)
@@ -212,10 +184,3 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         )
         as_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
         return outputs if as_dict else outputs.to_tuple()
-
-
-def _decoder(config: PreTrainedConfig) -> CausalLM:
-    """A new decoder whose head has no weight of its own."""
-    arch = get_arch(config.model_type)
-    decoder: CausalLM = arch(read_config(arch.config_class, to_json(config) | {"tie_word_embeddings": True}))
-    return decoder

@@ -1,4 +1,4 @@
-"""Configurations: transformers' class for each model type, and this package's from it."""
+"""Configurations: transformers' class for each model type, and conversion to this package's class."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ from liger_models.convert.format import format_of
 
 @functools.cache
 def config_class(model_type: str) -> type[PreTrainedConfig]:
-    """The configuration class of a model type: transformers' class, or a new one for an architecture of a user's."""
+    """The configuration class of a model type: transformers' class, or a new class for an architecture of a user's."""
     try:
         return type(AutoConfig.for_model(model_type))
     except ValueError:
@@ -22,21 +22,22 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
 
 
 def to_json(config: PreTrainedConfig) -> dict[str, Any]:
-    """The content of the config.json that transformers writes."""
+    """The content of the config.json that transformers writes for a configuration."""
     content: dict[str, Any] = json.loads(config.to_json_string())
     return content
 
 
 def to_liger(config: PreTrainedConfig) -> Any:
-    """The configuration of this package's model.
+    """Convert a configuration of transformers to this package's class.
 
     Raises:
-        ValueError: a value is not supported.
+        ValueError: a value of the configuration is not supported.
     """
     return read_config(get_arch(config.model_type).config_class, to_json(config))
 
 
 def class_name(auto_class: Any, model_type: str) -> str | None:
     """The name of the class that an auto class of transformers has for a model type; None if it has none."""
+    # A mapping of names, which imports nothing. A family with several classes has a tuple instead of a name.
     names = auto_class._model_mapping._model_mapping
     return names.get(model_type) if isinstance(names.get(model_type), str) else None

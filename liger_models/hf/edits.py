@@ -1,9 +1,9 @@
-"""Edits of a model after it was built: of its configuration, its embedding and its head.
+"""Changes of a model after it was built: of its configuration, its embedding and its head.
 
-The layers of this package copy what they need from the configuration when they are built. `Edits` compares the
-configuration with a copy of it, before every forward and every save. If it was edited, a model is built on the meta
-device from either version. What their layers differ in is put into the layers of the model. Where parameters differ,
-the edit is refused.
+The layers of this package copy what they need from the configuration when they are built. Before every forward and
+every save, `Edits` compares the configuration with a copy. If a field was edited, it builds two models on the meta
+device, from the old and the new configuration. Attributes that differ between their layers are copied into the layers
+of the model. An edit that changes parameters is refused.
 """
 
 import copy
@@ -22,14 +22,14 @@ from liger_models.hf.config import to_liger
 from liger_models.layers.layer import Layer
 
 INERT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
-"""Fields that new models alone read. A model that is there computes the same with any value."""
+"""Fields that are read only when a model is built. An existing model computes the same with any value."""
 
 
 class Edits:
-    """The configurations of transformers and of this package with which a model was built or last compared.
+    """The configurations of transformers and of this package for which the layers of a model were built or updated.
 
     Args:
-        config: of transformers.
+        config: the configuration of transformers.
         decoder: the model.
     """
 
@@ -37,20 +37,20 @@ class Edits:
         self.record(config, decoder)
 
     def record(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """Take the configurations as those that the layers compute with."""
+        """Record that the layers compute with these configurations."""
         self.built, self.ours = copy.deepcopy(config), decoder.config
 
     def apply(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """Make the configuration of transformers, that of this package and the layers agree.
+        """Make both configurations and the layers agree.
 
         Args:
-            config: of transformers, whose fields may have been edited.
+            config: the configuration of transformers, whose fields may have been edited.
             decoder: the model, which may have been resized, tied, untied or merged.
 
         Raises:
-            ValueError: fields of ``config`` were edited in a way that needs other parameters, or have values that are
-                not supported.
+            ValueError: an edited field of ``config`` needs other parameters, or has a value that is not supported.
         """
+        # The model comes first: what was done to its weights is newer than any copy of a configuration.
         tied = _is_tied(decoder)
         if tied is not None and tied != decoder.config.tie_word_embeddings:
             decoder.config = dataclasses.replace(decoder.config, tie_word_embeddings=tied)
@@ -60,7 +60,7 @@ class Edits:
             self._apply_fields(config, decoder)
 
     def _follow(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """Write what was changed in the model into the configurations of transformers."""
+        """Write changes of the model into the configuration of transformers and into the copy of it."""
         before, after = self.ours, decoder.config
         for theirs in (config, self.built):
             text = theirs.get_text_config()
@@ -71,13 +71,14 @@ class Edits:
         self.ours = after
 
     def _apply_fields(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """Put what was edited in the configuration into the layers."""
+        """Update the layers after edits of the configuration."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unknown fields, as when the model was built
             old, new = to_liger(self.built), to_liger(config)
         fields = [
             field.name for field in dataclasses.fields(new) if getattr(old, field.name) != getattr(new, field.name)
         ]
+        # A tie is a matter of the weights, and inert fields change no layer. All others need a comparison of layers.
         tied = "tie_word_embeddings" in fields and _is_tied(decoder) is not None
         edited = [name for name in fields if name not in ("tie_word_embeddings", *INERT)]
         if edited:
@@ -95,14 +96,14 @@ class Edits:
 def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -> None:
     """Replace the embedding or the head.
 
-    A plain layer of PyTorch becomes a layer of this package with the constants of the old one, in place. Other modules
-    stay as they are.
+    A plain layer of PyTorch is converted in place to a layer of this package, with the constants of the old layer.
+    Other modules stay as they are.
 
     Args:
-        decoder: the model. Its ``vocab_size`` follows when both layers have another number of rows.
+        decoder: the model. Its ``vocab_size`` changes when the embedding and the head both have another number of rows.
         name: "embed_tokens" or "lm_head".
-        module: the new one.
-        where: name of the method, for the error.
+        module: the new embedding or head.
+        where: name of the method, for errors.
 
     Raises:
         ValueError: a plain layer has another width than the model, or a bias.
@@ -111,6 +112,7 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
     plain: type[nn.Module] = nn.Embedding if name == "embed_tokens" else nn.Linear
     if isinstance(old, Layer) and any(True for _ in old.children()):
         raise ValueError(f"{where}: the layer must have no adapters, got {type(old).__name__}. Call merge_lora first.")
+    # A plain layer: the caller's object changes its class, so that other references to it stay valid.
     new: Any = module
     if type(module) is plain and isinstance(old, Layer):
         layer: Any = old
@@ -125,6 +127,7 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
         vars(module).update(constants)
     setattr(decoder, name, module)
 
+    # Between two calls the sizes may differ; the configuration waits for the second one.
     layers: list[Any] = [layer for layer in (decoder.embed_tokens, decoder.lm_head) if isinstance(layer, Layer)]
     rows = {len(layer.weight) for layer in layers}
     if len(layers) == 2 and len(rows) == 1 and rows != {decoder.config.vocab_size}:
@@ -132,7 +135,7 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
 
 
 def _is_tied(decoder: CausalLM) -> bool | None:
-    """Whether the head is the embedding; None while PEFT or an unused head is in the place of either."""
+    """Whether the head shares the embedding's weight; None if PEFT has replaced one of them, or the head is unused."""
     head, embedding = decoder.lm_head, decoder.embed_tokens
     if "weight" not in head._parameters or "weight" not in embedding._parameters:
         return None
@@ -140,7 +143,7 @@ def _is_tied(decoder: CausalLM) -> bool | None:
 
 
 def _tie(decoder: CausalLM, tied: bool) -> None:
-    """Let the head share the weight of the embedding, or give it a copy."""
+    """Let the head share the weight of the embedding, or give the head a copy."""
     weight: Any = decoder.embed_tokens.weight
     if not tied:
         weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
@@ -149,22 +152,24 @@ def _tie(decoder: CausalLM, tied: bool) -> None:
 
 
 def _rebuild(arch: Any, fields: list[str], old: Any, new: Any, decoder: CausalLM) -> None:
-    """Put what the layers of a new configuration have otherwise than those of the old one into the model.
+    """Copy attributes in which layers of the new configuration differ from layers of the old one into the model.
 
     Args:
-        arch: the class of the model, without what distributes it.
-        fields: names of the fields that differ, for the error.
+        arch: the class of the model.
+        fields: names of the fields that differ, for errors.
         old, new: configurations of this package.
-        decoder: the model.
+        decoder: the model, which may be sharded or have adapters.
 
     Raises:
         ValueError: the new configuration needs other parameters or other layers.
     """
+    # Two models without memory. They must have the same modules, with parameters of the same shapes.
     with torch.device("meta"):
         before, after = (arch(config, decoder.kernels) for config in (old, new))
     twins, layers = dict(before.named_modules()), dict(decoder.named_modules())
     fits = _shapes(before) == _shapes(after) and twins.keys() == dict(after.named_modules()).keys()
 
+    # The attributes that differ. An adapted or wrapped layer may have no counterpart in the model.
     changes: list[tuple[nn.Module, str, Any]] = []
     for path, module in after.named_modules() if fits else ():
         twin, layer = twins[path], layers.get(path)
@@ -182,6 +187,7 @@ def _rebuild(arch: Any, fields: list[str], old: Any, new: Any, decoder: CausalLM
             f"{type(decoder).__name__}: a configuration may be edited after the model was built where the parameters "
             f"stay as they are, got {values}. {todo}"
         )
+    # Nothing has changed up to here, so a refused edit leaves the model as it was.
     for layer, name, value in changes:
         setattr(layer, name, value)
 
@@ -195,7 +201,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether configurations, or values in them, are equal. (Their own ``==`` may refuse to read fields of layers.)"""
+    """Whether configurations, or values in them, are equal; their own ``==`` may refuse to read some fields."""
     if isinstance(one, PreTrainedConfig) and type(one) is type(other):
         return _equal(vars(one), vars(other))
     if isinstance(one, dict) and isinstance(other, dict):

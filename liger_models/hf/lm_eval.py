@@ -1,6 +1,7 @@
 """The models of this package in lm-evaluation-harness, as its model ``liger_models``.
 
-``python -m liger_models.hf.lm_eval`` is its command ``lm_eval`` with this model. In Python import this module.
+``python -m liger_models.hf.lm_eval`` is the harness's command ``lm_eval`` with this model. In Python, import this
+module.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from liger_models.hf.auto import model_class
 
 @register_model("liger_models")
 class LigerLM(HFLM):
-    """lm-eval's model ``hf`` with a model of this package: it takes the arguments of ``hf``."""
+    """The harness's model ``hf`` on a model of this package. It takes the arguments of ``hf``."""
 
     _model: Any
 
@@ -25,6 +26,7 @@ class LigerLM(HFLM):
 
     def _create_model(self, *args: Any, peft: str | None = None, **options: Any) -> None:
         super()._create_model(*args, **options)
+        # PEFT finds the modules of an adapter by transformers' names.
         if peft:
             from peft import PeftModel
 

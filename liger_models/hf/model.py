@@ -1,4 +1,4 @@
-"""A model under the interface of transformers: body, head, loss, generation."""
+"""The models of this package under transformers' interface: body, head, loss, generation."""
 
 import copy
 import dataclasses
@@ -11,38 +11,41 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from transformers import AutoModel, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.common.errors import check_values, is_traced
+from liger_models.convert.config_map import read_config
+from liger_models.convert.files import read_headers
 from liger_models.distributed.ranks import rank
 from liger_models.hf.cache import LigerCache
-from liger_models.hf.checkpoint import Checkpoint, body_tensors
-from liger_models.hf.config import class_name, to_liger
+from liger_models.hf.checkpoint import Checkpoint, Loading, Mismatch, as_dtype_of, body_tensors, load_body
+from liger_models.hf.config import class_name, to_json, to_liger
 from liger_models.hf.edits import Edits, replace_layer
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
 from liger_models.layers.layer import Layer, layers_of
+from liger_models.layers.lm_head import LigerLMHead
 
 LOSS_TYPE = "ForCausalLM"
-"""``loss_type`` of the loss that the head computes."""
+"""The ``loss_type`` of the loss that this package's head computes."""
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-"""Values of ``attn_implementation`` that are accepted. The kernel is chosen by the batch, whatever the value."""
+"""Accepted values of ``attn_implementation``. The batch decides which kernel runs, whatever the value."""
 
 
 def find_documents(position_ids: Tensor) -> Tensor | None:
-    """The bounds of packed documents as ``cu_seqlens``: each position 0 starts one. None if every row is one document.
+    """The bounds of packed documents, [n + 1] int64; each position 0 starts a document. None if each row is a document.
 
-    Reading the positions synchronizes once in each forward, as transformers' flash attention does in each layer. With
-    ``cu_seq_lens_q``, which ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` returns, nothing is read.
+    Reading the positions synchronizes once per forward; transformers' flash attention does so in every layer. With
+    ``cu_seq_lens_q``, from ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, nothing is read.
 
     Args:
         position_ids: [B, T] integers.
 
     Raises:
-        ValueError: a position falls, but not to 0. On a GPU this is a device-side assertion.
+        ValueError: a position falls to another number than 0. On a GPU this is a device-side assertion.
     """
     starts = position_ids == 0
     check_values(
@@ -50,7 +53,8 @@ def find_documents(position_ids: Tensor) -> Tensor | None:
         "forward: position_ids of packed documents must start at 0 and rise in each document, got others, which do not "
         "say where a document ends. Pass the documents' bounds as cu_seqlens.",
     )
-    starts[:, 0] = True  # rows of a batch are documents of their own, too
+    starts[:, 0] = True  # each row of the batch starts a document, too
+    # [B, T] -> [n], the places of the starts among the B · T tokens, and then their number.
     bounds = starts.flatten().nonzero()[:, 0]
     return None if len(bounds) == len(starts) else nn.functional.pad(bounds, (0, 1), value=starts.numel())
 
@@ -62,7 +66,7 @@ class LigerPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: the decoder draws or loads its weights itself."""
+        """Do nothing: the decoder draws or loads its weights itself."""
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
         name = attn_implementation or "sdpa"
@@ -74,7 +78,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         return name
 
     def to(self, *args: Any, **options: Any) -> Any:
-        """As `torch.nn.Module.to`; the error for parameters without values says how to load them."""
+        """`torch.nn.Module.to`, with an error that says how to load parameters that have no values yet."""
         try:
             return super().to(*args, **options)
         except NotImplementedError as error:
@@ -110,10 +114,10 @@ class LigerPreTrainedModel(PreTrainedModel):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> Any:
-        """Resize embedding, head and ``vocab_size``; new rows are the mean of the old.
+        """Resize embedding, head and ``vocab_size``. New rows are the mean of the old rows.
 
         Raises:
-            ValueError: as in `CausalLM.resize_token_embeddings`, or ``mean_resizing`` is False.
+            ValueError: ``mean_resizing`` is False, or for a reason of `CausalLM.resize_token_embeddings`.
         """
         if not mean_resizing:
             raise ValueError(
@@ -122,6 +126,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         if new_num_tokens is None and pad_to_multiple_of is None:
             return self.get_input_embeddings()
 
+        # The decoder changes its own configuration; the edits carry that over to the configuration of transformers.
         body = self.get_decoder()
         body.decoder.resize_token_embeddings(new_num_tokens or body.decoder.config.vocab_size, pad_to_multiple_of)
         body.apply_edits()
@@ -145,7 +150,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         decoder.activation_checkpointing_enable(every_n_layers=every_n_layers, offload=offload)
 
     def activation_checkpointing_disable(self) -> None:
-        """Save all activations."""
+        """Stop recomputing activations."""
         self.get_decoder().decoder.set_checkpointing("none")
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None, **options: Any) -> None:
@@ -159,54 +164,108 @@ class LigerPreTrainedModel(PreTrainedModel):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: object = None, every_n_layers: int = 1
     ) -> None:
-        # What transformers' own methods call. Tools that have methods of their own, as LLaMA-Factory, call it, too.
+        # transformers' own methods call it, and so do tools that bring their own methods, such as LLaMA-Factory.
         if enable:
             self.activation_checkpointing_enable(every_n_layers=every_n_layers)
         else:
             self.activation_checkpointing_disable()
 
 
+class UnusedHead(LigerLMHead):
+    """A head that nothing calls. Its weight is the embedding's, which is no parameter of the head.
+
+    FSDP needs both modules of a shared parameter in one group. Accelerate and other tools, however, give the embedding
+    a group of its own if a model has no output embedding.
+    """
+
+    holder: tuple[CausalLM]
+    """The decoder, which is no submodule of its head."""
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        """The weight of the current embedding, which may have been replaced."""
+        return self.holder[0].embed_tokens.weight
+
+
+def tied_decoder(config: PreTrainedConfig) -> CausalLM:
+    """A new decoder whose head is the embedding, whatever the configuration says."""
+    arch = get_arch(config.model_type)
+    decoder: CausalLM = arch(read_config(arch.config_class, to_json(config) | {"tie_word_embeddings": True}))
+    return decoder
+
+
+def without_head(decoder: CausalLM) -> CausalLM:
+    """Turn the head of a decoder, which is tied, into an `UnusedHead`, and return the decoder."""
+    head: Any = decoder.lm_head
+    head.__class__ = UnusedHead
+    head._parameters.clear()
+    head.holder = (decoder,)
+    return decoder
+
+
 PARTS = ("embed_tokens", "layers", "norm", "visual")
-"""Parts of the decoder that the body has under the same names, to freeze or to replace them."""
+"""Parts of the decoder that are attributes of the body, too, so that they can be frozen or replaced."""
 
 
-class LigerModel(LigerPreTrainedModel):
+class LigerModel(Loading, LigerPreTrainedModel):
     """The body: returns hidden states.
 
-    Its parameters are those of the decoder without the head, which belongs to the model with a head alone:
-    ``base_model.requires_grad_(False)`` leaves it trainable.
+    ``from_pretrained`` loads it from the checkpoint of any family, with or without a head.
+
+    The head of the decoder is no parameter of the body: ``base_model.requires_grad_(False)`` leaves it trainable.
 
     Args:
         config: configuration of transformers.
-        decoder: a model of this package.
+        decoder: a model of this package. Default: a new one without a head, with drawn weights.
     """
 
-    def __init__(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
+    config_class = AutoConfig  # the families have no class of their own for the body
+
+    def __init__(self, config: PreTrainedConfig, decoder: CausalLM | None = None) -> None:
+        if decoder is None:
+            config = copy.deepcopy(config)  # the caller may build other models from it
+            decoder = without_head(tied_decoder(config))
         super().__init__(config)
         self.decoder = decoder
         self.edits = Edits(config, decoder)
         self.post_init()
 
+    @classmethod
+    def _load(
+        cls,
+        config: PreTrainedConfig,
+        folder: Path,
+        dtype: torch.dtype | str | None,
+        device: torch.device,
+        ignore_mismatched_sizes: bool,
+    ) -> tuple[Any, list[str], list[Mismatch]]:
+        stored = read_headers(folder)
+        with device:
+            model = cls(config, without_head(tied_decoder(config).to(as_dtype_of(stored, dtype))))
+        mismatched = load_body(cls.__name__, model.decoder, folder, stored, draws=ignore_mismatched_sizes)
+        return model, [], mismatched
+
     @property
     def caches_only_keys(self) -> bool:
-        """Whether decoding needs keys and values only: no states of linear attention, and nothing of images."""
+        """Whether decoding reads keys and values only: no states of linear attention, and nothing about images."""
         recurrent = any(isinstance(layer, LigerGatedDeltaNet) for layer in layers_of(self.decoder))
         return not recurrent and not self.decoder.prompt_inputs
 
     def apply_edits(self) -> None:
-        """Let the layers follow the configuration, and the configuration what was resized, tied or untied."""
+        """Update the layers after edits of the configuration, and the configuration after changes of the model."""
         self.edits.apply(self.config, self.decoder)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the body, without the head's."""
+        """The parameters of the body, without the head."""
         head = f"{prefix}{'.' if prefix else ''}decoder.lm_head."
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             if not name.startswith(head):
                 yield name, parameter
 
     def __getattr__(self, name: str) -> Any:
+        # The parts come first: a part that is missing, such as a tower, is then an error of the decoder.
         if name in PARTS:
             return getattr(self.decoder, name)
         try:
@@ -235,7 +294,7 @@ class LigerModel(LigerPreTrainedModel):
         max_shard_size: int | str = "50GB",
         **options: Any,
     ) -> None:
-        """Write a checkpoint that ``AutoModel`` loads: that of the model with a head, without the head.
+        """Write a checkpoint without a head, which ``AutoModel`` loads.
 
         Args:
             save_directory: created if it does not exist.
@@ -243,11 +302,12 @@ class LigerModel(LigerPreTrainedModel):
             state_dict: whole tensors to save instead of the parameters, under their names in the body.
             push_to_hub: upload the folder afterwards; ``options`` are arguments of ``push_to_hub``.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
-            options: other arguments of transformers are ignored.
+            options: other arguments of transformers, which are ignored.
 
         Raises:
             ValueError: parameters have no name in a checkpoint.
         """
+        # The names of a checkpoint, and all shards of a tensor: every rank takes part.
         self.apply_edits()
         parameters = dict(self.named_parameters()) if state_dict is None else state_dict
         parameters = {name.removeprefix("decoder."): tensor for name, tensor in parameters.items()}
@@ -257,7 +317,7 @@ class LigerModel(LigerPreTrainedModel):
             config.architectures = [class_name(AutoModel, config.model_type) or type(self).__name__]
             config.dtype = self.decoder.dtype
             config.save_pretrained(save_directory)
-            # Matrices of experts are views of one tensor, which would be written whole.
+            # Each matrix of experts is a view of one tensor, which safetensors would refuse or write whole.
             tensors = {
                 name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
                 for name, tensor in tensors.items()
@@ -283,7 +343,7 @@ class LigerModel(LigerPreTrainedModel):
         """Hidden states after the last norm.
 
         Args:
-            output_router_logits: accepted; they are returned whenever there are any.
+            output_router_logits: no effect; router logits are returned whenever the model has routers.
             Others: as in `LigerForCausalLM.forward`.
 
         Returns:
@@ -316,7 +376,8 @@ class LigerModel(LigerPreTrainedModel):
         *,
         has_labels: bool = False,
     ) -> tuple[dict[str, Any], LigerCache | None]:
-        """The arguments of the decoder's forward, and the cache to return."""
+        """The arguments of the decoder's forward, and the cache that the forward returns."""
+        # A graph or a transform of torch.func runs a model whose edits were applied before.
         if not is_traced():
             self.apply_edits()
         if _resolve(output_attentions, self.config, "output_attentions"):
@@ -324,20 +385,22 @@ class LigerModel(LigerPreTrainedModel):
                 "forward: output_attentions must be False: the kernels do not form attention weights. For them use the "
                 "class of transformers."
             )
-        unused = {"cache_position", "token_type_ids"} - {*self.decoder.prompt_inputs}  # transformers ignores them, too
+        # Inputs that transformers ignores as well, unless the family reads them.
+        unused = {"cache_position", "token_type_ids"} - {*self.decoder.prompt_inputs}
         inputs = {name: value for name, value in inputs.items() if value is not None and name not in unused}
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None:
             raise ValueError("forward: input_ids or inputs_embeds must be given, got neither.")
         attention_mask = _check_mask(attention_mask)
 
+        # Positions [4, B, T] are those in the text, and those in time, height and width.
         text_positions = position_ids
         if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
-            text_positions, position_ids = position_ids[0], position_ids[1:]  # in the text; in time, height and width
+            text_positions, position_ids = position_ids[0], position_ids[1:]
 
-        # Packed documents: their bounds are given, or each position 0 starts one.
+        # Packed documents: the batch has their bounds, or each position 0 starts a document.
         is_packed = "cu_seqlens" in inputs or "cu_seq_lens_q" in inputs
-        documents = inputs.pop("seq_idx", None)  # which collators return besides
+        documents = inputs.pop("seq_idx", None)  # collators return it beside the positions
         if documents is not None and not is_packed and text_positions is None:
             raise ValueError(
                 "forward: seq_idx needs position_ids or cu_seq_lens_q, got it alone. Let the collator return them."
@@ -355,7 +418,7 @@ class LigerModel(LigerPreTrainedModel):
                     "the text.",
                 )
 
-        # A new cache, unless documents are packed or a loss is computed.
+        # The cache: the one passed, a copy of the caller's, or a new one. Packed documents and a loss need none.
         if past_key_values is None or isinstance(past_key_values, LigerCache):
             cache = past_key_values
         else:
@@ -375,8 +438,9 @@ class LigerModel(LigerPreTrainedModel):
 
 
 def _check_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """A mask of integers; raises ValueError for values other than 0 and 1."""
-    if attention_mask is not None and attention_mask.is_floating_point():  # as PEFT's prompts make it
+    """The mask as integers; raises ValueError for values other than 0 and 1."""
+    # PEFT's prompts make masks of floats. A mask that is added to scores has 0 for tokens, so it is refused.
+    if attention_mask is not None and attention_mask.is_floating_point():
         check_values(
             (attention_mask >= 0).all(),
             "forward: attention_mask must be 1 for tokens and 0 for padding, got values below 0, as in a mask that is "
@@ -398,19 +462,19 @@ def _check_mask(attention_mask: Tensor | None) -> Tensor | None:
 
 
 class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
-    """A language model with its head; `liger_models.hf` has a class of it for each model type.
+    """A language model with its head; `liger_models.hf` has a derived class for each model type.
 
     Args:
-        config: configuration of transformers, as for the class of the same name there.
-        decoder: the model of this package. Default: a new one, with drawn weights.
-        kernels: which parts of a new one run on fused kernels.
+        config: configuration of transformers' class of the same name.
+        decoder: the model of this package. Default: a new model with drawn weights.
+        kernels: the parts of a new model that run on fused kernels.
     """
 
     accepts_loss_kwargs = True
     """Tells Trainer to pass ``num_items_in_batch``."""
     peft_config = CausalLM.peft_config
     has_own_head = False
-    """Whether the head is a module of a user's own, which returns logits and no loss."""
+    """Whether a user has replaced the head by a module that returns logits and no loss."""
 
     def __init__(
         self, config: PreTrainedConfig, decoder: CausalLM | None = None, kernels: KernelOptions | None = None
@@ -431,24 +495,25 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         return self.model.decoder.lm_head
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # The body has the same configuration, whose edits it applies.
         if name == "config" and "model" in self._modules:
             self.model.config = value
         if name != "lm_head":
             super().__setattr__(name, value)
             return
-        # A module, which nn.Module would keep here, where the property hides it.
+        # nn.Module would register the new head here, where the property hides it.
         replace_layer(self.model.decoder, name, value, "set_output_embeddings")
         self.has_own_head = not isinstance(value, Layer)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """As `torch.nn.Module.named_children`. PEFT, which freezes the children, is given the head as well."""
+        """`torch.nn.Module.named_children`, and the head for PEFT, which freezes all children of the model."""
         yield from super().named_children()
         if sys._getframe(1).f_globals.get("__name__") == "peft.peft_model":
             yield "lm_head", self.lm_head
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loss is computed from logits: by a function, or behind a head, of a user's own."""
+        """Whether the loss is computed from logits, because a user has replaced the loss function or the head."""
         return "_loss_function" in vars(self) or self.loss_type != LOSS_TYPE or self.has_own_head
 
     def forward(
@@ -473,28 +538,31 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         Args:
             input_ids: [B, T] int64.
             attention_mask: [B, cached + T], 0 for padding.
-            position_ids: [B, T] or [1, T]; without mask and cache each position 0 starts a packed document. Models with
-                positions in time, height and width take them in [3, B, T], and below the text's own in [4, B, T].
-            past_key_values: what an earlier forward returned.
+            position_ids: [B, T] or [1, T]. Without a mask and a cache, each position 0 starts a packed document. For
+                models with positions in time, height and width also [3, B, T], or [4, B, T] with the positions in the
+                text first.
+            past_key_values: what an earlier forward returned, or transformers' ``DynamicCache``, which is filled in
+                place.
             inputs_embeds: [B, T, C] instead of ``input_ids``.
             labels: [B, T] int64, unshifted; −100 is ignored.
-            use_cache: return a cache. Default: as the configuration says, but not in training or with labels.
+            use_cache: whether to return a cache. Default: as the configuration says; False in training and with labels.
             output_attentions: must be False.
-            output_hidden_states: return the hidden states before each block and after the last norm.
-            output_router_logits: return the logits of routers, and add their auxiliary loss. Default: as the
+            output_hidden_states: whether to return the hidden states before each block and after the last norm.
+            output_router_logits: whether to return the routers' logits and to add their auxiliary loss. Default: as the
                 configuration says.
             return_dict: False for a tuple.
-            logits_to_keep: logits of the last so many tokens, or of the tokens with these indices; 0 for all.
-            num_items_in_batch: divisor of the summed loss.
+            logits_to_keep: number of last tokens whose logits are returned, or indices of tokens; 0 for all tokens.
+            num_items_in_batch: divisor of the summed loss. A loss function of the user's gets it as an argument.
             inputs: pixels and what belongs to them; ``cu_seq_lens_q`` and its companions, or ``cu_seqlens``;
-                ``shift_labels``, [B, T], which replace ``labels``; ``skip_logits``, whether to leave the logits out if
-                there are labels. Default: in training with gradients.
+                ``shift_labels``, [B, T], which replace ``labels``; ``skip_logits``, whether to omit the logits if there
+                are labels. By default they are omitted in training with gradients.
 
         Returns:
             ``MoeCausalLMOutputWithPast``; without ``return_dict`` a tuple.
 
         Raises:
-            ValueError: as in `Decoder.forward`; attention weights or a cache of another kind are asked for.
+            ValueError: attention weights are requested, ``past_key_values`` is another cache, or for a reason of
+                `Decoder.forward`.
         """
         shifted, skip = inputs.pop("shift_labels", None), inputs.pop("skip_logits", None)
         decoder, text = self.model.decoder, self.config.get_text_config()
@@ -502,6 +570,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
             inputs, has_labels=labels is not None or shifted is not None,
         )  # fmt: skip
+        # The decoder adds the auxiliary loss as its configuration says, so the argument becomes part of it.
         with_routers = _resolve(output_router_logits, text, "output_router_logits")
         if getattr(decoder.config, "output_router_logits", with_routers) != with_routers:
             decoder.config = dataclasses.replace(decoder.config, output_router_logits=with_routers)
@@ -517,7 +586,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             skip = self.training and torch.is_grad_enabled() if skip is None else skip
         own_loss = self.has_own_loss and (labels is not None or shifted is not None)
         if isinstance(logits_to_keep, Tensor) or shifted is not None or own_loss:
-            # The decoder knows none of them, so it returns hidden states, and the head is called here.
+            # The decoder supports none of them, so it returns hidden states [B, T, C], and the head is called here.
             if labels is not None and shifted is None and not own_loss:
                 raise ValueError("forward: labels exclude a tensor as logits_to_keep. Omit one.")
             out = decoder(**prepared, return_logits=False, output_hidden_states=all_hidden)
@@ -532,6 +601,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
                 loss, logits = self.lm_head(hidden, shifted, num_items=num_items_in_batch, return_logits=not skip)
             else:
                 logits = self.lm_head(hidden[:, logits_to_keep])
+            # The mask of the new tokens; [B, cached + T] -> [B, T].
             mask = prepared["attention_mask"]
             mask = None if mask is None else mask[:, -hidden.shape[1] :]
             aux_loss = decoder.auxiliary_loss([*out.router_logits], mask)
@@ -551,7 +621,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
                 logits_to_keep=logits_to_keep, output_hidden_states=all_hidden,
             )  # fmt: skip
 
-        # The loss has the weighted auxiliary loss in it; transformers returns it without the weight.
+        # The loss includes the weighted auxiliary loss; transformers returns the latter without its weight.
         weight = getattr(decoder.config, "router_aux_loss_coef", 1.0)
         outputs = MoeCausalLMOutputWithPast(
             loss=out.loss,
@@ -564,8 +634,8 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         return outputs if _resolve(return_dict, self.config, "return_dict") else outputs.to_tuple()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Name of the head's weight -> name of the embedding's, if they are one."""
-        # By the configuration, which may have been edited: tie_weights asks before it ties.
+        """Maps the name of the head's weight to the name of the embedding's weight if they are one; else empty."""
+        # The configuration decides: it may have been edited, and tie_weights calls this before it ties.
         tied = to_liger(self.config).tie_word_embeddings
         return {"model.decoder.lm_head.weight": "model.decoder.embed_tokens.weight"} if tied else {}
 
@@ -574,11 +644,12 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
     ) -> None:
         if model_kwargs.get("past_key_values") is not None:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *others, **options)
+        # Any cache_implementation gives the same cache, which has no fixed size.
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = LigerCache()
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Not supported, and neither is ``generate_batch``, which calls it: their paged cache needs other kernels.
+        """Raise an error, also for ``generate_batch``, which calls this method: their paged cache needs other kernels.
 
         Raises:
             ValueError: always.
@@ -600,12 +671,12 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """The arguments of the forward for the next tokens.
 
-        Pixels belong to the first tokens alone. Where all rotary frequencies change (longrope), the cache starts anew.
+        Pixels are passed with the first tokens only. Where all frequencies change (longrope), the cache is dropped.
         """
         decoder = self.model.decoder
         for name in ("tokenizer", "assistant_tokenizer"):  # generate leaves them there, with stop_strings
             kwargs.pop(name, None)
-        # Beyond the original length longrope rotates all keys of a row differently: the cached ones are of no use.
+        # Beyond the original length, longrope rotates all keys of a row differently, so the cached keys are useless.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         has_mask = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
         counted: Any = attention_mask if has_mask else torch.ones_like(input_ids)
@@ -622,8 +693,8 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        # Pixels go with the tokens of the prompt, into an empty cache, or where there is none. The model of a draft has
-        # no first iteration, and transformers leaves its pixels out.
+        # Pixels go with the prompt: into an empty cache, or into every forward without a cache. A draft model has no
+        # first iteration, so transformers would omit its pixels.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         pixels = {name: kwargs[name] for name in decoder.prompt_inputs if kwargs.get(name) is not None}
         if is_first_iteration or past == 0 or not kwargs.get("use_cache", True):
@@ -640,7 +711,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         decoder: Any = self.model.decoder
         pixels = {name: value for name, value in model_kwargs.items() if name in decoder.prompt_inputs}
         others = {name: value for name, value in model_kwargs.items() if name not in pixels}
-        # Pixels have no row for each prompt, so they are repeated by the images of the prompts.
+        # The first axis of pixels counts images, not prompts, so the images of each prompt are repeated together.
         repeated = pixels
         if expand_size > 1 and any(value is not None for value in pixels.values()):
             if input_ids is None:
@@ -654,13 +725,14 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         pixels = {name: model_kwargs.get(name) for name in decoder.prompt_inputs}
         ids = model_kwargs.get("input_ids", inputs_tensor)
         if all(value is None for value in pixels.values()) or ids.dim() != 2:
-            # Texts alone: positions count the tokens.
+            # Without images, positions count the tokens.
             positions: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
             return positions
+        # [3 or 1, B, T], in time, height and width.
         positions = decoder.prompt_positions(ids, model_kwargs.get("attention_mask"), 0, pixels)
         return positions.expand(*positions.shape[:-2], len(ids), -1)
 
 
 def _resolve(argument: bool | None, config: PreTrainedConfig, name: str) -> bool:
-    """An argument, or by default the value in the configuration."""
+    """The argument, or if it is None, the value in the configuration."""
     return bool(getattr(config, name, False)) if argument is None else bool(argument)

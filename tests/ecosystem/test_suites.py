@@ -1,11 +1,11 @@
-"""The suites of transformers and PEFT, run against the models of `liger_models.hf`.
+"""The suites of transformers, PEFT and TRL, run against the models of `liger_models.hf`.
 
 A suite's failures must be those of ``suites/known.json``, which gives each a reason. A listed test that passes or is
 gone fails here, and so does a failure that is not listed.
 
-The suites come from the source distributions of the installed versions. That of transformers has its common tests of
-models alone: SUITES may name a folder with a checkout ``transformers`` of its tag, whose tests of generation then run
-as well.
+The suites of transformers and PEFT come from the source distributions of the installed versions. That of transformers
+has its common tests of models alone: SUITES may name a folder with a checkout ``transformers`` of its tag, whose tests
+of generation then run as well, and with a checkout ``trl`` of the tag of the installed version.
 """
 
 import json
@@ -25,6 +25,7 @@ SUITES = Path(__file__).with_name("suites")
 FAMILIES = os.environ.get("LIGER_FAMILIES", "llama gemma2 mixtral qwen3").split()
 PEFT_MODELS = {"llama": "tiny-random-LlamaForCausalLM", "qwen2": "tiny-dummy-qwen2"}
 """Family -> what the ids of PEFT's tests of its model have in them."""
+TRAINERS = os.environ.get("LIGER_TRAINERS", "sft dpo reward kto rloo grpo").split()
 
 
 def distribution(name: str, folder: Path) -> Path:
@@ -64,15 +65,16 @@ def run(folder: Path, *arguments: str, **variables: str) -> dict[str, str]:
     return results
 
 
-def assert_known(suite: str, results: dict[str, str], part: str) -> None:
+def assert_known(suites: list[str], results: dict[str, str], part: str) -> None:
     """The tests that failed are those that the list has, for the tests that were run.
 
     Args:
-        suite: key of the list.
+        suites: keys of the list.
         results: of `run`.
         part: what the ids of these tests, and of no others in the list, have in them.
     """
-    groups = json.loads((SUITES / "known.json").read_text(encoding="utf-8"))[suite]
+    known = json.loads((SUITES / "known.json").read_text(encoding="utf-8"))
+    groups = [group for suite in suites for group in known[suite]]
     assert all(group["reason"] for group in groups)
     listed = {name for group in groups for name in group["tests"] if part in name}
     failed = {name for name, result in results.items() if result == "failed"}
@@ -101,7 +103,8 @@ def test_transformers(family, tmp_path):
     shutil.copy(SUITES / "family_tests.py", tests / "test_families.py")
     fixtures = str(ROOT / "tests" / "fixtures")
     results = run(tmp_path, "tests/test_families.py", LIGER_FAMILIES=family, LIGER_FIXTURES=fixtures)
-    assert_known("transformers", results, f"Test_{family}::")
+    suites = ["transformers", "generation"] if whole else ["transformers"]
+    assert_known(suites, results, f"Test_{family}::")
 
 
 @pytest.mark.parametrize("family", PEFT_MODELS)
@@ -114,4 +117,16 @@ def test_peft(family, tmp_path):
     name = PEFT_MODELS[family]
     arguments = "-p", "peft_plugin", "tests/test_decoder_models.py", "-k", name
     results = run(tmp_path, *arguments, LIGER_MODELS=str(tmp_path / "models"))
-    assert_known("peft", results, name)
+    assert_known(["peft"], results, name)
+
+
+@pytest.mark.skipif(not Path(os.environ.get("SUITES", ""), "trl").is_dir(), reason="SUITES has no checkout trl")
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_trl(trainer, tmp_path):
+    """Text models that the plugin writes; tests marked slow, of images and of other models are left out."""
+    for part in ("tests", "scripts"):
+        shutil.copytree(Path(os.environ["SUITES"], "trl", part), tmp_path / part)
+    shutil.copy(SUITES / "trl_plugin.py", tmp_path)
+    arguments = "-p", "trl_plugin", f"tests/test_{trainer}_trainer.py", "-m", "not slow"
+    results = run(tmp_path, *arguments, HF_HOME=str(tmp_path / "home"))
+    assert_known(["trl"], results, f"tests.test_{trainer}_trainer.")

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 import liger_models.hf
 
-from ..arch.families import FIRST_CASES, make_folder, of_each_kind, tokens
+from ..arch.families import FIRST_CASES, LIMIT, error, make_folder, of_each_kind, tokens
 from ..late import Late, transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
@@ -85,6 +85,47 @@ def test_a_body_of_other_sizes_under_scores(root, tmp_path):
         made.from_pretrained(tmp_path)
     model = made.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
     assert model.model.decoder.norm.weight.eq(1).all()
+
+
+@pytest.mark.parametrize("hf", [("llama", "gqa"), ("gemma2", "gqa"), ("mixtral", "aux")], indirect=True, ids="-".join)
+def test_a_body(hf, tmp_path):
+    """Of a checkpoint with a head, and of one that transformers saved without; the head is not there, or drawn."""
+    arch, variant, theirs, ours = hf
+    ids = tokens(arch, variant, 2, 9)
+    theirs.save_pretrained(tmp_path / "whole")
+    theirs.model.save_pretrained(tmp_path / "body")
+    assert "norm.weight" in load_file(tmp_path / "body" / "model.safetensors")
+    want = theirs.model(ids).last_hidden_state
+    for folder in ("whole", "body"):
+        body = liger_models.hf.LigerModel.from_pretrained(tmp_path / folder, dtype=torch.float32)
+        assert error(body(ids).last_hidden_state, want) <= LIMIT
+        body.save_pretrained(tmp_path / "again")
+        again = transformers.AutoModel.from_pretrained(tmp_path / "again", dtype=torch.float32)
+        assert error(again(ids).last_hidden_state, want) <= LIMIT
+
+    if arch == "gemma2":  # tied: the head is the embedding
+        assert error(type(ours).from_pretrained(tmp_path / "body")(ids).logits, theirs(ids).logits) <= LIMIT
+        return
+    with pytest.raises(ValueError, match=r"saved without its head, load it with liger_models.hf.LigerModel"):
+        type(ours).from_pretrained(tmp_path / "body")
+    model, info = type(ours).from_pretrained(
+        tmp_path / "body", ignore_mismatched_sizes=True, output_loading_info=True, dtype=torch.float32
+    )
+    assert info["missing_keys"] == {"lm_head.weight"}
+    assert error(model.base_model(ids).last_hidden_state, want) <= LIMIT
+    assert model.lm_head.weight.std() > 0
+
+
+def test_scores_of_a_body(root, tmp_path):
+    folder = make_folder("llama", "gqa", root)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs.model.save_pretrained(tmp_path)
+    ours, info = liger_models.hf.LlamaForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=3, output_loading_info=True, dtype=torch.float32
+    )
+    assert info["missing_keys"] == {"score.weight"}
+    ids = tokens("llama", "gqa", 1, 9)
+    assert error(ours.base_model(ids).last_hidden_state, theirs.model(ids).last_hidden_state) <= LIMIT
 
 
 @pytest.mark.parametrize("hf", [("llama", "gqa"), ("gemma2", "gqa")], indirect=True, ids="-".join)

@@ -292,6 +292,12 @@ def test_cache(hf):
     want = theirs(ids).logits
     first = ours(ids[:, :5])  # the default of the configuration
     assert first.past_key_values.get_seq_length() == 5
+    assert len(first.past_key_values.layers) == ours.config.num_hidden_layers == len(first.past_key_values)
+    with torch.no_grad():
+        layers = theirs(ids[:, :5], use_cache=True).past_key_values.layers
+    for got, want_layer in zip(first.past_key_values.layers, layers, strict=True):
+        assert error(got.keys, want_layer.keys) <= LIMIT
+        assert error(got.values, want_layer.values) <= LIMIT
     rest = ours(ids[:, 5:], past_key_values=first.past_key_values)
     assert error(rest.logits, want[:, 5:]) <= LIMIT
     with pytest.raises(ValueError, match=r"must be 0 or minus the number .* got 5. To keep n tokens"):

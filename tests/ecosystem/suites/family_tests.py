@@ -51,6 +51,8 @@ class Family(ModelTesterMixin, GenerationTesterMixin):
     """The tests of a family."""
 
     family: str
+    has_attentions = False
+    """Attention weights are never formed."""
 
     def setUp(self) -> None:
         self.model_tester = Tester(self.family)
