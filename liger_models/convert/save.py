@@ -18,6 +18,7 @@ from liger_models.convert.config_map import write_config
 from liger_models.convert.files import (
     CONFIG,
     INDEX,
+    SCALES,
     SHARDS,
     WEIGHTS,
     as_dtype,
@@ -55,8 +56,9 @@ def save_pretrained(
     Other files in the folder are kept. A second process that saves to the same folder waits.
 
     In a process group only rank 0 writes, and the other calling ranks wait for it. If the model is sharded, all ranks
-    must call this function. Parameters are gathered one by one, as in `hf_tensors`. The ranks on the host of rank 0
-    (under torchrun) write files in turn, and each holds the tensors of about one file at a time.
+    must call this function. Parameters are gathered one by one, as in `hf_tensors`, on the rank that writes them. The
+    ranks on the host of rank 0 (under torchrun) write files in turn, and each holds the tensors of about one file at a
+    time. Other ranks only send their shards.
 
     Args:
         model: the model. Its ``hf_config`` and ``assets`` are saved, too.
@@ -122,8 +124,8 @@ def save_pretrained(
     if auto_map:
         hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
 
-    gathered = stored.gather()
-    named = itertools.chain(stored.unpack(gathered, dtype), kept_tensors.items())
+    def named(gathered: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return itertools.chain(stored.unpack(gathered, dtype), kept_tensors.items())
 
     def write_others(target: Path) -> None:
         write_json(target / CONFIG, hf_config)
@@ -134,7 +136,7 @@ def save_pretrained(
 
     def write_all(target: Path) -> None:
         write_others(target)
-        _write_tensors(target, plan.tensor_to_filename, set(plan.filename_to_tensors), named)
+        _write_tensors(target, plan.tensor_to_filename, set(plan.filename_to_tensors), named(stored.gather()))
 
     def save(write: Callable[[Path], None] = write_all) -> None:
         write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX))
@@ -147,14 +149,24 @@ def save_pretrained(
         run_on_rank_zero(f"save_pretrained {folder}", save)
         return
 
-    # Shards: all ranks gather, and some write, each to a part of the files. Rank 0 tells them where.
+    # Shards: all ranks send them, and some ranks write, each a part of the files. Rank 0 tells them where.
     order: list[Any] = [None]
+
+    def write_own(target: Path, file_of: Mapping[str, str], owners: Mapping[str, int]) -> None:
+        def reader(name: str) -> int | None:
+            """The rank that writes all tensors of a parameter; None if several ranks do."""
+            names = [theirs + end for theirs in stored.weights.entries[name].names() for end in ("", SCALES)]
+            ranks = {owners[file_of[theirs]] for theirs in names if theirs in file_of}
+            return ranks.pop() if len(ranks) == 1 else None
+
+        gathered = stored.gather(reader)
+        _write_part(target, file_of, owners, named(gathered), gathered)
 
     def write_part(target: Path) -> None:
         write_others(target)
         order[0] = target, plan.tensor_to_filename, _owners(plan.filename_to_tensors, kept_tensors)
         dist.broadcast_object_list(order, 0)
-        _write_part(order[0], named, gathered)
+        write_own(*order[0])
 
     with raise_on_all_ranks():
         try:
@@ -163,7 +175,7 @@ def save_pretrained(
             else:
                 dist.broadcast_object_list(order, 0)
                 if order[0] is not None:
-                    _write_part(order[0], named, gathered)
+                    write_own(*order[0])
         except Exception:
             if rank() == 0 and order[0] is None:  # before it has told the others
                 dist.broadcast_object_list(order, 0)
@@ -184,18 +196,21 @@ def _owners(files: Mapping[str, Collection[str]], kept: Collection[str]) -> dict
 
 
 def _write_part(
-    order: tuple[Path, Mapping[str, str], Mapping[str, int]],
+    target: Path,
+    file_of: Mapping[str, str],
+    owners: Mapping[str, int],
     named: Iterator[tuple[str, Tensor]],
     gathered: Iterator[tuple[str, Tensor]],
 ) -> None:
-    """Write the files of this rank; an error on one rank is raised on all ranks. Every rank must call it.
+    """Write the files of this rank. Every rank must call this function. An error on one rank is raised on all ranks.
 
     Args:
-        order: of rank 0: the folder, name of a tensor -> its file, and file -> the rank that writes it.
-        named: all tensors of the checkpoint, which are gathered while they are read.
-        gathered: the parameters that ``named`` reads. All ranks must gather all of them, whether they write or not.
+        target: the folder.
+        file_of: name of a tensor -> its file.
+        owners: file -> the rank that writes it.
+        named: the tensors that this rank gets, among them all of its files. They are gathered while they are read.
+        gathered: the parameters that ``named`` reads. All ranks must read to the end, whether they write or not.
     """
-    target, file_of, owners = order
     owned = {file for file, owner in owners.items() if owner == rank()}
     with raise_on_all_ranks():
         try:
@@ -215,7 +230,7 @@ def _write_tensors(
         target: the folder, which has config.json already.
         file_of: name of a tensor -> its file.
         owned: the files to write.
-        named: all tensors.
+        named: the tensors, and maybe others.
     """
     counts, pending = Counter(file_of.values()), dict[str, dict[str, Tensor]]()
     for name, tensor in named:
