@@ -18,6 +18,7 @@ from liger_models.convert.config_map import write_config
 from liger_models.convert.files import (
     CONFIG,
     INDEX,
+    SCALES,
     SHARDS,
     WEIGHTS,
     as_dtype,
@@ -56,9 +57,9 @@ def save_pretrained(
     same folder, this function waits.
 
     In a process group, only rank 0 writes, and the other ranks that call this function wait for rank 0. If the model is
-    sharded, all ranks must call this function, and parameters are gathered one by one, as in `hf_tensors`. Under
-    torchrun, the files are then divided among the ranks on the host of rank 0, each of which holds the tensors of about
-    one file at a time.
+    sharded, all ranks must call this function. Under torchrun, the files are then divided among the ranks on the host of
+    rank 0. Each parameter is gathered only on the rank that writes it, which holds the tensors of about one file at a
+    time. All other ranks only send their shards.
 
     Args:
         model: the model, whose ``hf_config`` and ``assets`` are saved, too.
@@ -126,8 +127,8 @@ def save_pretrained(
     if auto_map:
         hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
 
-    gathered = stored.gather()
-    named = itertools.chain(stored.unpack(gathered, dtype), kept_tensors.items())
+    def named(gathered: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return itertools.chain(stored.unpack(gathered, dtype), kept_tensors.items())
 
     def write_others(target: Path) -> None:
         write_json(target / CONFIG, hf_config)
@@ -138,7 +139,7 @@ def save_pretrained(
 
     def write_all(target: Path) -> None:
         write_others(target)
-        _write_tensors(target, plan.tensor_to_filename, set(plan.filename_to_tensors), named)
+        _write_tensors(target, plan.tensor_to_filename, set(plan.filename_to_tensors), named(stored.gather()))
 
     def save(write: Callable[[Path], None] = write_all) -> None:
         write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX))
@@ -151,14 +152,24 @@ def save_pretrained(
         run_on_rank_zero(f"save_pretrained {folder}", save)
         return
 
-    # For sharded tensors, all ranks gather and some ranks write files. Rank 0 sends them the folder.
+    # For sharded tensors, all ranks send their shards and some ranks write files. Rank 0 sends them the folder.
     order: list[Any] = [None]
+
+    def write_own(target: Path, file_of: Mapping[str, str], owners: Mapping[str, int]) -> None:
+        def reader(name: str) -> int | None:
+            """The rank that writes all tensors of a parameter; None if several ranks do."""
+            names = [theirs + end for theirs in stored.weights.entries[name].names() for end in ("", SCALES)]
+            ranks = {owners[file_of[theirs]] for theirs in names if theirs in file_of}
+            return ranks.pop() if len(ranks) == 1 else None
+
+        gathered = stored.gather(reader)
+        _write_part(target, file_of, owners, named(gathered), gathered)
 
     def write_part(target: Path) -> None:
         write_others(target)
         order[0] = target, plan.tensor_to_filename, _owners(plan.filename_to_tensors, kept_tensors)
         dist.broadcast_object_list(order, 0)
-        _write_part(order[0], named, gathered)
+        write_own(*order[0])
 
     with raise_on_all_ranks():
         try:
@@ -167,7 +178,7 @@ def save_pretrained(
             else:
                 dist.broadcast_object_list(order, 0)
                 if order[0] is not None:
-                    _write_part(order[0], named, gathered)
+                    write_own(*order[0])
         except Exception:
             if rank() == 0 and order[0] is None:  # rank 0 failed before it could send the folder
                 dist.broadcast_object_list(order, 0)
@@ -191,19 +202,22 @@ def _owners(files: Mapping[str, Collection[str]], kept: Collection[str]) -> dict
 
 
 def _write_part(
-    order: tuple[Path, Mapping[str, str], Mapping[str, int]],
+    target: Path,
+    file_of: Mapping[str, str],
+    owners: Mapping[str, int],
     named: Iterator[tuple[str, Tensor]],
     gathered: Iterator[tuple[str, Tensor]],
 ) -> None:
     """Write the files of this rank. Every rank must call this function. An error on one rank is raised on all ranks.
 
     Args:
-        order: the values from rank 0: the folder, the file of each tensor, and the rank that writes each file.
-        named: all tensors of the checkpoint. Reading a tensor from this iterator gathers it.
-        gathered: the parameters that ``named`` reads. All ranks must gather all parameters, even ranks that do not
-            write.
+        target: the folder.
+        file_of: the file of each tensor, by the tensor's name.
+        owners: the rank that writes each file, by the file's name.
+        named: the tensors that this rank receives, including all tensors of its files. Reading a tensor from this
+            iterator gathers it.
+        gathered: the parameters that ``named`` reads. Every rank must read this iterator to the end.
     """
-    target, file_of, owners = order
     owned = {file for file, owner in owners.items() if owner == rank()}
     with raise_on_all_ranks():
         try:
@@ -223,7 +237,7 @@ def _write_tensors(
         target: the folder, which already contains config.json.
         file_of: maps the name of each tensor to its file.
         owned: the files to write.
-        named: all tensors.
+        named: the tensors, and maybe others.
     """
     counts, pending = Counter(file_of.values()), dict[str, dict[str, Tensor]]()
     for name, tensor in named:

@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -256,12 +256,15 @@ class CheckpointTensors(NamedTuple):
         like = self.frozen.get(name) or self.parameters[name]
         return torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
 
-    def gather(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
+    def gather(self, reader: int | Callable[[str], int | None] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield our name of each parameter and its value, gathered from all ranks and with merged adapters.
 
-        With ``rank`` that rank alone gets them.
+        Args:
+            reader: the only rank that gets the values, or a function of a parameter's name that returns this rank, the
+                same on all ranks. None for all ranks.
         """
         for name, parameter in self.parameters.items():
+            rank = reader(name) if callable(reader) else reader
             whole = {part: _gather(tensor, rank) for part, tensor in self._sharded_as(name, parameter).items()}
             if rank is None or rank == this_rank():
                 # The reader alone may refer to the values, so that they are freed when it lets them go.

@@ -161,6 +161,18 @@ def test_other_ranks_hold_nothing(two):
     assert largest <= most <= 3 * largest < every / 4
 
 
+def peak_of_saving(folder: Path) -> tuple[int, int]:
+    model = apply_fsdp(tiny(num_hidden_layers=8, vocab_size=64), param_dtype=None)
+    with Peak(model) as watched:
+        model.save_pretrained(folder)
+    return watched.bytes, max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def test_ranks_that_write_no_file_hold_nothing(two, tmp_path):
+    (writer, largest), (other, _) = two(peak_of_saving, tmp_path)
+    assert other < largest / 2 < largest < writer
+
+
 UNEVEN: dict[str, Any] = {"hidden_size": 35, "head_dim": 6}
 
 
