@@ -57,9 +57,9 @@ def save_pretrained(
     same folder, this function waits.
 
     In a process group, only rank 0 writes, and the other ranks that call this function wait for rank 0. If the model is
-    sharded, all ranks must call this function. Under torchrun, the files are then divided among the ranks on the host of
-    rank 0. Each parameter is gathered only on the rank that writes it, which holds the tensors of about one file at a
-    time. All other ranks only send their shards.
+    sharded, all ranks must call this function. Under torchrun, the ranks on the host of rank 0 then divide the files
+    among themselves. Each parameter is gathered only on the rank that writes it, which holds the tensors of about one
+    file at a time. All other ranks only send their shards.
 
     Args:
         model: the model, whose ``hf_config`` and ``assets`` are saved, too.
