@@ -413,7 +413,10 @@ def test_an_unknown_key_is_named() -> None:
         ({"eos_token_id": [1] * 70_000}, r"eos_token_id must be a list of at most 65,536 values, got 70,000"),
         ({"rope_scaling": ["linear", 2.0]}, r"rope_scaling must be an object of values, got \['linear', 2\.0\]"),
         ({"hidden_act": "gelu_new"}, r"hidden_act must be 'silu' or 'swish', got 'gelu_new'"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"must not be quantized, got .*gptq"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            r"must not be quantized, got .*bitsandbytes.*original.* For 4-bit weights call quantize_base",
+        ),
         ({"hidden_size": "32"}, r"hidden_size must be int, got '32'"),
         ({"tie_word_embeddings": 1}, r"tie_word_embeddings must be bool, got 1"),
         ({"vocab_size": True}, r"vocab_size must be int, got True"),

@@ -149,7 +149,8 @@ def test_arguments_that_are_refused(folder, options, message):
 
 def test_quantization_of_transformers_is_refused(folder):
     config = transformers.BitsAndBytesConfig(load_in_4bit=True)
-    with pytest.raises(ValueError, match="apply_lora"), liger_models.hf.registered():
+    message = r"\(load_in_4bit\) call liger_models\.adapters\.apply_lora and then quantize_base on"
+    with pytest.raises(ValueError, match=message), liger_models.hf.registered():
         load(folder, quantization_config=config)
 
 
