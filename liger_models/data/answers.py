@@ -33,6 +33,7 @@ class AnswerEncoder(Encoder):
     def encode(self, records: Iterable[Record]) -> Iterator[Document]:
         """Yield two documents for each record; see `Encoder.encode`."""
         for where, record in self._limited(records):
+            # A label must be a truth value: other numbers may be scores.
             has_label = self.formats.name(where, record) == "kto"
             label = record.get("label")
             if has_label and label not in (0, 1):
@@ -95,6 +96,7 @@ class AnswerRows(PackedRows):
         """Return the place of an example among those that are kept, given its number in the epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"{type(self).__name__}: index must be 0 to {len(self) - 1}, got {index}.")
+        # The order of an epoch depends on its number alone, so that any process can resume it.
         if self.shuffle and self._order is None:
             self._order = torch.randperm(len(self), generator=seeded_generator(self.seed, self.epoch))
         return index if self._order is None else int(self._order[index])
@@ -211,6 +213,7 @@ class AnswerDataset(PackedDataset):
         return f"chosen:\n{shown}\nrejected:\n{mark_learned(self.encoder.tokenizer, documents[1])}"
 
     def _batch(self, rows: list[Batch]) -> Batch:
+        # A rank without examples gets one without labels, so that all ranks have the same number of batches.
         rows = self._completed(rows) if self.complete else rows or [self._without_labels(self.rows[0])]
         first, second = ([row.pop(name) for row in rows] for name in ("first", "second"))
         if self.formats != ("kto",):

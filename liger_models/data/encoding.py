@@ -188,7 +188,7 @@ class Encoder:
         # The type of the value decides how it is read.
         columns = self.media.columns(example)
         value = example[field]
-        prompt = example.get("prompt") if self.field is None else None
+        prompt = example.get("prompt") if self.field is None else None  # a field that is named stands alone
         if isinstance(value, str):
             return [self._read_text(where, field, prompt, value, columns)]
         value = value if isinstance(value, list) else to_plain(value)
@@ -309,7 +309,7 @@ class Encoder:
         # The other texts are tokenized together, on all cores. Offsets cost time, so only texts with spans have them.
         plain = [i for i, text in texts.items() if text.spans is None and i not in encoded]
         masked = [i for i, text in texts.items() if text.spans is not None and i not in encoded]
-        encodings: Any = backend.encode_batch_fast([texts[i].text for i in plain])
+        encodings: Any = backend.encode_batch_fast([texts[i].text for i in plain])  # with special tokens
         encoded |= {i: array("i", encoding.ids) for i, encoding in zip(plain, encodings, strict=True)}
         encodings = backend.encode_batch([texts[i].text for i in masked], add_special_tokens=False)
         for i, encoding in zip(masked, encodings, strict=True):
@@ -447,6 +447,7 @@ def render_examples(
 ) -> list[Rendering]:
     """`Tokenizer.render_examples` with the variables of an example; errors begin with ``where``."""
     try:
+        # A TypeError is raised for variables that the template does not read.
         options = {**read_variables(example), "learned": learned, "multi_turn": multi_turn}
         examples = tokenizer.render_examples(messages, **options)
     except (TypeError, ValueError) as error:
@@ -687,6 +688,7 @@ def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
             variables[name] = json.loads(value.strip() or "null") if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError(f"{name} must be JSON where it is a text, got {str(value)[:60]!r}. Correct it.") from error
+    # No tools, an empty list of them and empty text are the same; null variables count as absent.
     options = variables["chat_template_kwargs"] or {}
     if not isinstance(options, Mapping):
         raise ValueError(f"chat_template_kwargs must be an object, got {str(options)[:60]!r}. Correct it.")

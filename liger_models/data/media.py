@@ -127,6 +127,7 @@ class Medium:
             file = locate_image(source)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from error
+        # Relative paths start from the folder of the file that names them.
         if isinstance(file, Path):
             file = Path(os.path.abspath(getattr(where, "folder", Path()) / file))
 
@@ -200,6 +201,7 @@ def _video_size(file: Any, settings: Mapping[str, Any], sampled: Sampled) -> Med
     """Return the size and the number of the frames that are sampled from a video, by its header."""
     if not isinstance(file, Path | bytes):
         raise ValueError("an image. Pass images as images.")
+    # The rate of the sampled frames, by which the model tells their times.
     width, height, frames, fps = read_header(file)
     numbers = sampled(frames, fps, settings.get("fps"))
     rate = len(numbers) / frames * fps
@@ -226,6 +228,7 @@ class MediaReader:
 
     def columns(self, example: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Return the images in fields of their own, such as ``images``, by kind."""
+        # An example may have both names of a column. The singular comes first.
         columns: dict[str, list[Any]] = {kind: [] for kind in self.kinds}
         for kind, column in columns.items():
             for name in (kind, f"{kind}s"):
@@ -303,6 +306,7 @@ class MediaReader:
         """Return the image in a part of a message; one of kind "" if the part has none."""
         if not isinstance(part, Mapping):
             return MediaSource("")
+        # The type is "image" or "image_url"; without a type, a key of this name decides.
         present = {key: value for key, value in part.items() if value is not None}
         part_type = str(present.get("type", next((key for key in present if key.removesuffix("_url") in kinds), "")))
         kind = part_type.removesuffix("_url")
@@ -347,6 +351,7 @@ class MediaReader:
         """
         if self.processor is None:
             return text, None if spans is None else [*spans], []
+        # Placeholders and images must have the same kinds in the same order.
         placeholders = list(self.processor.placeholder.finditer(text))
         if [placeholder.lastgroup for placeholder in placeholders] != [medium.size.kind for medium in media]:
             noun = "images and videos" if any(medium.size.kind == "video" for medium in media) else "images"
@@ -374,6 +379,7 @@ class MediaReader:
         Raises:
             ValueError: the document has another number of these tokens.
         """
+        # Tokens with and without a label.
         tokens = self.token_ids | {~token for token in self.token_ids}
         positions = [position for position, token in enumerate(ids) if token in tokens]
         ends = [0, *accumulate(counts)]  # of each image, among the positions

@@ -124,7 +124,7 @@ def _from_collated(batch: Mapping[str, Any]) -> Batch:
         raise ValueError(
             f"preference_batch: a collated batch must have tensors {', '.join(required)}, got {sorted(batch)}."
         )
-    ids, mask, answers = (batch[name] for name in required)
+    ids, mask, answers = (batch[name] for name in required)  # [2 · pairs, T] each
     pixels = {name: value for name, value in batch.items() if name in IMAGE_INPUTS}
     return {"input_ids": ids, "labels": ids.masked_fill(answers == 0, -100), "attention_mask": mask, **pixels}
 
@@ -223,6 +223,7 @@ def _check_pair(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None
 def _read_ids(pair: Mapping[str, Any]) -> list[Answer]:
     """Return the answers of a pair of token ids; [] if it holds texts or messages."""
 
+    # Each part may have several names, and a mask that is 0 on its padding.
     def unpadded(part: str, *names: str) -> list[int] | None:
         tokens = next((pair[f"{part}_{name}"] for name in names if f"{part}_{name}" in pair), None)
         if tokens is None:
@@ -301,6 +302,7 @@ def _encode_chats(
         mask = answer_mask(encoding.offsets, moved or [])
         if not any(mask):
             raise ValueError(f"{where}: an answer must be a message of the assistant that is not empty, got {answer}.")
+        # The answer reaches from its first learned token to its last, results of tools between them included.
         first, last = mask.index(True), len(mask) - mask[::-1].index(True)
         ids = encoding.ids[:last]
         encoded.append(Answer(ids[:first], ids[first:], media.locate(where, ids, images, counts)))

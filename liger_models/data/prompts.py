@@ -87,6 +87,7 @@ class PromptDataset(PackedDataset):
                 continue
             records.append(record)
             media.append(images)
+            # Bounds of images count from the first token of all prompts.
             bounds.extend(len(tokens) + bound for image in images for bound in (image.first, image.end))
             tokens.extend(~token for token in ids)
             ends.append(len(tokens))
@@ -158,6 +159,7 @@ def encode_prompt(
         ValueError: the messages are malformed, or are not what the chat template takes.
         BrokenMediaError: an image is missing, or its header cannot be read.
     """
+    # The messages keep placeholders for their images. Tokens replace these after the rendering.
     tokenizer, media = open_reader(reader)
     messages, sources = media.place(where, example["prompt"], media.columns(example))
     messages = read_messages(where, messages, media.kinds)

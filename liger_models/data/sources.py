@@ -87,6 +87,7 @@ def read_records(source: Any, fields: Sequence[str], start: int = 0) -> Iterator
         ValueError: a line or a file cannot be parsed.
         ImportError: a file is a Parquet file, and pyarrow is not installed.
     """
+    # Files, one after another.
     if isinstance(source, tuple):
         for path in source:
             if path.suffix == ".parquet":
@@ -174,6 +175,7 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Record]:
         raise ImportError(f"{path}: needs pyarrow, got no such package. pip install 'liger_models[data]'.") from error
     try:
         with parquet.ParquetFile(path) as file:
+            # Only the columns that may be read are decoded.
             names = file.schema_arrow.names
             # With none of the fields all columns are read, so that the error can name them.
             columns = {*fields, "tools", *TOKEN_COLUMNS, *MEDIA_COLUMNS} if {*fields} & {*names} else {*names}

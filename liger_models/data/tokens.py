@@ -156,7 +156,7 @@ class TokenFile:
             return []
 
         # Headers and contents end where the table of images says, and begin where the previous image's end.
-        rows = self._places[max(first - 1, 0) : last].tolist()
+        rows = self._places[max(first - 1, 0) : last].tolist()  # [images, 4]
         _, _, header_start, content_start = [0, 0, 0, 0] if first == 0 else rows.pop(0)
         media = []
         with (self.folder / HEADERS).open("rb") as headers, (self.folder / CONTENTS).open("rb") as contents:
@@ -213,6 +213,7 @@ class TokenFile:
                     files[PLACES].write(array("q", (*bounds, files[HEADERS].size, files[CONTENTS].size)))
                     media_checksum = zlib.crc32(json.dumps([bounds, medium.size, checksum]).encode(), media_checksum)
 
+                # Documents follow each other without anything between them.
                 total += len(document.ids)
                 files[IDS].write(document.ids)
                 files[ENDS].write(array("q", [total]))

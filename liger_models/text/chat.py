@@ -109,6 +109,7 @@ def render_examples(
     Raises:
         ValueError: the template refuses the messages, or the position of an answer cannot be determined.
     """
+    # Only answers that are learned need spans.
     answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     needed = answers if learned is None else [index for index in answers if learned[index]]
     needed = needed[-1:] if multi_turn == "last" else needed
@@ -179,6 +180,7 @@ def _in_best_spelling(
         except ValueError as error:
             refusal = refusal or error
             continue
+        # Without anything missing, no other spelling can be better.
         missing = sum(len(rendering.unrendered) for rendering in renderings)
         best = (missing, renderings) if best is None or missing < best[0] else best
         if missing == 0:
@@ -256,6 +258,7 @@ class _Marks:
             self.blank.add(len(self.places))
             marked["content"] = self._mark(place, 1) + str(content)
 
+        # Calls, also in the spelling of OpenAI's older API.
         calls = message.get("tool_calls")
         if isinstance(calls, list | tuple):
             marked["tool_calls"] = [self._names(index, "tool_calls", call) for call in calls]
@@ -285,6 +288,7 @@ class _Marks:
         if isinstance(value, list | tuple):
             return [self._value(place, item) for item in value]
         if isinstance(value, Mapping):
+            # Of a part of a content only the text is written, of arguments all values.
             names = ("text",) if place[1] == "content" and "type" in value else tuple(value)
             return {key: self._value(place, item) if key in names else item for key, item in value.items()}
         return value
@@ -297,6 +301,7 @@ class _Marks:
         if placing == _INSIDE:
             middle = len(text) // 2
             return text[:middle] + self._mark(place, 1) + text[middle:]
+        # The pieces alternate: text, tag, text, ... A text of tags alone is marked as a whole.
         pieces = _TAG.split(text, _TAGS)
         if not any(piece.strip() for piece in pieces[::2]):
             pieces = [text]
@@ -376,6 +381,7 @@ class _Conversation:
 
     def _fits(self, placing: Mapping[tuple[int, str], int]) -> bool:
         """Set marks, and return whether the text without them is the text of the messages."""
+        # The last rendering is kept: it is also the prefix that ends with the last message.
         variables = self.style.variables
         self._marks = _Marks(self.messages, variables.get("tools"), placing)
         self._variables = {**variables, "tools": self._marks.tools} if "tools" in variables else variables
@@ -463,6 +469,7 @@ class _Conversation:
                     # Tags of the answer may be among those of the prompt, such as empty thoughts.
                     prompt = self._prompt(index, before and before.number) or ""
                     start = max(start, lower + len(prompt)) if self.text.startswith(prompt, lower) else start
+            # The token that ends the answer belongs to the last span.
             tail = self._tail(self.text[end:upper], index, groups[number].number, number != own[-1])
             spans.append((start, max(start, end + tail)))
         if own:
@@ -490,6 +497,7 @@ class _Conversation:
             return True
         if index in {owner for owner, _ in self._marks.places} - {group.owner for group in self._groups}:
             return False  # the text has nothing of it
+        # The shorter of both texts must begin the longer one: alone, the answer may lack the token that ends it.
         alone, shown = _unmarked(prefix), self.text[: spans[-1][1]]
         return alone.startswith(shown) or shown.startswith(alone)
 
@@ -562,6 +570,7 @@ class _Conversation:
         The header is then the longest beginning of the usual prompt that the text has. If it has none, the header is
         the text that the template writes before any answer at this position.
         """
+        # The prompt after a question is what the template adds when it is asked for a prompt.
         question = [{"role": "user", "content": f"1{_mark(0)}"}]
         whole, plain = ((self._render(question, prompts) or "").rpartition(_mark(0))[2] for prompts in (True, False))
         prompt = whole[self._common(whole, plain) :]
@@ -570,6 +579,7 @@ class _Conversation:
             if end and prompt[:end] in before:
                 return before.rindex(prompt[:end]) + end
 
+        # No prompt is there. Compare with an answer of one word at the same position.
         own = _mark(len(self._marks.places))
         text = self._render([*self._marks.messages[:index], {"role": "assistant", "content": f"{own}1"}]) or ""
         text = text.partition(own)[0]
@@ -620,6 +630,7 @@ class _Conversation:
 
     def _stop(self) -> str:
         """Return the special token with which the next message would begin; without one, the end token."""
+        # The result of a tool follows a call, and a question follows any other answer.
         role = "tool" if self.messages[-1].get("tool_calls") else "user"
         for following in dict.fromkeys((role, "user")):
             longer = self._render([*self._marks.messages, {"role": following, "content": "1"}])
@@ -670,6 +681,7 @@ def _unmarked(text: str) -> str:
 
 def _read_generation(text: str, marked: str) -> list[Span]:
     """Return the spans in ``text`` that stand between marks of generation in ``marked``."""
+    # The parts alternate: context, answer, context, ... Without the marks they must be the text.
     parts = re.split(f"[{BEGIN}{END}]", marked)
     marks = "".join(character for character in marked if character in BEGIN + END)
     if "".join(parts) != text or marks != (BEGIN + END) * (len(parts) // 2):

@@ -451,6 +451,7 @@ class Tokenizer:
         """Return rows of ids as ``input_ids`` and ``attention_mask`` [B, T], padded to the longest row."""
         length = max(map(len, rows), default=0)
         input_ids = torch.full((len(rows), length), self.padding_id)  # [B, T]
+        # Rows that are padded on the left all continue at the same column.
         attention_mask = torch.zeros_like(input_ids)
         for index, row in enumerate(rows):
             columns = slice(length - len(row), length) if padding_side == "left" else slice(len(row))
@@ -701,6 +702,7 @@ class Tokenizer:
             variables: the variables that the caller names.
             chosen: the caller's template, or the name of one of the tokenizer's. None for the tokenizer's template.
         """
+        # A name selects one of the tokenizer's templates. Any other text is a template itself.
         named = self.chat_template
         if chosen is not None:
             named = named.get(chosen, chosen) if isinstance(named, dict) else chosen
