@@ -25,14 +25,15 @@ MULTIPLE = 64
 
 
 class AnswerEncoder(Encoder):
-    """Each record as two documents: the chosen and the rejected answer, or an answer and its label as a number.
+    """Turns each record into two documents: the chosen and the rejected answer, or an answer and its label as a number.
 
-    A document is the prompt, without labels, and the answer. The first one of a pair has the images of the prompt.
+    A document is the prompt, without labels, and the answer. The first document of a pair has the prompt's images.
     """
 
     def encode(self, records: Iterable[Record]) -> Iterator[Document]:
-        """See `Encoder.encode`."""
+        """Yield two documents for each record; see `Encoder.encode`."""
         for where, record in self._limited(records):
+            # A label must be a truth value: other numbers may be scores.
             has_label = self.formats.name(where, record) == "kto"
             label = record.get("label")
             if has_label and label not in (0, 1):
@@ -49,7 +50,8 @@ class AnswerEncoder(Encoder):
                 continue
             except ValueError as error:
                 raise ValueError(f"{where}: {str(error).removeprefix(where).lstrip(',: ')}") from error
-            for number, (prompt, answer, media) in enumerate(answers):  # both answers have the same images
+            # Both answers have the same images, which are stored once, with the first.
+            for number, (prompt, answer, media) in enumerate(answers):
                 yield Document(array("i", [*(~token for token in prompt), *answer]), () if number else media)
             if has_label:
                 yield Document(array("i", [int(label)]))
@@ -58,9 +60,8 @@ class AnswerEncoder(Encoder):
 class AnswerRows(PackedRows):
     """The examples of an epoch by their number. `AnswerDataset` makes them.
 
-    An example is its two documents as ``first`` and ``second``, [n] int32 each, and pixels under the names of the
-    forward's arguments. With ``broken_media="skip"`` the next one of the source stands for one whose images cannot be
-    decoded.
+    An example has two documents, ``first`` and ``second``, [n] int32 each, and pixels under the names of the forward's
+    arguments. With ``broken_media="skip"`` the next example of the source replaces one whose images cannot be decoded.
     """
 
     def __init__(self, tokens: TokenFile, make_row: RowMaker, shuffle: bool, seed: int) -> None:
@@ -69,8 +70,8 @@ class AnswerRows(PackedRows):
         self.kept = self._with_answers()
 
     def _with_answers(self) -> list[int]:
-        """The numbers of the examples whose answers begin within ``length`` tokens."""
-        sizes = self.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2)
+        """Return the numbers of the examples whose answers begin within ``length`` tokens."""
+        sizes = self.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2)  # [examples, 2]
         is_long = (sizes > self.length).any(1).tolist()
         return [
             number
@@ -79,7 +80,7 @@ class AnswerRows(PackedRows):
         ]
 
     def has_targets(self) -> bool:
-        """Whether there is an example."""
+        """Return whether there is an example."""
         return bool(self.kept)
 
     def plan(self, epoch: int) -> None:
@@ -88,13 +89,14 @@ class AnswerRows(PackedRows):
         self.epoch = epoch
 
     def number(self, index: int) -> int:
-        """The number of an example in the source, by its number in the epoch."""
+        """Return the number of an example in the source, given its number in the epoch."""
         return self.kept[self._place(index)]
 
     def _place(self, index: int) -> int:
-        """The place of an example among those of the source that are kept, by its number in the epoch."""
+        """Return the place of an example among those that are kept, given its number in the epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"{type(self).__name__}: index must be 0 to {len(self) - 1}, got {index}.")
+        # The order of an epoch depends on its number alone, so that any process can resume it.
         if self.shuffle and self._order is None:
             self._order = torch.randperm(len(self), generator=seeded_generator(self.seed, self.epoch))
         return index if self._order is None else int(self._order[index])
@@ -103,15 +105,17 @@ class AnswerRows(PackedRows):
         return len(self.kept)
 
     def _documents(self, number: int) -> tuple[Tensor, Tensor, list[Medium]]:
-        """The documents of an example, cut at ``length`` or before an image that does not fit, and the images."""
+        """Return both documents of an example, cut at ``length`` or before an image that does not fit, and images."""
         start = int(self.tokens.ends[2 * number - 1]) if number else 0
         middle, end = self.tokens.ends[2 * number : 2 * number + 2].tolist()
+        # Both documents begin with the same prompt, so the first one decides where its images end.
         media = self.tokens.media_in(start, middle)
         length = keep_whole([(medium.first, medium.end) for medium in media], self.length)
         first, second = self.tokens.ids[start:middle], self.tokens.ids[middle:end]
         return first[:length], second[:length], [medium for medium in media if medium.end <= length]
 
     def __getitem__(self, index: int) -> Any:
+        # The next example replaces a broken one, so that every epoch has the same number of batches.
         first = self._place(index)
         for step in range(len(self)):
             try:
@@ -171,7 +175,7 @@ class AnswerDataset(PackedDataset):
             raise ValueError("AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
     def describe(self) -> str:
-        """See `PackedDataset.describe`; also how many examples are left out, and how many sequences are cut."""
+        """Return the text of `PackedDataset.describe`, and the numbers of examples left out and of sequences cut."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
         sizes = [part.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2) for part in parts]
         left_out = sum(len(size) - len(part.kept) for part, size in zip(parts, sizes, strict=True))
@@ -209,12 +213,13 @@ class AnswerDataset(PackedDataset):
         return f"chosen:\n{shown}\nrejected:\n{mark_learned(self.encoder.tokenizer, documents[1])}"
 
     def _batch(self, rows: list[Batch]) -> Batch:
+        # A rank without examples gets one without labels, so that all ranks have the same number of batches.
         rows = self._completed(rows) if self.complete else rows or [self._without_labels(self.rows[0])]
         first, second = ([row.pop(name) for row in rows] for name in ("first", "second"))
         if self.formats != ("kto",):
             return self._padded(first + second, rows * 2)
 
-        # Each prompt with the answer to the next one, for KTO's divergence.
+        # KTO estimates its divergence from each prompt with the answer to the next one.
         prompts = [document[: int((document < 0).sum())] for document in first]
         answers = [document[int((document < 0).sum()) :] for document in first]
         unrelated = [torch.cat(pair) for pair in zip(prompts, answers[1:] + answers[:1], strict=True)]
@@ -232,16 +237,17 @@ class AnswerDataset(PackedDataset):
 
 
 def padded(documents: Sequence[Tensor], length: int, filler: int, pixels: Sequence[Batch] = ()) -> Batch:
-    """A batch with a row for each document, cut at ``length`` and padded to the longest, or some tokens more.
+    """Return a batch with a row for each document, which is cut at ``length`` and padded to a multiple of `MULTIPLE`.
 
     Args:
-        documents: [n] each; ``~id`` instead of ``id`` for a token without a label, as in a `TokenFile`.
-        length: the most tokens of a row.
-        filler: token id of padding.
-        pixels: inputs of each row besides text, if any has some.
+        documents: the token ids of each, [n]; ``~id`` instead of ``id`` for a token without a label.
+        length: the largest number of tokens of a row.
+        filler: the token id of padding.
+        pixels: the inputs of each row besides text, if any row has some.
     """
     documents = [document[:length] for document in documents]
     longest = max(map(len, documents))
+    # No row is longer than length, and none is shorter than two tokens, because one token has no target.
     rounded = max(min(-(-longest // MULTIPLE) * MULTIPLE, length), 2)
     rows = [make_row([document.int()], rounded, filler) for document in documents]
     return collate([row | images for row, images in zip(rows, pixels or [{}] * len(rows), strict=True)])

@@ -12,12 +12,12 @@ Batch = dict[str, Tensor]
 
 
 def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
-    """A batch of one row: pieces of documents, padded to ``length``.
+    """Return a batch of one row: pieces of documents, padded to ``length``.
 
     Args:
-        pieces: [n] int32 each; ``~id`` instead of ``id`` for a token without a label, as in a `TokenFile`.
-        length: number of tokens in the row.
-        filler: token id of padding.
+        pieces: the token ids of each piece, [n] int32; ``~id`` instead of ``id`` for a token without a label.
+        length: the number of tokens in the row.
+        filler: the token id of padding.
     """
     bounds = [0, *itertools.accumulate(map(len, pieces))]  # of the documents
     padding = torch.full((length - bounds[-1],), ~filler, dtype=torch.int32)
@@ -25,7 +25,8 @@ def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
     if len(padding):
         bounds.append(length)
     labels = tokens.masked_fill(tokens < 0, -100)
-    labels[:, bounds[:-1]] = -100  # nothing predicts a document's first token; engines that count labels count targets
+    # Nothing predicts a document's first token. Without its label, engines that count labels count targets.
+    labels[:, bounds[:-1]] = -100
     return {
         "input_ids": torch.where(tokens < 0, ~tokens, tokens),
         "labels": labels,
@@ -48,16 +49,16 @@ def collate(rows: Sequence[Batch]) -> Batch:
 
 
 def join_rows(rows: Sequence[Batch]) -> Batch:
-    """Concatenate tokens or pixels of rows; what has no elements is left out."""
+    """Concatenate tokens or pixels of rows. Tensors without elements are left out."""
     names = dict.fromkeys(name for row in rows for name in row)
     joined = {name: _join([row[name] for row in rows if name in row]) for name in names}
     return {name: tensor for name, tensor in joined.items() if tensor.numel()}
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate along the first dimension, after zeros are added to the second: rows have unequal numbers of images.
+    """Concatenate along the first dimension, after the second one is padded with zeros to the largest.
 
-    Only Llama 3.2 Vision has a dimension for these; elsewhere the second ones are equal.
+    The second dimensions differ only with Llama 3.2 Vision, which has one for the images of a row.
     """
     longest = max((tensor.shape[1] for tensor in tensors if tensor.dim() > 1), default=0)
     return torch.cat(

@@ -1,4 +1,4 @@
-"""`PackedDataset`: a rank's share of the packed batches, epoch after epoch, resumable after every batch."""
+"""`PackedDataset`: a rank's share of the packed batches, epoch after epoch. It can resume after every batch."""
 
 import itertools
 import warnings
@@ -34,7 +34,7 @@ _NO_TARGETS = (
 class PackedDataset(IterableDataset[Batch]):
     """Packed batches for a model's forward: this rank's share of the rows, epoch after epoch.
 
-    A row holds whole documents and ends with padding, which has no labels; ``cu_seqlens`` holds the bounds of all
+    A row holds whole documents and ends with padding, which has no labels. ``cu_seqlens`` holds the bounds of all
     documents. Packing and order of the rows depend only on the data, ``seed`` and the epoch. Ranks take turns: in each
     step the first ``batch_size`` rows go to rank 0, the next to rank 1, and so on. Every row is therefore seen by
     exactly one rank, all ranks have the same number of batches, and a run may resume on another number of ranks. The
@@ -98,7 +98,7 @@ class PackedDataset(IterableDataset[Batch]):
     """
 
     per_example: ClassVar[int] = 1
-    """Number of documents in the token cache for each example."""
+    """The number of documents in the token cache for each example."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class PackedDataset(IterableDataset[Batch]):
         self._make_row = RowMaker(length, self._filler, self.encoder.processor, broken_media)
         self.source = find_files(source)
 
-        # A source with a length is tokenized now; a stream while it is read.
+        # A source with a length is tokenized now. A stream is tokenized while it is read.
         self._rows: PackedRows | None = None  # None for a stream
         if isinstance(self.source, tuple) or (hasattr(source, "__len__") and not isinstance(source, DataLoader)):
             if shares is None:
@@ -168,14 +168,14 @@ class PackedDataset(IterableDataset[Batch]):
         if self._rows is None and (max_samples is not None or shares is not None):
             raise ValueError("PackedDataset: max_samples and shares must be None for a stream. Prepare the stream.")
 
-        # The position.
+        # The position in the data, which `state_dict` saves.
         self.epoch = self.passed = 0
         self._loaded = False  # whether the next iteration starts at a position that was loaded
         self._rewind()
 
     @property
     def rows(self) -> PackedRows:
-        """All rows of the epoch, for samplers and for engines that distribute rows themselves; join them by `collate`.
+        """All rows of the epoch, for samplers and engines that distribute rows themselves. `collate` joins them.
 
         Raises:
             ValueError: the source is a stream.
@@ -186,18 +186,18 @@ class PackedDataset(IterableDataset[Batch]):
 
     @property
     def broken(self) -> int:
-        """Documents whose labels were removed so far, because their images could not be decoded."""
+        """The number of documents whose labels were removed so far, because their images could not be decoded."""
         return int(self._make_row.broken.sum())
 
     @property
     def has_images(self) -> bool:
-        """Whether any document has an image; of a stream, whether they may."""
+        """Whether any document has an image; for a stream, whether a document may have one."""
         if self._rows is None:
             return self.encoder.processor is not None
         return any(len(tokens.media) for tokens in self._rows.sources)
 
     def __len__(self) -> int:
-        """Number of batches per rank in a whole epoch; TypeError for a stream."""
+        """Return the number of batches per rank in a whole epoch. A stream raises TypeError."""
         if self._rows is None:
             raise TypeError("PackedDataset: a stream has no length. Give the number of steps, or save it as a file.")
         return -(-len(self._rows) // (self.ranks * self.batch_size))
@@ -210,7 +210,7 @@ class PackedDataset(IterableDataset[Batch]):
         stream = self._stream() if self._rows is None else None
         step_rows = self.ranks * self.batch_size
         for step in itertools.count((self._row - self._start) // step_rows):
-            # The rows of all ranks: their numbers, or of a stream their pieces.
+            # The rows of all ranks in this step: their numbers, or the pieces of a stream's rows.
             rows: Sequence[int | list[Piece]]
             if stream is not None:
                 rows = list(itertools.islice(stream, step_rows))
@@ -221,7 +221,7 @@ class PackedDataset(IterableDataset[Batch]):
             self._row += len(rows)
             self.passed += step_rows
 
-            # Workers take turns, and each makes the rows of this rank.
+            # Workers take turns by steps. Each counts all rows, and makes those of this rank in its own steps.
             if step % workers == number:
                 rank_rows = rows[self.rank * self.batch_size :][: self.batch_size]
                 yield self._batch(
@@ -230,7 +230,7 @@ class PackedDataset(IterableDataset[Batch]):
         self.set_epoch(self.epoch + 1)
 
     def describe(self) -> str:
-        """Files, formats and number of the documents, and the first document with its learned parts marked.
+        """Return files, formats and number of the documents, and the first document with its learned parts marked.
 
         Raises:
             ValueError: the source is a stream.
@@ -239,6 +239,7 @@ class PackedDataset(IterableDataset[Batch]):
         documents = sum(part.documents for part in self.rows.sources)
 
         sources = [(path.name, (path,)) for path in self.source] if isinstance(self.source, tuple) else []
+        # The format of each file, by its first record.
         formats: dict[str, list[str]] = {}  # name of a format -> the files in it
         for name, source in sources or [(self._named(), self.source)]:
             first = next(iter(read_records(source, self.encoder.fields)), None)
@@ -257,7 +258,7 @@ class PackedDataset(IterableDataset[Batch]):
         return f"{documents // self.per_example:,} examples, {listed}\n{shown}"
 
     def set_epoch(self, epoch: int) -> None:
-        """Start ``epoch`` with the next iteration. A position that was loaded remains if it is in this epoch."""
+        """Start ``epoch`` with the next iteration. A loaded position remains if it is in this epoch."""
         if epoch != self.epoch or self._is_finished():
             self.epoch, self._loaded = epoch, False
             self._rewind()
@@ -265,11 +266,14 @@ class PackedDataset(IterableDataset[Batch]):
                 self._rows.plan(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and position, counted over all ranks: the same on every rank after the same number of batches."""
+        """Return epoch and position, counted over all ranks.
+
+        Every rank returns the same after the same number of batches.
+        """
         return {"epoch": self.epoch, **self._position(), "data": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after the batches that were taken. ``batch_size`` and the number of ranks may differ.
+        """Continue after the batches of a saved state. ``batch_size`` and the number of ranks may differ from it.
 
         Raises:
             ValueError: the state is of other data, or of rows made with other options.
@@ -284,7 +288,8 @@ class PackedDataset(IterableDataset[Batch]):
             )
         self.set_epoch(state["epoch"])
         self._follow(state)
-        if get_worker_info() is None:  # workers take turns from the start of the iteration, so they keep that
+        # Workers take turns from the start of the iteration, so in a worker the start remains.
+        if get_worker_info() is None:
             self._start = self._row
         self._loaded = True
 
@@ -298,39 +303,40 @@ class PackedDataset(IterableDataset[Batch]):
         return rows
 
     def _show(self, documents: list[list[int]]) -> str:
-        """The first example, for `describe`."""
+        """Return the first example as text, for `describe`."""
         return mark_learned(self.encoder.tokenizer, documents[0])
 
     def _completed(self, rows: list[Any]) -> list[Any]:
-        """This rank's rows of a step, with rows from the beginning of the epoch for those that its end lacks."""
+        """Return this rank's rows of a step. The first rows of the epoch complete its last step."""
         first = self.rank * self.batch_size
         return rows + [self.rows[(first + i) % len(self.rows)] for i in range(len(rows), self.batch_size)]
 
     def _batch(self, rows: list[Batch]) -> Batch:
-        """This rank's rows of a step as a batch, with padding for rows that the end of the epoch lacks."""
+        """Return this rank's rows of a step as a batch. Rows of padding complete the last step of the epoch."""
         return collate(rows + [self._make_row([])] * (self.batch_size - len(rows)))
 
     def _identity(self) -> dict[str, Any]:
-        """Options and checksum of the data. Where they are equal, a position means the same row."""
+        """Return options and checksum of the data. If they are equal, a position means the same row."""
         options = {"length": self.length, "overflow": self.overflow, "shuffle": self.shuffle, "seed": self.seed}
         return {**options, "documents, tokens and checksum": None if self._rows is None else self._rows.identity()}
 
     def _named(self) -> str:
-        """The source, for errors."""
+        """Return the name of the source, for errors."""
         files = self.source if isinstance(self.source, tuple) else ()
         return ", ".join(map(str, files[:3])) + ", ..." * (len(files) > 3) or f"the {type(self.source).__name__}"
 
     def _begin(self) -> None:
-        """Move to where an iteration starts: a loaded position, or the beginning of this or the next epoch."""
+        """Move to the start of an iteration: a loaded position, or the beginning of this or the next epoch."""
         if self._is_finished():
             self.set_epoch(self.epoch + 1)
         elif not self._loaded:
             self._rewind()
         if self._rows is not None:
-            len(self._rows)  # packs now, before workers start, which would each pack again
+            # Pack now, before workers start, because each of them would pack again.
+            len(self._rows)
 
     def _is_finished(self) -> bool:
-        """Whether the last batch was taken by an iteration that did not ask for one more."""
+        """Return whether an iteration has taken the last batch and did not ask for one more."""
         return self._row > 0 and not self._loaded and self._rows is not None and self._row >= len(self._rows)
 
     def _rewind(self) -> None:
@@ -361,7 +367,7 @@ class PackedDataset(IterableDataset[Batch]):
             )
 
     def _stream(self) -> Iterator[list[Piece]]:
-        """The pieces of each row of a stream from the current position on. Advances `_read` and `_first`."""
+        """Yield the pieces of each row of a stream from the current position on, and advance `_read` and `_first`."""
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(self.epoch)
         records = read_records(self.source, self.encoder.fields)
@@ -372,7 +378,8 @@ class PackedDataset(IterableDataset[Batch]):
             else:
                 records = read_records(skip(self._read), self.encoder.fields, self._read)
 
-        begun = self._row - self._first  # rows of the first window that were taken already
+        # Windows are packed one by one. Of the first one, some rows may have been taken before.
+        begun = self._row - self._first
         while window := list(itertools.islice(records, WINDOW)):
             documents = [document for document in self.encoder.encode(window) if document.ids]
             skipped, self.encoder.skipped = self.encoder.skipped, Skipped()
@@ -400,10 +407,10 @@ class PackedDataset(IterableDataset[Batch]):
             )
 
     def _split(self, document: Document) -> list[Piece]:
-        """The pieces of a document of a stream."""
+        """Return the pieces of a document of a stream."""
         ids = torch.tensor(document.ids, dtype=torch.int32)
         if document.media and len(ids) > self.length:
-            # Truncated before an image that does not fit: a row has whole images.
+            # A row has whole images, so the document is truncated before an image that does not fit.
             end = keep_whole([(medium.first, medium.end) for medium in document.media], self.length)
             self._warn(0, "", 1)
             media = [medium for medium in document.media if medium.end <= end]

@@ -1,4 +1,4 @@
-"""Examples to token ids: texts, chats whose answers are learned, and ids as they are."""
+"""Examples as token ids. Of texts and ids all tokens are learned, of chats only the answers."""
 
 import contextlib
 import itertools
@@ -18,27 +18,27 @@ from liger_models.text.chat import Rendering, Span, answer_mask
 from liger_models.text.templates import THOUGHTS
 from liger_models.text.tokenizer import Tokenizer
 
-READING = 4
-"""Part of the name of a token cache. Raised when examples are read in another way than before."""
+READING = 5
+"""Part of the name of a token cache. It is raised whenever examples are read in another way than before."""
 FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
 """Examples are tokenized in groups, on all cores. A group is full at this number of examples or of characters."""
 WINDOW_CHARACTERS, OVERLAP_CHARACTERS = 1 << 18, 1 << 12
 """Texts of more characters are tokenized in windows, which overlap: the library needs over 100 bytes a character."""
 MEDIA = ("image", "video", "audio")
-"""Parts of the names of special tokens and of parts of a message that stand for what is not text."""
+"""Words in the names of special tokens, and in the types of message parts, that stand for something else than text."""
 
 ON_UNRENDERED = ("error", "warn", "drop")
-"""What happens to an example with a field that the chat template leaves out."""
+"""The choices for an example with a field that the chat template leaves out."""
 
 WEIGHTS = ("weight", "loss", "train")
 """Keys of a message that say whether it is learned."""
 MASKS = ("completion_mask", "assistant_masks", "attention_mask")
 POSITIONS = "position_ids"
-"""Columns beside token ids with a value for each: 1 where a token is learned or is no padding; its position."""
+"""Columns beside token ids with a value for each token. Masks are 1 on tokens that are learned, or are no padding."""
 
 SPEAKERS = ("system", "user", "assistant")
-"""Roles whose messages are texts or parts; what a tool returns may be anything that the template writes."""
+"""Roles whose contents are texts or parts. The result of a tool may be anything that the template writes."""
 
 
 class Document(NamedTuple):
@@ -46,7 +46,7 @@ class Document(NamedTuple):
 
     Attributes:
         ids: ``~id`` instead of ``id`` for a token without a label, as in a `TokenFile`.
-        media: its images, in order.
+        media: the images of the document, in order.
     """
 
     ids: "array[int]"
@@ -57,11 +57,11 @@ class Text(NamedTuple):
     """An example as text, before it is tokenized.
 
     Attributes:
-        where: where it is, for errors.
-        text: with the tokens of its images.
+        where: where the example is, for errors.
+        text: the text, with the tokens of its images.
         spans: the characters that are learned; None for all.
         special: whether the tokenizer adds its special tokens.
-        media, counts: its images, and the number of tokens of each.
+        media, counts: the images of the text, and the number of tokens of each.
     """
 
     where: str
@@ -74,12 +74,12 @@ class Text(NamedTuple):
 
 @dataclass
 class Skipped:
-    """Examples that were left out because of broken images or videos.
+    """The examples that were left out because of broken images or videos.
 
     Attributes:
-        count: their number.
+        count: the number of these examples.
         why: the first error.
-        files: the broken files, and the states that they were in.
+        files: path of each broken file -> the state in which it was; None if it was missing.
     """
 
     count: int = 0
@@ -87,18 +87,18 @@ class Skipped:
     files: dict[str, FileState | None] = field(default_factory=dict)
 
     def add(self, error: BrokenMediaError) -> None:
-        """Count one more."""
+        """Count one more example."""
         self.count, self.why = self.count + 1, self.why or str(error)
         if error.file is not None:
             self.files[str(error.file)] = FileState.of(error.file)
 
 
 class Encoder:
-    """Records to token ids: each becomes an example by its format, then a text, then a document.
+    """Turns records into token ids: a record becomes an example by its format, then a text, then a document.
 
     Args:
         tokenizer: the tokenizer of the model, or its processor, which also takes images.
-        field: the field of a record to read, whatever else it has; None to read it by its format.
+        field: the only field of a record to read; None to read records by their format.
         formats: the formats that examples may have. Default: `DOCUMENTS`.
         max_samples: the most examples to read; None for all.
         broken_media: "error", or "skip" to leave out examples with an image or a video that is missing or has no
@@ -140,7 +140,7 @@ class Encoder:
         }
 
     def encode(self, records: Iterable[Record]) -> Iterator[Document]:
-        """The documents of the records, in order.
+        """Yield the documents of the records, in order.
 
         Raises:
             ValueError: a record is malformed. The message begins with where it is.
@@ -174,7 +174,7 @@ class Encoder:
     # A record to texts
 
     def _read(self, where: str, record: Any) -> Sequence[Text | Document]:
-        """A record as texts, with the spans of its answers if it has some; or as tokens if it has them."""
+        """Return the texts of a record, with the spans of its answers; or its documents if it holds token ids."""
         if isinstance(record, str):
             return [Text(where, self._check_text(where, record), None, True)]
 
@@ -188,7 +188,7 @@ class Encoder:
         # The type of the value decides how it is read.
         columns = self.media.columns(example)
         value = example[field]
-        prompt = example.get("prompt") if self.field is None else None
+        prompt = example.get("prompt") if self.field is None else None  # a field that is named stands alone
         if isinstance(value, str):
             return [self._read_text(where, field, prompt, value, columns)]
         value = value if isinstance(value, list) else to_plain(value)
@@ -197,21 +197,22 @@ class Encoder:
         return self._read_ids(where, field, value, example, columns)
 
     def _read_text(self, where: str, field: str, prompt: Any, answer: str, columns: Columns) -> Text:
-        """A text, or a prompt and the text that is its answer."""
+        """Return a text, or a prompt and its answer as one text."""
         if prompt is not None and not isinstance(prompt, str):
             raise ValueError(f"{where}: prompt must be a text as {field} is, got messages. Convert one.")
         if self.field is None and field == "messages":
             raise ValueError(
                 f"{where}: messages must be a list of messages, got the text {answer[:60]!r}. If it is JSON, parse it."
             )
-        text = (prompt or "") + answer  # as one text, so that tokens may span both
+        # Prompt and answer are tokenized as one text, so that a token may span both.
+        text = (prompt or "") + answer
         spans = None if prompt is None else [(len(prompt), len(text))]
         return self._write(where, text, spans, True, self.media.sources_in_text(where, text, columns))
 
     def _read_chat(
         self, where: str, field: str, prompt: Any, answer: Any, example: Mapping[str, Any], columns: Columns
     ) -> list[Text]:
-        """A conversation, rendered by the chat template, as one example or several."""
+        """Return the texts of a conversation, which the chat template renders as one example or several."""
         if prompt is not None and not is_messages(prompt):
             raise ValueError(f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one.")
         prompt = prompt or ()
@@ -232,7 +233,7 @@ class Encoder:
                 "leave all marks out."
             )
 
-        # An example that ends earlier has the images up to there.
+        # An example that ends before the last message has only the images of its own messages.
         texts = []
         for rendering in examples:
             count = len(sources) if len(examples) == 1 else self.media.count(rendering.text)
@@ -242,7 +243,7 @@ class Encoder:
     def _read_ids(
         self, where: str, field: str, ids: Any, example: Mapping[str, Any], columns: Columns
     ) -> list[Document]:
-        """Token ids as they are, with their labels; several documents if they are packed."""
+        """Return the documents of token ids, which are taken as they are; several if the ids are packed."""
         if not isinstance(ids, Sequence) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
             raise ValueError(
                 f"{where}: {field} must be a text, messages, or token ids, got {str(ids)[:60]!r}. Correct it."
@@ -257,7 +258,7 @@ class Encoder:
             if not all(value in (0, 1) for value in mask):
                 raise ValueError(f"{where}: {name} must have values 0 and 1, got {str(mask)[:60]}. Correct it.")
 
-        # Labels are ids or -100, unshifted; masks say where there are some.
+        # Labels are unshifted: the token's own id, or -100. A token is learned if no mask is 0 there.
         labels = ids if lists["labels"] is None else lists["labels"]
         if not all(label in (token, -100) for token, label in zip(ids, labels, strict=True)):
             raise ValueError(f"{where}: labels must be those of {field}, unshifted, or -100, got others. Correct them.")
@@ -267,7 +268,7 @@ class Encoder:
         ]
         document = array("i", (token if learns else ~token for token, learns in zip(ids, learned, strict=True)))
 
-        # Each document without its padding.
+        # Padding is removed from both ends of each document.
         seen = masks.get("attention_mask", [1] * len(ids))
         documents = []
         for start, end in _document_bounds(where, field, len(ids), example, lists[POSITIONS], seen):
@@ -284,7 +285,7 @@ class Encoder:
     def _write(
         self, where: str, text: str, spans: list[Span] | None, special: bool, sources: Sequence[MediaSource]
     ) -> Text:
-        """A text with the tokens of its images in place of their placeholders."""
+        """Return a text in which the tokens of its images replace their placeholders."""
         if not sources:
             return Text(where, self._check_text(where, text), spans, special)
         media = self.media.open(where, sources)
@@ -294,27 +295,27 @@ class Encoder:
     # A text to tokens
 
     def _tokenize(self, group: Sequence[Text | Document]) -> Iterator[Document]:
-        """The documents of a group; what is one already stays as it is."""
+        """Yield the documents of a group, in its order. Items that are documents already stay as they are."""
         backend, eos = self.tokenizer.backend, self.tokenizer.eos_token_id
         texts = {i: text for i, text in enumerate(group) if isinstance(text, Text)}
         encoded: dict[int, array[int]] = {}
 
-        # Very long texts one by one, in windows.
+        # Very long texts are tokenized one by one, in windows.
         for i, text in texts.items():
             ids = self._tokenize_long(text.text, text.spans) if len(text.text) > WINDOW_CHARACTERS else None
             if ids is not None:
                 encoded[i] = ids
 
-        # The others on all cores; offsets, which cost time, only where spans are learned.
+        # The other texts are tokenized together, on all cores. Offsets cost time, so only texts with spans have them.
         plain = [i for i, text in texts.items() if text.spans is None and i not in encoded]
         masked = [i for i, text in texts.items() if text.spans is not None and i not in encoded]
-        encodings: Any = backend.encode_batch_fast([texts[i].text for i in plain])
+        encodings: Any = backend.encode_batch_fast([texts[i].text for i in plain])  # with special tokens
         encoded |= {i: array("i", encoding.ids) for i, encoding in zip(plain, encodings, strict=True)}
         encodings = backend.encode_batch([texts[i].text for i in masked], add_special_tokens=False)
         for i, encoding in zip(masked, encodings, strict=True):
             encoded[i] = _masked(encoding.ids, encoding.offsets, texts[i].spans)
 
-        # Special tokens around a prompt and its answer are not learned, except for the end.
+        # Of the special tokens around a prompt and its answer, only the end token is learned.
         around = [i for i, text in texts.items() if text.spans is not None and text.special]
         before, after = self._special_tokens() if around else ([], [])
         for i in around:
@@ -332,12 +333,12 @@ class Encoder:
             yield self._with_media(ids, item) if item.media else Document(ids)
 
     def _with_media(self, ids: "array[int]", text: Text) -> Document:
-        """A document without labels on the tokens of its images."""
+        """Return a document without labels on the tokens of its images."""
         media = self.media.locate(text.where, ids, text.media, text.counts)
         return Document(array("i", (~token if token in self.media.token_ids else token for token in ids)), media)
 
     def _tokenize_long(self, text: str, spans: list[Span] | None) -> "array[int] | None":
-        """The token ids of a long text in bounded memory; None if its windows cannot be joined exactly.
+        """Return the token ids of a long text, in bounded memory; None if its windows cannot be joined exactly.
 
         Tokens are the BPE of their text if each pair of neighbors is the BPE of its own text, and pre-tokenizers read
         from left to right. So two windows may be joined at a token of their overlap at which both have the tokens that
@@ -352,6 +353,7 @@ class Encoder:
         ids: list[int] = []  # of the last window, from where it was joined
         offsets: list[Span] = []
 
+        # Several windows are tokenized at once, on all cores, and then joined one after another.
         starts = range(0, len(text) - OVERLAP_CHARACTERS, WINDOW_CHARACTERS - OVERLAP_CHARACTERS)
         windows_at_once = GROUP_CHARACTERS // WINDOW_CHARACTERS
         for first in range(0, len(starts), windows_at_once):
@@ -379,14 +381,14 @@ class Encoder:
         return joined
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer puts before and after a text."""
+        """Return the special tokens that the tokenizer puts before and after a text."""
         backend = self.tokenizer.backend
         plain, whole = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
         start = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
         return whole[:start], whole[start + len(plain) :]
 
     def _check_text(self, where: str, text: str) -> str:
-        """The text; raises ValueError if it holds placeholders, whose images would be missing."""
+        """Return the text. A placeholder in it raises ValueError, because its image is missing."""
         placeholders = [name for name in self._placeholders if name in text]
         if placeholders:
             raise ValueError(f"{where}: a text must be without images, got {', '.join(placeholders)}. {self._advice}")
@@ -404,7 +406,7 @@ _NO_MEDIA = (
 
 
 def open_reader(reader: Any) -> tuple[Tokenizer, MediaReader]:
-    """The tokenizer of a model, and the reader of its images, from its tokenizer or its processor."""
+    """Return the tokenizer of a model and a reader of its images, from its tokenizer or its processor."""
     if isinstance(reader, Processor):
         return reader.tokenizer, MediaReader(reader)
     return reader, MediaReader(None)
@@ -445,6 +447,7 @@ def render_examples(
 ) -> list[Rendering]:
     """`Tokenizer.render_examples` with the variables of an example; errors begin with ``where``."""
     try:
+        # A TypeError is raised for variables that the template does not read.
         options = {**read_variables(example), "learned": learned, "multi_turn": multi_turn}
         examples = tokenizer.render_examples(messages, **options)
     except (TypeError, ValueError) as error:
@@ -473,12 +476,12 @@ def check_rendered(where: str, fields: Sequence[str], on_unrendered: str) -> Non
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether a message that `read_messages` returned is learned: none of its `WEIGHTS` is 0."""
+    """Return whether a message that `read_messages` returned is learned: none of its `WEIGHTS` is 0."""
     return all(message.get(name, True) for name in WEIGHTS)
 
 
 def _read_column(where: str, field: str, size: int, example: Mapping[str, Any], name: str) -> list[Any] | None:
-    """A column with a value for each token; None if there is none."""
+    """Return a column with a value for each token; None if the example has no such column."""
     values = example.get(name)
     if values is None:
         return None
@@ -497,8 +500,10 @@ def _document_bounds(
     positions: Sequence[Any] | None,
     seen: Sequence[int],
 ) -> list[Span]:
-    """Where the documents of packed token ids begin and end, by ``seq_lengths`` or ``position_ids``."""
+    """Return where the documents of packed token ids begin and end, by ``seq_lengths`` or ``position_ids``."""
     bounds = [0, size]
+
+    # Lengths, which add up to the number of tokens.
     lengths = example.get("seq_lengths")
     if lengths is not None:
         lengths = lengths if isinstance(lengths, list | tuple) else to_plain(lengths)
@@ -511,6 +516,8 @@ def _document_bounds(
                 f"{where}: seq_lengths must add up to the {size} tokens of {field}, got {sum(lengths)}. Correct them."
             )
         bounds = [0, *itertools.accumulate(lengths)]
+
+    # Positions, which count from 0 in each document. Padding may have any.
     if positions is not None:
         shown = [i for i in range(size) if seen[i]]
         starts = [i for i in shown if positions[i] == 0]
@@ -526,16 +533,16 @@ def _document_bounds(
 
 
 def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Messages for a chat template, alike from all sources: without nulls, which a column of a table adds.
+    """Return messages for a chat template, without the nulls that a column of a table adds to them.
 
     Args:
         where: where the messages are, for errors.
         messages: dicts with ``role`` and ``content``.
-        kinds: kinds of parts that are allowed besides text, such as "image".
+        kinds: the kinds of parts that are allowed besides text, such as "image".
 
     Returns:
-        The messages. The content of an assistant's message that only calls tools may be None. Without ``kinds`` parts
-        of text are joined.
+        The messages. An assistant's message with calls or thoughts may lack content. Without ``kinds``, parts of text
+        are joined.
 
     Raises:
         ValueError: another message has no content, a message has no role, content is neither a text nor a list of
@@ -543,7 +550,7 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
     """
     checked = []
     for number, message in enumerate(messages, 1):
-        # A table gives every message the keys of all messages; what is empty is absent, too.
+        # A table gives every message the keys of all messages. Null and empty fields count as absent.
         present = {key: value for key, value in message.items() if value is not None}
         for key in ("tool_calls", "function_call", *THOUGHTS):
             if key in present and not present[key]:
@@ -556,7 +563,7 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         if isinstance(present.get("function_call"), Mapping):
             present["function_call"] = _with_arguments(present["function_call"])
 
-        # Content: a text or parts; an assistant's message may have calls or thoughts instead.
+        # Content is a text or parts. An assistant's message may have calls or thoughts instead.
         content = present.get("content")
         instead = [key for key in ("tool_calls", "function_call", *THOUGHTS) if role == "assistant" and key in present]
         if content is None and not instead:
@@ -576,7 +583,7 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
                     "Correct it."
                 )
 
-        # Parts: texts, and the media that the model takes.
+        # Parts are texts, or media that the model takes.
         for part in content if isinstance(content, list | tuple) else ():
             if not isinstance(part, Mapping) or (part.get("type") == "text" and not _is_text(part)):
                 raise ValueError(
@@ -592,7 +599,7 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         if not kinds and isinstance(content, list | tuple) and all(map(_is_text, content)):
             content = "".join(part["text"] for part in content)  # templates of text models take no parts
 
-        # Whether it is learned, in the spellings of OpenAI, ms-swift and axolotl.
+        # Weights, in the spellings of OpenAI, ms-swift and axolotl, say whether the message is learned.
         weights = {name: present[name] for name in WEIGHTS if name in present}
         for name, weight in weights.items():
             if weight not in (0, 1):
@@ -606,7 +613,7 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
 
 
 def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
-    """The calls of a message, with arguments as objects: OpenAI writes them as JSON text."""
+    """Return the calls of a message with arguments as objects. OpenAI writes them as JSON text."""
     if isinstance(calls, str):
         with contextlib.suppress(ValueError):
             calls = json.loads(calls)
@@ -624,7 +631,7 @@ def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
 
 
 def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object, if they are the JSON text of one; without any, an empty object."""
+    """Return a call whose arguments are an object if they are the JSON text of one, or if they are missing."""
     function = {key: value for key, value in function.items() if value is not None}
     arguments = function.get("arguments")
     if arguments is None and "name" in function and "parameters" not in function:
@@ -638,28 +645,28 @@ def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_text(part: Any) -> bool:
-    """Whether a part of a message is a text."""
+    """Return whether a part of a message is a text."""
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _media_in(part: Mapping[str, Any]) -> list[str]:
-    """The type and the keys of a part of a message that say that it is not text."""
+    """Return the type and the keys of a part of a message that show that it is no text."""
     names = [str(part.get("type")), *(key for key, value in part.items() if value is not None)]
     return [name for name in names if any(kind in name for kind in MEDIA)]
 
 
 def is_messages(value: Any) -> bool:
-    """Whether a value is a list of messages."""
+    """Return whether a value is a list of messages."""
     return isinstance(value, list | tuple) and all(isinstance(message, Mapping) for message in value)
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a column of an example has nothing."""
+    """Return whether a column of an example is missing or empty."""
     return value is None or (isinstance(value, list | tuple | str) and not value)
 
 
 def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] | None) -> "array[int]":
-    """Token ids as a `TokenFile` stores them, with labels in ``spans`` only; None for all."""
+    """Return token ids as a `TokenFile` stores them, with labels only in ``spans``; None for labels everywhere."""
     if spans is None:
         return array("i", ids)
     learned = answer_mask(offsets, spans)
@@ -667,7 +674,7 @@ def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] |
 
 
 def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables of the chat template: the tools of a chat, if it has some, and its ``chat_template_kwargs``.
+    """Return the variables of the chat template: the tools of an example, and its ``chat_template_kwargs``.
 
     Both may be JSON text, because a column cannot hold values of different types.
 
@@ -681,6 +688,7 @@ def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
             variables[name] = json.loads(value.strip() or "null") if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError(f"{name} must be JSON where it is a text, got {str(value)[:60]!r}. Correct it.") from error
+    # No tools, an empty list of them and empty text are the same; null variables count as absent.
     options = variables["chat_template_kwargs"] or {}
     if not isinstance(options, Mapping):
         raise ValueError(f"chat_template_kwargs must be an object, got {str(options)[:60]!r}. Correct it.")

@@ -19,27 +19,27 @@ ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "call"),
     "system": "system",
 }
-"""Who speaks in ShareGPT's data -> the role of a message; "call" is an assistant's message that calls a tool."""
+"""The speaker in ShareGPT's data -> the role of a message. "call" is an assistant's message that calls a tool."""
 _OF_TURN = ("tool_calls", "tool_call_id", "name", "weight", "loss", "train", "reasoning_content")
 ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
 ALPACA_INPUT = ", paired with an input that provides further context"
 
 SHOWN = 4096
-"""Tokens of a document that are read to show it."""
+"""The number of tokens of a document that are read to show it."""
 
 Columns = Mapping[str, Any]
 """A record, or the example that it becomes: values by column."""
 Convert = Callable[[str, Columns, bool], Columns]
-"""A record to an example. Takes where the record is, the record, and whether the tokenizer has a chat template."""
+"""Function from a record to an example. It takes where the record is, the record, and whether there is a template."""
 
 
 class Format(NamedTuple):
     """A format of records.
 
     Attributes:
-        columns: the columns that a record must have; of names joined by "|", one.
+        columns: the columns that a record must have. Of names joined by "|" it must have one.
         optional: other columns that are read.
-        convert: makes an example with ``messages``, or ``prompt`` and ``completion``; None if a record is one already.
+        convert: makes an example with ``messages``, or ``prompt`` and ``completion``. None if a record is one already.
         todo: advice for a record of this format where the format cannot be used.
     """
 
@@ -49,7 +49,7 @@ class Format(NamedTuple):
     todo: str = "It trains with objective sft."
 
     def fits(self, record: Columns) -> bool:
-        """Whether a record has the columns."""
+        """Return whether a record has the columns."""
         return all(any(record.get(name) is not None for name in names.split("|")) for names in self.columns)
 
     @property
@@ -69,6 +69,7 @@ def _from_sharegpt(where: str, record: Columns, chat: bool) -> Columns:
             f"{where}: conversations must be a list of turns with from and value, got {str(turns)[:60]!r}. Correct it."
         )
 
+    # A turn becomes a message. Calls are turns of their own there, and messages of the assistant here.
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, 1):
         speaker, content = (_first(turn, names) for names in ("from|role", "value|content"))
@@ -110,7 +111,7 @@ def _from_alpaca(where: str, record: Columns, chat: bool) -> Columns:
             f"{where}: history must be a list of pairs of question and answer, got {str(history)[:60]!r}. Correct it."
         )
 
-    # With a chat template: a conversation.
+    # With a chat template the record becomes a conversation.
     if chat:
         prompt = []
         for question, answer in history:
@@ -118,7 +119,7 @@ def _from_alpaca(where: str, record: Columns, chat: bool) -> Columns:
         prompt.append({"role": "user", "content": f"{instruction}\n\n{context}" if context else instruction})
         return {"prompt": _with_system(record, prompt), "completion": [{"role": "assistant", "content": output}]}
 
-    # Without a chat template: the text that Alpaca was trained on.
+    # Without a chat template it becomes the text on which Alpaca was trained.
     unread = [name for name in ("system", "history") if record.get(name)]
     if unread:
         raise ValueError(f"{where}: {' and '.join(unread)} needs a chat template, and the tokenizer has none. Set one.")
@@ -154,19 +155,22 @@ FORMATS = {
     "input_ids": Format(("input_ids",), TOKEN_COLUMNS),
     "prompt": Format(("prompt",), todo="Prompts without answers train with objective grpo."),
 }
-"""The formats, in the order in which a record is compared with them."""
+"""The formats in the order in which a record is compared with them."""
 _COLUMNS = {column for format in FORMATS.values() for column in format.names}
 DOCUMENTS = ("chat", "sharegpt", "prompt-completion", "alpaca", "question-answer", "text", "input_ids")
-"""Formats of a record that becomes one document."""
+"""The formats of records that become documents."""
 
 
 class Formats:
     """Recognizes the format of records, and converts them.
 
     Args:
-        allowed: names in `FORMATS` of the formats that can be used.
-        format: the format of all records; None to recognize it by the columns. All records of a file must have the
-            format of its first one.
+        allowed: the names in `FORMATS` of the formats that can be used.
+        format: the format of all records. None recognizes it by the columns; then all records of a file must have the
+            format of the first one.
+
+    Attributes:
+        of_file: path of a file -> the format of its first record.
 
     Raises:
         ValueError: ``format`` is not allowed.
@@ -183,14 +187,14 @@ class Formats:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are read: without ``format`` also those by which other formats are recognized."""
+        """The columns that are read. Without ``format`` they include those by which other formats are recognized."""
         return sorted(_COLUMNS if self.format is None else FORMATS[self.format].names)
 
     def name(self, where: str, record: Any) -> str:
-        """The name of a record's format.
+        """Return the name of a record's format.
 
         Raises:
-            ValueError: it has none that is allowed, or another one than the first record of its file.
+            ValueError: the record has no format that is allowed, or not that of the first record of its file.
         """
         if isinstance(record, str):
             return "text"
@@ -205,7 +209,8 @@ class Formats:
 
         # The first format that fits and is allowed.
         fitting = [name for name in FORMATS if isinstance(record, Mapping) and FORMATS[name].fits(record)]
-        is_labeled = "kto" in fitting and "kto" not in self.allowed  # bad answers must not be learned
+        # An answer with a label may be a bad one, and must not be learned as a completion.
+        is_labeled = "kto" in fitting and "kto" not in self.allowed
         usable = [name for name in fitting if name in self.allowed and not (is_labeled and name == "prompt-completion")]
         if not usable and fitting:
             raise ValueError(
@@ -220,7 +225,8 @@ class Formats:
             )
 
         # All records of a file have the format of its first one.
-        file = re.match(r"(.*), (?:line|row) \d+$", where)  # data sets may hold records of several formats
+        # Data sets may hold records of several formats.
+        file = re.match(r"(.*), (?:line|row) \d+$", where)
         first = self.of_file.setdefault(file[1], usable[0]) if file else usable[0]
         if first != usable[0]:
             raise ValueError(
@@ -230,7 +236,7 @@ class Formats:
         return first
 
     def convert(self, where: str, record: Any, tokenizer: Tokenizer) -> Columns:
-        """A record as an example with ``messages``, ``text``, ``input_ids``, or ``prompt`` and ``completion``.
+        """Return a record as an example with ``messages``, ``text``, ``input_ids``, or ``prompt`` and ``completion``.
 
         Raises:
             ValueError: as for `name`, or a column is malformed.
@@ -240,17 +246,18 @@ class Formats:
             example = {name: value for name, value in record.items() if name in format.names}
         else:
             example = dict(format.convert(where, record, tokenizer.chat_template is not None))
-        others = {name: value for name, value in record.items() if name not in _COLUMNS}  # such as images
+        # Other columns, such as images, stay in the example.
+        others = {name: value for name, value in record.items() if name not in _COLUMNS}
         return others | example
 
 
 def mark_learned(tokenizer: Tokenizer, ids: Sequence[int], lines: int = 12) -> str:
-    """A document as text, indented, with the learned parts between « and ».
+    """Return a document as indented text, with the learned parts between « and ».
 
     Args:
-        tokenizer: decodes the ids.
-        ids: as in a `TokenFile`: ``~id`` for a token without a label. The first `SHOWN` are read.
-        lines: the most lines of each part that are shown; a long line is cut, too.
+        tokenizer: the tokenizer that decodes the ids.
+        ids: token ids, ``~id`` for a token without a label. The first `SHOWN` are read.
+        lines: the largest number of lines of each part that are shown. Long lines are cut, too.
     """
     text = ""
     for learned, run in itertools.groupby(ids[:SHOWN], lambda token: token >= 0):

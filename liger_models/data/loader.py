@@ -13,14 +13,14 @@ from liger_models.data.dataset import PackedDataset
 
 
 class PackedLoader(DataLoader[Batch]):
-    """A DataLoader whose state counts the batches that were taken from it, not those that workers prepared ahead.
+    """A DataLoader whose state counts the batches taken from it, and not those that workers have prepared ahead.
 
     Args:
         data: the data set. It resumes from its own position and advances with the batches that are taken.
-        options: of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory``.
+        options: arguments of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory``.
 
     Raises:
-        ValueError: ``persistent_workers``.
+        ValueError: ``persistent_workers`` is True.
     """
 
     def __init__(self, data: PackedDataset, **options: Any) -> None:
@@ -30,7 +30,7 @@ class PackedLoader(DataLoader[Batch]):
                 "they start."
             )
         self.data = data
-        # A generator of its own: starting an epoch must not draw from the default one, which decides dropout.
+        # Starting an epoch must not draw from the default generator, which decides dropout.
         options = {"generator": torch.Generator(), "worker_init_fn": _leave_signals, **options}
         super().__init__(_WithPosition(data), batch_size=None, **options)
 
@@ -67,16 +67,16 @@ class PackedLoader(DataLoader[Batch]):
 
 
 def _leave_signals(_: int) -> None:
-    """Let the main process decide what happens on Ctrl-C and SIGTERM, which its workers get, too.
+    """Ignore Ctrl-C and SIGTERM in a worker, so that the main process decides what happens.
 
-    The terminal, timeout, SLURM and systemd send them to all processes. Workers end with the main process anyway.
+    The terminal, timeout, SLURM and systemd send these signals to all processes. Workers end with the main process.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 class _WithPosition(IterableDataset[Any]):
-    """Each batch with the position of the data set after it."""
+    """The batches of a data set, each with the position after it."""
 
     def __init__(self, data: PackedDataset) -> None:
         self.data = data

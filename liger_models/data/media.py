@@ -1,4 +1,4 @@
-"""Images and videos of examples: where they are and how they are spelled, their sizes from headers, their pixels."""
+"""Images and videos of examples: how examples spell them, their sizes from headers, and their pixels."""
 
 import io
 import os
@@ -24,15 +24,15 @@ NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 Sampled = Callable[[int, float, float | None], list[int]]
 """`Processor.sampled`."""
 Columns = Mapping[str, Sequence[Any]]
-"""Kind -> the images of an example that are in fields of their own, such as ``images``."""
+"""Kind -> the images of an example in fields of their own, such as ``images``."""
 
 
 class BrokenMediaError(ValueError):
     """A file that is missing or cannot be decoded.
 
     Args:
-        message: what is wrong.
-        file: the file; None for an image that is none.
+        message: the error.
+        file: the file; None if the image is not in a file.
     """
 
     def __init__(self, message: str, file: Path | None = None) -> None:
@@ -41,15 +41,15 @@ class BrokenMediaError(ValueError):
 
 
 SAMPLED = 1 << 16
-"""Bytes at the beginning and at the end of a file that its checksum covers: videos are large, images many."""
+"""The checksum of a file covers this many bytes at its beginning and end: videos are large, and images many."""
 
 
 class FileState(NamedTuple):
-    """What tells a file from one that replaces it.
+    """The state of a file, which tells it from another one that replaces it.
 
     Attributes:
-        bytes, time: its size, and when it was last changed, in nanoseconds.
-        checksum: of its first and its last `SAMPLED` bytes.
+        bytes, time: its size, and the time of its last change in nanoseconds.
+        checksum: the checksum of its first and its last `SAMPLED` bytes.
     """
 
     bytes: int
@@ -58,7 +58,7 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> "FileState | None":
-        """The state of a file; None if it is missing or cannot be read."""
+        """Return the state of a file; None if it is missing or cannot be read."""
         try:
             with open(path, "rb") as file:
                 status = os.fstat(file.fileno())
@@ -69,7 +69,7 @@ class FileState(NamedTuple):
             return None
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a file is still in this state. It may be a copy, with another time; then it is read."""
+        """Return whether a file is still in this state. A file with another time, such as a copy, is read."""
         status = os.stat(path) if os.path.isfile(path) else None
         if status is None or status.st_size != self.bytes:
             return False
@@ -80,9 +80,9 @@ class MediaSource(NamedTuple):
     """An image or a video as an example spells it.
 
     Attributes:
-        kind: "image" or "video"; "" for none.
-        source: any spelling that `locate_image` takes; None for the next one of a column.
-        settings: its own ``min_pixels`` and ``max_pixels`` of an image, ``fps`` of a video, as far as it has them.
+        kind: "image" or "video"; "" for neither.
+        source: any spelling that `locate_image` takes; None for the next image of a column.
+        settings: the ``min_pixels`` and ``max_pixels`` of an image, or the ``fps`` of a video, if the example has them.
     """
 
     kind: str
@@ -97,8 +97,8 @@ class Medium:
     Attributes:
         where: where its example is, for errors.
         source: the absolute path of the file, its content, or a PIL image in RGB.
-        size: what decides how many tokens it has.
-        first, end: its first token in the document, and the one after its last.
+        size: its size, which determines its number of tokens.
+        first, end: the index of its first token in the document, and of the one after its last.
     """
 
     where: str
@@ -116,8 +116,8 @@ class Medium:
         Args:
             where: where its example is. Relative paths start from its ``folder``, if it has one.
             source: any spelling that `locate_image` takes.
-            settings: its own settings.
-            sampled: chooses the frames of a video; None for an image.
+            settings: the settings of this image or video.
+            sampled: the function that chooses the frames of a video; None for an image.
 
         Raises:
             ValueError: ``source`` is a URL of the web or has another type.
@@ -127,10 +127,11 @@ class Medium:
             file = locate_image(source)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from error
+        # Relative paths start from the folder of the file that names them.
         if isinstance(file, Path):
             file = Path(os.path.abspath(getattr(where, "folder", Path()) / file))
 
-        # The size, which decides the number of tokens; the pixels are decoded later.
+        # The size determines the number of tokens. The pixels are decoded when a row is made.
         try:
             size = MediaSize(*image_size(file), **settings) if sampled is None else _video_size(file, settings, sampled)
             return cls(where, file if isinstance(file, Path | bytes) else read_image(file), size)
@@ -142,7 +143,7 @@ class Medium:
             ) from error
 
     def decode(self) -> "list[Image]":
-        """The image, or the sampled frames of the video, in RGB.
+        """Return the image, or the sampled frames of the video, in RGB.
 
         Raises:
             BrokenMediaError: the file cannot be read, or its image has another size than its header had.
@@ -164,14 +165,14 @@ class Medium:
         return images
 
     def blank(self) -> "list[Image]":
-        """A black image of the same size, or as many black frames."""
+        """Return a black image of the same size, or as many black frames."""
         from PIL import Image
 
         return [Image.new("RGB", self.size[:2])] * (self.size.frames or 1)
 
     @property
     def content(self) -> bytes:
-        """The bytes that are stored: none for a file, PNG for a PIL image."""
+        """The bytes that are stored: none for a file, and PNG for a PIL image."""
         if isinstance(self.source, Path):
             return b""
         if isinstance(self.source, bytes):
@@ -182,7 +183,7 @@ class Medium:
 
     @property
     def checksum(self) -> int | None:
-        """Of its content, or of its file's first and last bytes; None for a file that is gone."""
+        """The checksum of its content, or of its file's first and last bytes; None if the file is missing."""
         if isinstance(self.source, Path):
             state = FileState.of(self.source)
             return None if state is None else state.checksum
@@ -190,16 +191,17 @@ class Medium:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory of its source."""
+        """The number of bytes of memory that its source takes."""
         if isinstance(self.source, bytes):
             return len(self.source)
         return 0 if isinstance(self.source, Path) else 3 * self.size.width * self.size.height
 
 
 def _video_size(file: Any, settings: Mapping[str, Any], sampled: Sampled) -> MediaSize:
-    """The size of the frames that are sampled from a video, from its header."""
+    """Return the size and the number of the frames that are sampled from a video, by its header."""
     if not isinstance(file, Path | bytes):
         raise ValueError("an image. Pass images as images.")
+    # The rate of the sampled frames, by which the model tells their times.
     width, height, frames, fps = read_header(file)
     numbers = sampled(frames, fps, settings.get("fps"))
     rate = len(numbers) / frames * fps
@@ -209,14 +211,14 @@ def _video_size(file: Any, settings: Mapping[str, Any], sampled: Sampled) -> Med
 class MediaReader:
     """Finds the images and videos of examples, and writes the tokens that stand for them.
 
-    "Image" below means a video, too.
+    In the methods "image" also means a video.
 
     Args:
-        processor: of the model; None for a model of texts, whose examples have no images.
+        processor: the processor of the model. None for a model of texts, whose examples have no images.
 
     Attributes:
-        kinds: kinds that the model takes, such as "image".
-        token_ids: ids of the tokens that stand for parts of images.
+        kinds: the kinds that the model takes, such as "image".
+        token_ids: the ids of the tokens that stand for parts of images.
     """
 
     def __init__(self, processor: Processor | None) -> None:
@@ -225,7 +227,8 @@ class MediaReader:
         self.token_ids: set[int] = set() if processor is None else processor.media_ids
 
     def columns(self, example: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """The images in fields of their own, such as ``images``, by kind."""
+        """Return the images in fields of their own, such as ``images``, by kind."""
+        # An example may have both names of a column. The singular comes first.
         columns: dict[str, list[Any]] = {kind: [] for kind in self.kinds}
         for kind, column in columns.items():
             for name in (kind, f"{kind}s"):
@@ -235,7 +238,7 @@ class MediaReader:
         return columns
 
     def sources_in_text(self, where: str, text: str, columns: Columns) -> list[MediaSource]:
-        """The images that the model's placeholders in a text stand for, in order.
+        """Return the images for which the model's placeholders in a text stand, in order.
 
         Raises:
             ValueError: there are more placeholders than images, or fewer.
@@ -245,25 +248,25 @@ class MediaReader:
         return [MediaSource(kind, image) for kind, image in zip(kinds, take(where, kinds, columns), strict=True)]
 
     def count(self, text: str) -> int:
-        """The number of placeholders in a text."""
+        """Return the number of placeholders in a text."""
         return 0 if self.processor is None else len(self.processor.placeholder.findall(text))
 
     def place(
         self, where: str, messages: Sequence[Mapping[str, Any]], columns: Columns
     ) -> tuple[list[dict[str, Any]], list[MediaSource]]:
-        """Messages as a chat template reads them, and their images.
+        """Return messages as a chat template reads them, and their images.
 
-        An image is a part of a message, and holds the image itself or stands for the next one of a column. In a message
-        that is a text ``<image>`` stands for the next one of the column. If nothing stands for them, the images of a
-        column come before the text of the user's first message.
+        A part of a message holds an image, or stands for the next image of a column. In a message that is a text,
+        ``<image>`` stands for the next image of the column. If nothing stands for the images of a column, they come
+        before the text of the user's first message.
 
         Args:
             where: where the example is, for errors.
             messages: dicts with ``role`` and ``content``.
-            columns: the images in fields of their own, by kind.
+            columns: kind -> the images in fields of their own.
 
         Returns:
-            The messages with parts ``{"type": "image"}``; the images, in order.
+            The messages with parts ``{"type": "image"}``, and the images in order.
 
         Raises:
             ValueError: the number of places in the messages is not that of the images in the columns, or a part has a
@@ -272,7 +275,7 @@ class MediaReader:
         placed: list[dict[str, Any]] = []
         sources: list[MediaSource] = []
 
-        # Images that are parts of a message, or that a part or a mark stands for.
+        # Parts of a message, and marks in a text, hold an image or stand for one of a column.
         for message in messages:
             content = message.get("content")
             if isinstance(content, str) and any(f"<{kind}>" in content for kind, column in columns.items() if column):
@@ -286,7 +289,7 @@ class MediaReader:
                 content = parts
             placed.append({**message, "content": content})
 
-        # Columns that nothing stands for.
+        # The images of other columns come first in the user's first message.
         for kind, column in columns.items():
             users = [message for message in placed if message.get("role") == "user"]
             if column and users and not any(kind == source.kind for source in sources):
@@ -300,16 +303,17 @@ class MediaReader:
         return placed, [source._replace(source=next(images)) if source.source is None else source for source in sources]
 
     def _read_part(self, where: str, part: Any, kinds: Columns) -> MediaSource:
-        """The image in a part of a message."""
+        """Return the image in a part of a message; one of kind "" if the part has none."""
         if not isinstance(part, Mapping):
             return MediaSource("")
+        # The type is "image" or "image_url"; without a type, a key of this name decides.
         present = {key: value for key, value in part.items() if value is not None}
         part_type = str(present.get("type", next((key for key in present if key.removesuffix("_url") in kinds), "")))
         kind = part_type.removesuffix("_url")
         if kind not in kinds:
             return MediaSource("")
 
-        # Its own settings; a size that the model does not take is an error.
+        # A part may have settings of its own. A size that the model does not take is an error.
         takes_bounds = self.processor is not None and self.processor.takes_bounds
         names = ("fps",) if kind == "video" else BOUNDS if takes_bounds else ()
         settings = {name: present[name] for name in names if name in present}
@@ -323,20 +327,20 @@ class MediaReader:
         return MediaSource(kind, spellings[0] if spellings else None, settings)
 
     def open(self, where: str, sources: Sequence[MediaSource]) -> list[Medium]:
-        """The images with their sizes from the headers; see `Medium.open`."""
+        """Return the images with their sizes from the headers; see `Medium.open`."""
         sampled = {} if self.processor is None else {"video": self.processor.sampled}
         return [Medium.open(where, source, settings, sampled.get(kind)) for kind, source, settings in sources]
 
     def write(
         self, where: str, text: str, spans: Sequence[Span] | None, media: Sequence[Medium]
     ) -> tuple[str, list[Span] | None, list[int]]:
-        """A text with the tokens of its images in place of their placeholders.
+        """Return a text in which the tokens of its images replace their placeholders.
 
         Args:
             where: where the example is, for errors.
-            text: as a chat template renders it.
-            spans: of the answers in it; None for a text that is no chat.
-            media: its images, in order.
+            text: the text, as a chat template renders it.
+            spans: the spans of the answers in the text; None if it is no chat.
+            media: the images of the text, in order.
 
         Returns:
             The text, the spans in it, and the number of tokens of each image.
@@ -347,6 +351,7 @@ class MediaReader:
         """
         if self.processor is None:
             return text, None if spans is None else [*spans], []
+        # Placeholders and images must have the same kinds in the same order.
         placeholders = list(self.processor.placeholder.finditer(text))
         if [placeholder.lastgroup for placeholder in placeholders] != [medium.size.kind for medium in media]:
             noun = "images and videos" if any(medium.size.kind == "video" for medium in media) else "images"
@@ -364,16 +369,17 @@ class MediaReader:
         return text, None if spans is None else moved, [count for _, count in written]
 
     def locate(self, where: str, ids: Sequence[int], media: Sequence[Medium], counts: Sequence[int]) -> list[Medium]:
-        """The images with their first and last tokens in a document.
+        """Return the images with their first and last tokens in a document.
 
         Args:
             where: where the example is, for errors.
-            ids: token ids of the document; ``~id`` for a token without a label.
-            media, counts: its images, and the number of tokens of each.
+            ids: the token ids of the document; ``~id`` for a token without a label.
+            media, counts: the images of the document, and the number of tokens of each.
 
         Raises:
             ValueError: the document has another number of these tokens.
         """
+        # Tokens with and without a label.
         tokens = self.token_ids | {~token for token in self.token_ids}
         positions = [position for position, token in enumerate(ids) if token in tokens]
         ends = [0, *accumulate(counts)]  # of each image, among the positions
@@ -389,12 +395,12 @@ class MediaReader:
 
 
 def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
-    """For each place in an example, the next image of its column.
+    """Return for each place in an example the next image of its column.
 
     Args:
         where: where the example is, for errors.
-        kinds: of the places.
-        columns: the images, by kind.
+        kinds: the kind of each place.
+        columns: kind -> the images.
 
     Raises:
         ValueError: there are more places than images, or fewer.
@@ -412,7 +418,7 @@ def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
 
 
 def _split_marks(text: str, columns: Columns) -> list[dict[str, Any]]:
-    """A text as parts, in which ``<image>`` stands for an image of a column that is not empty."""
+    """Split a text into parts. ``<image>`` becomes a part of type "image" if the column has images."""
     kinds = [kind for kind, column in columns.items() if column]
     parts: list[dict[str, Any]] = []
     for position, piece in enumerate(re.split(f"<({'|'.join(kinds)})>", text)):
@@ -424,10 +430,10 @@ def _split_marks(text: str, columns: Columns) -> list[dict[str, Any]]:
 
 
 def keep_whole(media: Sequence[tuple[int, int]], length: int) -> int:
-    """How many of the first ``length`` tokens of a document come before an image that does not end in them.
+    """Return how many of the first ``length`` tokens of a document come before an image that does not end in them.
 
     Args:
-        media: first token of each image, and the one after its last.
-        length: number of tokens.
+        media: for each image, the index of its first token and of the one after its last.
+        length: the number of tokens.
     """
     return next((first for first, end in media if first < length < end), length)

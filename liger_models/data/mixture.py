@@ -1,4 +1,4 @@
-"""Several data sets in given shares: which of their rows an epoch has, and in which order."""
+"""Several data sets in given shares: the rows that each provides in an epoch, and their order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from liger_models.data.tokens import TokenFile
 class MixedRows(PackedRows):
     """Rows of several data sets, each with its share of an epoch.
 
-    An epoch ends when the first of the data sets, relative to its share, has been used up. The others go on in the next
-    epoch with rows that were not used yet, and begin again, in another order, when all were.
+    An epoch ends when the first data set, relative to its share, has been used up. In the next epoch the others
+    continue with rows that were not used yet. A data set whose rows were all used begins again, in another order.
 
     Args:
-        parts: the rows of each data set; their own epochs are not used.
-        shares: of each data set, positive; they need not add up to 1.
+        parts: the rows of each data set. Their own epochs are not used.
+        shares: the share of each data set, a positive number. Shares need not add up to 1.
         shuffle, seed: as for `PackedDataset`.
 
     Raises:
@@ -32,6 +32,7 @@ class MixedRows(PackedRows):
             )
         self.parts, self.shares, self.shuffle, self.seed, self.epoch = list(parts), list(shares), shuffle, seed, 0
         self.tokens = parts[0].tokens
+        # The number of rows of an epoch: as many as the data set allows that is the smallest relative to its share.
         sizes = [len(part) for part in parts]
         rows = min(size / share for size, share in zip(sizes, shares, strict=True))
         self.counts = [max(round(rows * share), 1) for share in shares]
@@ -39,15 +40,15 @@ class MixedRows(PackedRows):
 
     @property
     def sources(self) -> list[TokenFile]:
-        """The tokens of each data set."""
+        """The tokens of each data set, in the order of the parts."""
         return [part.tokens for part in self.parts]
 
     def identity(self) -> Any:
-        """Size and checksum of all documents. Where they are equal, a number means the same row."""
+        """Return size and checksum of all documents. If they are equal, a number means the same row."""
         return [*(part.identity() for part in self.parts), self.shares]
 
     def has_targets(self) -> bool:
-        """Whether any token has a label and is predicted."""
+        """Return whether any token has a label and is predicted."""
         return any(part.has_targets() for part in self.parts)
 
     def plan(self, epoch: int) -> None:
@@ -67,7 +68,7 @@ class MixedRows(PackedRows):
         return self.parts[int(parts[index])][int(rows[index])]
 
     def _choose(self) -> tuple[Tensor, Tensor]:
-        """The part of each row of the epoch, and its number in that part."""
+        """Return the part of each row of the epoch, and its number in that part: two tensors [rows] int64."""
         parts, rows = [], []
         for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
             # The rows that the part has provided since the first epoch, counted through all its cycles.
@@ -76,6 +77,7 @@ class MixedRows(PackedRows):
             skipped = first // size * size  # rows before the first of these cycles
             parts.append(torch.full((count,), number))
             rows.append(torch.cat(cycles)[first - skipped : last - skipped])
+        # The parts are shuffled among each other.
         order = self._order(len(self), len(self.parts), self.epoch)
         return torch.cat(parts)[order], torch.cat(rows)[order]
 

@@ -15,20 +15,20 @@ from liger_models.data.pixels import RowMaker
 from liger_models.data.tokens import TokenFile
 
 WINDOW = 4096
-"""Number of documents that are packed together. A stream reads as many examples ahead."""
+"""The number of documents that are packed together, and of examples that a stream reads ahead."""
 
 
 def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """First token and size of the pieces of documents that are stored one after another.
+    """Return the first token and the size of each piece of documents that are stored one after another.
 
     Args:
-        sizes: [n] int64, tokens of each document, at least 1.
-        length: the most tokens of a piece.
-        overflow: what happens to longer documents: "split" or "truncate", see `PackedDataset`.
-        kept: [n] int64, how many of its first tokens are used of each document; those with 0 have no piece.
+        sizes: [n] int64, the number of tokens of each document, at least 1.
+        length: the largest number of tokens of a piece.
+        overflow: what happens to longer documents, "split" or "truncate"; see `PackedDataset`.
+        kept: [n] int64, the number of tokens that are used of each document. A document with 0 has no piece.
 
     Returns:
-        Two tensors [pieces] int64. First tokens are counted from the first document's.
+        Two tensors [pieces] int64. Tokens are counted from the first token of the first document.
     """
     starts = sizes.cumsum(0) - sizes
     if kept is not None:
@@ -47,8 +47,8 @@ def pack(sizes: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Best-fit decreasing bin packing: the longest piece first, each into the fullest row that has room for it.
 
     Args:
-        sizes: [n] int32 or int64, sizes of the pieces, at most ``capacity`` each.
-        capacity: of a row.
+        sizes: [n] int32 or int64, the number of tokens of each piece, at most ``capacity``.
+        capacity: the number of tokens of a row.
 
     Returns:
         The indices of the pieces, row after row, [n] int64, and where each row ends among them, [rows] int64. The
@@ -78,6 +78,7 @@ def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
     rooms: list[int] = []  # the distinct numbers of free tokens in rows, ascending
     rows_with: dict[int, list[int]] = {}  # number of free tokens -> rows
     for piece, size in enumerate(sizes):
+        # The fullest row with enough room, or a new one.
         fullest = bisect_left(rooms, size)
         if fullest == len(rooms):
             row, room = len(first_of), capacity - size
@@ -89,6 +90,7 @@ def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
             if not rows:
                 del rows_with[room], rooms[fullest]
             room -= size
+        # The row moves to those with the room that is now left. A full row takes no more pieces.
         row_of.append(row)
         if room >= smallest:
             if room in rows_with:
@@ -100,7 +102,7 @@ def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
 
 
 def has_target(piece: Tensor) -> bool:
-    """Whether a piece of a document has a target: a token with a label after its first token.
+    """Return whether a piece of a document has a target: a token with a label after its first token.
 
     Args:
         piece: [n] int32, as in a `TokenFile`.
@@ -109,7 +111,7 @@ def has_target(piece: Tensor) -> bool:
 
 
 def seeded_generator(*seeds: int) -> torch.Generator:
-    """A generator whose state depends on all of ``seeds``."""
+    """Return a generator whose state depends on all of ``seeds``."""
     digest = hashlib.sha256(json.dumps(seeds).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
@@ -128,7 +130,7 @@ class PackedRows(Dataset[Batch]):
         overflow, shuffle, seed: as for `PackedDataset`.
 
     Attributes:
-        truncated: number of documents with images that are longer than a row.
+        truncated: the number of documents with images that are longer than a row.
     """
 
     def __init__(
@@ -149,18 +151,19 @@ class PackedRows(Dataset[Batch]):
         return [self.tokens]
 
     def identity(self) -> Any:
-        """Size and checksum of the documents. Where they are equal, a number means the same row."""
+        """Return size and checksum of the documents. If they are equal, a number means the same row."""
         images = [len(self.tokens.media), self.tokens.media_checksum] if len(self.tokens.media) else []
         return [self.tokens.documents, len(self.tokens.ids), self.tokens.checksum, *images]
 
     def _keep_whole(self, sizes: Tensor) -> Tensor:
-        """Number of tokens that are used of each document: at most one row of a document with images.
+        """Return the number of tokens that are used of each document, [documents] int64.
 
-        It ends before an image that does not fit, and is left out if no target remains.
+        A document with images is cut at the end of a row, or before an image that does not fit. It is left out if no
+        target remains.
         """
         kept, ends = sizes.clone(), self.tokens.ends
         first, last = self.tokens.media.T.contiguous()
-        documents = torch.searchsorted(ends, first, right=True)  # of each image
+        documents = torch.searchsorted(ends, first, right=True)  # [images], the document of each
         for document in documents[sizes[documents] > self.length].unique().tolist():
             start, end = int(ends[document] - sizes[document]), int(ends[document])
             images = slice(*torch.searchsorted(first, torch.tensor([start, end])).tolist())
@@ -170,8 +173,9 @@ class PackedRows(Dataset[Batch]):
         return kept
 
     def has_targets(self) -> bool:
-        """Whether any token has a label and a token before it in its piece, from which it is predicted."""
-        blocks = zip(self._starts.split(WINDOW), self._sizes.split(WINDOW), strict=True)  # the first one has some
+        """Return whether any token has a label and a token before it in its piece, from which it is predicted."""
+        # Nearly always the first piece has one, so pieces are read block by block.
+        blocks = zip(self._starts.split(WINDOW), self._sizes.split(WINDOW), strict=True)
         spans = (span for starts, sizes in blocks for span in zip(starts.tolist(), sizes.tolist(), strict=True))
         return any(has_target(self.tokens.ids[start : start + size]) for start, size in spans)
 
@@ -185,7 +189,7 @@ class PackedRows(Dataset[Batch]):
         self.epoch = epoch
 
     def _pack(self) -> tuple[Tensor, Tensor]:
-        """The pieces in the order of the rows, and where each row ends among them; computed once an epoch."""
+        """Return the pieces in the order of the rows, and where each row ends among them; computed once an epoch."""
         if self._packed is None:
             count = len(self._sizes)
             generator = seeded_generator(self.seed, self.epoch)

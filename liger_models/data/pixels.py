@@ -1,4 +1,4 @@
-"""Rows with the pixels of their images, which are decoded where a row is made: in the loader's workers."""
+"""Rows with the pixels of their images. Images are decoded when a row is made, in the loader's workers."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 BROKEN_MEDIA = ("error", "skip")
 WORKERS = 256
-"""Workers that count broken images and videos separately."""
+"""The number of workers that count broken images and videos separately."""
 
 Piece = tuple[Tensor, Sequence[Medium]]
-"""Tokens of a piece of a document, [n] int32 as in a `TokenFile`, and the images in it."""
+"""The token ids of a piece of a document, [n] int32 as in a `TokenFile`, and its images."""
 
 
 class RowMaker:
     """Makes a row of pieces of documents.
 
     Args:
-        length: number of tokens in a row.
-        filler: token id of padding.
+        length: the number of tokens in a row.
+        filler: the token id of padding.
         processor: turns images into pixels; None for texts.
         broken_media: what happens to an image that cannot be decoded: "error", or "skip", which makes it black and
             removes the labels of its document.
@@ -47,7 +47,7 @@ class RowMaker:
         self.broken = torch.zeros(WORKERS, dtype=torch.int64).share_memory_()
 
     def __call__(self, pieces: Sequence[Piece]) -> Batch:
-        """A batch of one row.
+        """Return a batch of one row.
 
         Raises:
             ValueError: an image cannot be decoded, with ``broken_media="error"``.
@@ -58,8 +58,9 @@ class RowMaker:
                 decoded += [medium.decode() for medium in media]
             except BrokenMediaError as error:
                 self.count(error, "The labels of documents with broken images or videos are removed.")
+                # Black images keep the number of tokens. The smaller of id and ~id is the one without a label.
                 decoded += [medium.blank() for medium in media]
-                ids = torch.minimum(ids, ~ids)  # no labels
+                ids = torch.minimum(ids, ~ids)
             documents.append(ids)
         row = make_row(documents, self.length, self.filler)
         return row | make_pixels([medium for _, media in pieces for medium in media], self.processor, decoded)
@@ -81,12 +82,12 @@ class RowMaker:
 def make_pixels(
     media: Sequence[Medium], processor: Processor | None, decoded: "Sequence[Sequence[Image]] | None" = None
 ) -> dict[str, Tensor]:
-    """The inputs of a model's forward besides text, for the images and videos of one row; none without a processor.
+    """Return the inputs of a model's forward for the images and videos of one row; none without a processor.
 
     Args:
         media: the images and videos.
-        processor: of the model.
-        decoded: the image, or the frames, of each of them. Default: they are decoded now.
+        processor: the processor of the model.
+        decoded: the image or the frames of each of them. Default: they are decoded now.
 
     Raises:
         BrokenMediaError: an image or a video cannot be decoded.
@@ -94,6 +95,7 @@ def make_pixels(
     if processor is None:
         return {}
     decoded = [medium.decode() for medium in media] if decoded is None else decoded
+    # The processor takes images and videos apart, each with the settings of its own.
     pairs = [(frames, medium.size) for frames, medium in zip(decoded, media, strict=True)]
     images = [(image, size) for (image, *_), size in pairs if size.kind == "image"]
     videos = [(frames, size) for frames, size in pairs if size.kind == "video"]

@@ -1,4 +1,4 @@
-"""Preference pairs as batches: texts, chats, token ids, or what TRL's collators return."""
+"""Preference pairs as batches. A pair holds texts, chats or token ids, or comes from one of TRL's collators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from liger_models.text.tokenizer import Tokenizer
 
 ANSWERS = ("chosen", "rejected")
 IMAGE_INPUTS = frozenset(PromptInputs.__annotations__)
-"""Arguments of a model's forward besides text."""
+"""The arguments of a model's forward besides text."""
 
 
 class Answer(NamedTuple):
@@ -49,10 +49,10 @@ def preference_batch(
     *,
     processor: Processor | None = None,
 ) -> Batch:
-    """Pairs of a chosen and a rejected answer as one batch: all chosen sequences, then all rejected ones.
+    """Return pairs of a chosen and a rejected answer as one batch: all chosen sequences, then all rejected ones.
 
-    It takes what TRL's trainers take for pairs, before and after their collators. A row is the prompt and its answer,
-    without padding before or between them. Only the answer has labels.
+    The pairs may have any form that TRL's trainers take, before or after their collators. A row is a prompt and its
+    answer, without padding before or between them. Only the answer has labels.
 
     Args:
         pairs: a list of examples, or columns by name, in one of these forms:
@@ -60,32 +60,32 @@ def preference_batch(
             - ``prompt``, ``chosen`` and ``rejected`` as texts. Prompt and answer are tokenized as one text, with the
               tokenizer's special tokens and the end token; a token that spans both belongs to the answer.
             - The same as lists of messages for the chat template, optionally with ``tools`` and
-              ``chat_template_kwargs``. Without ``prompt`` it is the messages that both answers begin with. A message
-              of an answer cannot have ``weight`` 0.
+              ``chat_template_kwargs``. Without ``prompt``, the prompt is the messages that both answers begin with. A
+              message of an answer cannot have ``weight`` 0.
             - Token ids ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``.
             - Token ids ``chosen_input_ids`` and ``rejected_input_ids``, with ``prompt_input_ids``, or with
-              ``chosen_labels`` and ``rejected_labels`` if they include the prompt; if they are padded, on either side,
-              also with ``chosen_attention_mask`` and so on.
+              ``chosen_labels`` and ``rejected_labels`` if they include the prompt. Ids that are padded, on either
+              side, also need ``chosen_attention_mask`` and so on.
 
             Or a collated batch: tensors ``input_ids``, ``attention_mask`` and ``completion_mask`` (also of TRL's
             unpaired data). Pixels and other inputs of a vision-language model are passed on.
-        tokenizer: not needed for token ids.
-        processor: of a vision-language model, instead of the tokenizer. Pairs of messages may then have images in the
-            parts of the prompt's messages, or in a field ``images`` (or ``image``), whose images stand where the prompt
-            has parts ``{"type": "image"}``, or else before the text of the user's first message. An image is whatever
-            `locate_image` takes. Likewise videos (Qwen-VL), under ``video`` and ``videos``, which are files.
+        tokenizer: the tokenizer of the model. Token ids need none.
+        processor: the processor of a vision-language model, instead of the tokenizer. The messages of a prompt may then
+            have images in their parts, or in a field ``images`` (or ``image``). The images of a field stand where the
+            prompt has parts ``{"type": "image"}``, or else before the text of the user's first message. An image is
+            whatever `locate_image` takes. Videos (Qwen-VL) are files, under ``video`` and ``videos``.
 
     Returns:
         ``input_ids``, ``labels`` (−100 for prompt and padding) and ``attention_mask``, each [2 · pairs, T] int64, for a
         model's forward with ``return_log_probs``. Rows are padded on the right, with the tokenizer's padding id or 0.
-        With images also what the processor makes of them, for all 2 · pairs rows, since both answers need them.
+        With images, the batch also has the processor's outputs for all 2 · pairs rows, because both answers need them.
 
     Raises:
         ValueError: no pairs, a missing key, a tensor of token ids without its mask, an answer without tokens or with a
             message of weight 0, images without a processor, an image that cannot be read, or more or fewer images than
             places for them.
     """
-    # Both sides as tokens, whatever the pairs hold.
+    # Collated batches only change their names.
     if tokenizer is not None and processor is not None:
         raise ValueError(
             "preference_batch: tokenizer or processor must be given, got both. The processor has a tokenizer."
@@ -97,9 +97,10 @@ def preference_batch(
     if len(pairs) == 0:
         raise ValueError("preference_batch: pairs must hold at least one, got none.")
 
+    # Other pairs become tokens: all chosen sequences, then all rejected ones.
     reader = tokenizer if processor is None else processor
     encoded = [encode_pair(f"preference_batch, pair {number}", pair, reader) for number, pair in enumerate(pairs, 1)]
-    rows = [row for side in zip(*encoded, strict=True) for row in side]  # all chosen ones, then all rejected ones
+    rows = [row for side in zip(*encoded, strict=True) for row in side]
     pixels = [make_pixels(chosen.media, processor) for chosen, _ in encoded]
     tokenizer, _ = open_reader(reader)
     filler = 0 if tokenizer is None else tokenizer.padding_id
@@ -123,13 +124,13 @@ def _from_collated(batch: Mapping[str, Any]) -> Batch:
         raise ValueError(
             f"preference_batch: a collated batch must have tensors {', '.join(required)}, got {sorted(batch)}."
         )
-    ids, mask, answers = (batch[name] for name in required)
+    ids, mask, answers = (batch[name] for name in required)  # [2 · pairs, T] each
     pixels = {name: value for name, value in batch.items() if name in IMAGE_INPUTS}
     return {"input_ids": ids, "labels": ids.masked_fill(answers == 0, -100), "attention_mask": mask, **pixels}
 
 
 def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """One dict per pair out of columns by name, ``fields`` among them."""
+    """Return a dict for each pair, made of columns by name. ``fields`` are read besides the columns of pairs."""
     prefixes = (*ANSWERS, "prompt", "tools", "chat_template_kwargs", *fields)
     columns = {name: column for name, column in pairs.items() if name.startswith(prefixes)}
     sizes = {name: len(column) for name, column in columns.items()}
@@ -139,7 +140,7 @@ def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[
             f"{sizes or sorted(pairs)}. A single pair goes into a list."
         )
 
-    # A tensor may be padded, which only its mask can tell.
+    # A tensor may be padded, and only its mask shows where.
     for name, column in columns.items():
         mask = name.replace("input_ids", "attention_mask")
         if mask not in columns and isinstance(column, Tensor):
@@ -158,7 +159,7 @@ def encode_pair(
     answers: Sequence[str] = ANSWERS,
     on_unrendered: str = "error",
 ) -> list[Answer]:
-    """The chosen and the rejected answer to one prompt, or other ``answers``, as tokens.
+    """Return the chosen and the rejected answer to one prompt, or other ``answers``, as tokens.
 
     Args:
         where: where the pair is, for errors.
@@ -180,7 +181,7 @@ def encode_pair(
     )
     check_media_columns(where, pair, media, "must be", advice, (*MEDIA_COLUMNS, *sorted(IMAGE_INPUTS)))
 
-    # Token ids, texts or messages.
+    # A pair holds token ids, texts or messages.
     encoded = _read_ids(pair)
     are_texts = [isinstance(pair[name], str) for name in (*answers, "prompt") if pair.get(name) is not None]
     if not encoded:
@@ -220,8 +221,9 @@ def _check_pair(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None
 
 
 def _read_ids(pair: Mapping[str, Any]) -> list[Answer]:
-    """The answers of a pair of token ids; [] if it holds texts or messages."""
+    """Return the answers of a pair of token ids; [] if it holds texts or messages."""
 
+    # Each part may have several names, and a mask that is 0 on its padding.
     def unpadded(part: str, *names: str) -> list[int] | None:
         tokens = next((pair[f"{part}_{name}"] for name in names if f"{part}_{name}" in pair), None)
         if tokens is None:
@@ -232,7 +234,8 @@ def _read_ids(pair: Mapping[str, Any]) -> list[Answer]:
     prompt, encoded = unpadded("prompt", "ids", "input_ids"), []
     for part in ANSWERS:
         ids, labels = unpadded(part, "ids", "input_ids"), unpadded(part, "labels")
-        if ids is not None and labels is not None:  # the ids include the prompt
+        # With labels, the ids include the prompt.
+        if ids is not None and labels is not None:
             first = next((i for i, label in enumerate(labels) if label != -100), len(labels))
             encoded.append(Answer(ids[:first], ids[first:]))
         elif ids is not None and prompt is not None:
@@ -241,14 +244,15 @@ def _read_ids(pair: Mapping[str, Any]) -> list[Answer]:
 
 
 def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequence[str]) -> list[Answer]:
-    """The answers of a pair of texts. A token that spans prompt and answer belongs to the answer."""
+    """Return the answers of a pair of texts. A token that spans prompt and answer belongs to the answer."""
     eos = tokenizer.eos_token_id
     end = [] if eos is None else [eos]
     sequences = [tokenizer.encode(pair["prompt"] + pair[answer]) for answer in answers]
     sequences = [ids if ids[-1:] == end else ids + end for ids in sequences]
     prompt = tokenizer.encode(pair["prompt"])
     prompt = prompt[:-1] if prompt[-1:] == end else prompt
-    first = min(shared_prefix(prompt, ids) for ids in sequences)  # so that both have the same prompt
+    # Both answers must have the same prompt, which ends where the first of them departs from it.
+    first = min(shared_prefix(prompt, ids) for ids in sequences)
     return [Answer(ids[:first], ids[first:]) for ids in sequences]
 
 
@@ -261,14 +265,14 @@ def _encode_chats(
     answers: Sequence[str],
     on_unrendered: str,
 ) -> list[Answer]:
-    """The answers of a pair of lists of messages: the tokens before an answer, and from its first to its last.
+    """Return the answers of a pair of lists of messages: the tokens before each answer, and those of the answer.
 
     Args:
-        media: reads the images of the prompt.
-        columns: the images of the prompt in fields of their own, by kind.
+        media: reader of the prompt's images.
+        columns: kind -> the images of the prompt in fields of their own.
         where, pair, tokenizer, answers, on_unrendered: as in `encode_pair`.
     """
-    # Without a prompt, both answers begin with it.
+    # Without a prompt, the messages that both answers begin with are the prompt.
     has_prompt = pair.get("prompt") is not None
     shared = 0 if has_prompt else shared_prefix(*(pair[name] for name in answers))
     prompt = pair["prompt"] if has_prompt else pair[answers[0]][:shared]
@@ -298,6 +302,7 @@ def _encode_chats(
         mask = answer_mask(encoding.offsets, moved or [])
         if not any(mask):
             raise ValueError(f"{where}: an answer must be a message of the assistant that is not empty, got {answer}.")
+        # The answer reaches from its first learned token to its last, results of tools between them included.
         first, last = mask.index(True), len(mask) - mask[::-1].index(True)
         ids = encoding.ids[:last]
         encoded.append(Answer(ids[:first], ids[first:], media.locate(where, ids, images, counts)))

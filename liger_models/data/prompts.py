@@ -1,4 +1,4 @@
-"""Prompts to answer by sampling, each with the columns beside it, which a reward reads."""
+"""Prompts that are answered by sampling. Each keeps the other columns of its record, which a reward reads."""
 
 import itertools
 import json
@@ -31,17 +31,17 @@ from liger_models.text.tokenizer import Tokenizer
 
 
 class PromptRows(AnswerRows):
-    """The prompts of an epoch by their number: the record, the token ids of its prompt, and its pixels. In memory."""
+    """The prompts of an epoch by their number, in memory. Each has its record, token ids and pixels."""
 
     records: list[Any]
     media: list[list[Medium]]
 
     def _with_answers(self) -> list[int]:
-        """All prompts: their answers are sampled."""
+        """Return the numbers of all prompts, because their answers are sampled."""
         return [*range(len(self.tokens.ends))]
 
     def has_targets(self) -> bool:
-        """True: the targets are sampled."""
+        """Return True, because the targets are sampled."""
         return True
 
     def _read(self, number: int) -> Any:
@@ -52,16 +52,16 @@ class PromptRows(AnswerRows):
 
 
 class PromptDataset(PackedDataset):
-    """Prompts for sampling: this rank's share of them, epoch after epoch. A batch is a list of rows of `PromptRows`.
+    """Batches of prompts for sampling: this rank's share of them, epoch after epoch.
 
-    Order, ranks and position are as in `PackedDataset`, with prompts for rows. The last step of an epoch is completed
-    with its first prompts.
+    A batch is a list of rows of `PromptRows`. Order, ranks and position are as in `PackedDataset`, with prompts instead
+    of rows. The last step of an epoch is completed with its first prompts.
 
     Args:
         source: files or another source with a length, as for `PackedDataset`. An example has ``prompt``, a text or
             messages, and any other columns. Messages may have images, spelled as for `PackedDataset`.
         tokenizer: the tokenizer of the model, or its processor, which also takes images.
-        length: largest number of tokens of a prompt, including its images.
+        length: the largest number of tokens of a prompt, including its images.
         options: as for `PackedDataset`.
 
     Raises:
@@ -74,7 +74,7 @@ class PromptDataset(PackedDataset):
             raise ValueError("PromptDataset: the source must have a length, got a stream. Save it as a file.")
 
     def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
-        # Prompts are tokenized in memory: few, and with their other columns.
+        # Prompts are few, and their records are needed as well, so they are tokenized in memory.
         records, media = [], []
         tokens, ends, bounds = array("i"), array("q"), array("q")
         for where, record in itertools.islice(read_records(source, ()), self.encoder.max_samples):
@@ -87,15 +87,17 @@ class PromptDataset(PackedDataset):
                 continue
             records.append(record)
             media.append(images)
+            # Bounds of images count from the first token of all prompts.
             bounds.extend(len(tokens) + bound for image in images for bound in (image.first, image.end))
             tokens.extend(~token for token in ids)
             ends.append(len(tokens))
 
+        # The tokens look like a `TokenFile`. Prompts have no labels.
         skipped = self.encoder.skipped
         if len(records) == 0:
             raise ValueError(f"PromptDataset: the source must hold prompts, got none. {skipped.why}".rstrip())
         self._warn(skipped.count, skipped.why, 0)
-        stored: Any = SimpleNamespace(  # as a `TokenFile`
+        stored: Any = SimpleNamespace(
             documents=len(ends),
             ids=torch.tensor(tokens, dtype=torch.int32),
             ends=torch.tensor(ends, dtype=torch.int64),
@@ -121,7 +123,8 @@ class PromptDataset(PackedDataset):
                 )
             check_characters(where, prompt)
             ids = tokenizer.encode(prompt)
-            ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # the answer goes on
+            # The answer continues the prompt, so that an end token between them is removed.
+            ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
         else:
             if not is_messages(prompt):
                 raise ValueError(f"{where}: prompt must be a text or messages, got {str(prompt)[:60]!r}. Correct it.")
@@ -143,12 +146,12 @@ class PromptDataset(PackedDataset):
 def encode_prompt(
     where: str, example: Mapping[str, Any], reader: Tokenizer | Processor, on_unrendered: str = "error"
 ) -> tuple[list[int], list[Medium]]:
-    """The token ids of messages to answer, up to where the answer begins, and the images and videos in them.
+    """Return the token ids of messages up to the beginning of the answer, and the images and videos in them.
 
     Args:
         where: where the example is, for errors.
-        example: has ``prompt``, a list of messages, and perhaps ``tools``, ``chat_template_kwargs``, and images in
-            columns.
+        example: an example with ``prompt``, a list of messages. It may have ``tools``, ``chat_template_kwargs`` and
+            columns of images.
         reader: the tokenizer of the model, or its processor, which also takes images.
         on_unrendered: what happens if the chat template leaves out a field; see `Encoder`.
 
@@ -156,6 +159,7 @@ def encode_prompt(
         ValueError: the messages are malformed, or are not what the chat template takes.
         BrokenMediaError: an image is missing, or its header cannot be read.
     """
+    # The messages keep placeholders for their images. Tokens replace these after the rendering.
     tokenizer, media = open_reader(reader)
     messages, sources = media.place(where, example["prompt"], media.columns(example))
     messages = read_messages(where, messages, media.kinds)

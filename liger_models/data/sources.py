@@ -1,4 +1,4 @@
-"""Sources of records: JSON lines, text and Parquet files, `datasets`, PyTorch data sets, other iterables."""
+"""Sources of records: files of JSON, text or Parquet, data sets of `datasets` and PyTorch, and other iterables."""
 
 import itertools
 import json
@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
 PARQUET_ROWS = 1024
-"""Rows of a Parquet file that are decoded at a time."""
+"""The number of rows of a Parquet file that are decoded at a time."""
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Fields of a record with images, videos or sound."""
 TOKEN_COLUMNS = ("labels", "completion_mask", "assistant_masks", "attention_mask", "position_ids", "seq_lengths")
-"""Fields of a record that say more about its token ids."""
+"""Fields of a record beside its token ids."""
 
 Record = tuple[str, Any]
 """Where a record is, such as "train.jsonl, line 7", and the record: a dict by column, or a text."""
@@ -25,25 +25,25 @@ class Location(str):
     """Where a record is in a file.
 
     Attributes:
-        folder: of the file, from which relative paths in the record start.
+        folder: the folder of the file. Relative paths in the record start there.
     """
 
     folder: Path
 
     @classmethod
     def of(cls, path: Path, position: str) -> "Location":
-        """A position in a file, such as "line 7"."""
+        """Return a position, such as "line 7", in a file."""
         location = cls(f"{path}, {position}")
         location.folder = path.parent
         return location
 
 
 def find_files(source: Any) -> Any:
-    """A tuple of absolute paths if ``source`` names files or folders; otherwise ``source`` unchanged.
+    """Return a tuple of absolute paths if ``source`` names files or folders; otherwise ``source`` unchanged.
 
     Raises:
         FileNotFoundError: a path does not exist, or a folder holds no file with a known suffix.
-        ValueError: a file with another suffix, or an object that cannot be iterated.
+        ValueError: a file has another suffix, or the source cannot be iterated.
     """
     if isinstance(source, Mapping):
         raise ValueError(
@@ -53,7 +53,7 @@ def find_files(source: Any) -> Any:
     if not isinstance(source, PathLike) and not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
         raise ValueError(f"PackedDataset: source must be files, a data set or other examples, got {source!r}.")
 
-    # Files and folders; anything else is read as it is.
+    # Only paths are looked up. Any other source is read as it is.
     if isinstance(source, str | PathLike):
         source = [source]
     if not (isinstance(source, list | tuple) and source and all(isinstance(path, str | PathLike) for path in source)):
@@ -76,17 +76,18 @@ def find_files(source: Any) -> Any:
 
 
 def read_records(source: Any, fields: Sequence[str], start: int = 0) -> Iterator[Record]:
-    """The records of a source, in order.
+    """Yield the records of a source, in order.
 
     Args:
         source: as `find_files` returns it.
-        fields: columns to read from a Parquet file, besides ``tools``, `TOKEN_COLUMNS` and `MEDIA_COLUMNS`.
-        start: number of records that were read before ``source`` begins; for error messages.
+        fields: the columns to read from a Parquet file, besides ``tools``, `TOKEN_COLUMNS` and `MEDIA_COLUMNS`.
+        start: the number of records that were read before ``source`` begins, for error messages.
 
     Raises:
-        ValueError: a line or a file that cannot be parsed.
-        ImportError: a Parquet file, and pyarrow is not installed.
+        ValueError: a line or a file cannot be parsed.
+        ImportError: a file is a Parquet file, and pyarrow is not installed.
     """
+    # Files, one after another.
     if isinstance(source, tuple):
         for path in source:
             if path.suffix == ".parquet":
@@ -95,7 +96,7 @@ def read_records(source: Any, fields: Sequence[str], start: int = 0) -> Iterator
                 yield from _read_array(path) if path.suffix == ".json" and _is_array(path) else _read_lines(path)
         return
 
-    # Data sets and other iterables, of records or of collated batches.
+    # Data sets and other iterables hold records. A DataLoader yields collated batches, which are taken apart.
     records: Iterable[Any] = source
     if isinstance(source, DataLoader) and source.batch_size is not None:
         records = itertools.chain.from_iterable(map(_unbatch, source))
@@ -110,19 +111,19 @@ def read_records(source: Any, fields: Sequence[str], start: int = 0) -> Iterator
 
 
 def _format(source: Any) -> Any:
-    """The format that the user has set for a data set of `datasets`."""
+    """Return the format that the user has set for a data set of `datasets`."""
     return getattr(source, "format", {}).get("type")
 
 
 def to_plain(value: Any) -> Any:
-    """A list for a tensor or an array, size and bytes of a PIL image; the repr of anything else."""
+    """Return a list for a tensor or an array, the size and bytes of a PIL image, and the repr of anything else."""
     if hasattr(value, "getbands"):
         return repr([value.mode, value.size, value.tobytes()])
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def _unbatch(batch: Any) -> Iterator[Any]:
-    """The records of a collated batch."""
+    """Yield the records of a collated batch."""
     if isinstance(batch, Mapping):
         yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
     else:
@@ -135,7 +136,7 @@ def _is_array(path: Path) -> bool:
 
 
 def _read_array(path: Path) -> Iterator[Record]:
-    """The objects of one JSON array, as Alpaca and ShareGPT are published."""
+    """Yield the objects of a JSON array, the form in which Alpaca and ShareGPT are published."""
     try:
         records = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -174,6 +175,7 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Record]:
         raise ImportError(f"{path}: needs pyarrow, got no such package. pip install 'liger_models[data]'.") from error
     try:
         with parquet.ParquetFile(path) as file:
+            # Only the columns that may be read are decoded.
             names = file.schema_arrow.names
             # With none of the fields all columns are read, so that the error can name them.
             columns = {*fields, "tools", *TOKEN_COLUMNS, *MEDIA_COLUMNS} if {*fields} & {*names} else {*names}

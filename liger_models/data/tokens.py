@@ -42,25 +42,25 @@ KEPT_SECONDS = 7 * 24 * 3600.0
 """Time for which parts are kept that no run continues."""
 SIZES, IDS, ENDS = "sizes.json", "ids.bin", "ends.bin"
 VERIFIED = "verified.json"
-"""Times and sizes of the files when they were last verified."""
+"""File with the times and sizes of the other files when they were last verified."""
 PLACES, HEADERS, CONTENTS = "media.bin", "media.jsonl", "media.contents"
-"""Of each image [4] int64: its first token, the one after its last, the end of its header and of its content; the
-headers, one a line; and the contents of images that are not files."""
+"""Files of the images. The first holds [4] int64 for each image: its first token, the one after its last, and the ends
+of its header and its content. The second holds headers as lines of JSON, the third contents that are in no file."""
 
 
 class TokenFile:
     """Documents as token ids on disk, memory-mapped: ``id`` for a token with a label, ``~id`` for one without.
 
     Args:
-        folder: written by `TokenFile.write`.
+        folder: a folder that `TokenFile.write` has written.
 
     Attributes:
-        documents: number of documents.
-        ids: [tokens] int32.
-        ends: [documents] int64, where each document ends.
-        media: [images, 2] int64, first token of each image in ``ids``, and the one after its last.
-        checksum, media_checksum: of the tokens, and of the images' places, sizes and contents.
-        skipped: number of examples with broken images or videos that were left out, and the first error.
+        documents: the number of documents.
+        ids: [tokens] int32, the token ids of all documents.
+        ends: [documents] int64, the index in ``ids`` at which each document ends.
+        media: [images, 2] int64, the index of the first token of each image, and of the one after its last.
+        checksum, media_checksum: checksums of the tokens, and of the images' places, sizes and contents.
+        skipped: the number of examples with broken images or videos that were left out, and the first error.
 
     Raises:
         ValueError: the folder lacks a file, or a file does not have the size with which it was written.
@@ -83,9 +83,11 @@ class TokenFile:
         except (KeyError, OSError, TypeError, ValueError) as error:
             raise self._damaged(str(error)) from error
 
+        # The files are mapped, not read.
         self.ids = torch.from_file(str(folder / IDS), size=self._files[IDS][0] // 4, dtype=torch.int32)
         self.ends = torch.from_file(str(folder / ENDS), size=self.documents, dtype=torch.int64)
         images = self._files[PLACES][0] // 32
+        # An empty file cannot be mapped.
         places = torch.from_file(str(folder / PLACES), size=4 * images, dtype=torch.int64) if images else torch.empty(0)
         self._places = places.long().view(-1, 4)
         self.media = self._places[:, :2]
@@ -120,7 +122,7 @@ class TokenFile:
         return [status.st_size, status.st_mtime_ns, status.st_ino]
 
     def verify_images(self) -> None:
-        """Look whether the files of the images are those whose headers were read.
+        """Check that the files of the images are those whose headers were read.
 
         Raises:
             ValueError: an image is missing, or was replaced by another.
@@ -133,20 +135,20 @@ class TokenFile:
             )
 
     def _changed_images(self) -> Iterator[tuple[str, str]]:
-        """Where the examples are whose images were replaced or removed, and the paths of these."""
+        """Yield for each image that was replaced or removed where its example is, and its path."""
         with (self.folder / HEADERS).open(encoding="utf-8") as lines:
             for header in map(json.loads, lines):
                 if header["path"] is not None and not FileState(*header["state"]).holds(header["path"]):
                     yield header["where"], header["path"]
 
     def is_outdated(self) -> bool:
-        """Whether an image was replaced or removed, or a broken one, whose example was left out, was replaced."""
+        """Return whether an image was replaced or removed, or a broken one was repaired."""
         broken = self._broken.items()
         mended = (FileState.of(path) if state is None else not FileState(*state).holds(path) for path, state in broken)
         return any(mended) or any(self._changed_images())
 
     def media_in(self, start: int, end: int) -> list[Medium]:
-        """The images whose first tokens are from ``start`` to ``end`` - 1."""
+        """Return the images whose first tokens are from ``start`` to ``end`` - 1."""
         if not len(self.media):
             return []
         first, last = torch.searchsorted(self.media[:, 0].contiguous(), torch.tensor([start, end])).tolist()
@@ -154,7 +156,7 @@ class TokenFile:
             return []
 
         # Headers and contents end where the table of images says, and begin where the previous image's end.
-        rows = self._places[max(first - 1, 0) : last].tolist()
+        rows = self._places[max(first - 1, 0) : last].tolist()  # [images, 4]
         _, _, header_start, content_start = [0, 0, 0, 0] if first == 0 else rows.pop(0)
         media = []
         with (self.folder / HEADERS).open("rb") as headers, (self.folder / CONTENTS).open("rb") as contents:
@@ -175,7 +177,8 @@ class TokenFile:
             "folder; the next run tokenizes again."
         )
 
-    def __reduce__(self) -> Any:  # a process that unpickles it maps the files again
+    def __reduce__(self) -> Any:
+        # A process that unpickles it maps the files again.
         return TokenFile, (self.folder,)
 
     @staticmethod
@@ -183,9 +186,9 @@ class TokenFile:
         """Write documents into an empty folder; documents without tokens are left out.
 
         Args:
-            folder: where to write.
-            documents: read one by one.
-            skipped: counts examples that were left out while ``documents`` are read.
+            folder: the empty folder.
+            documents: the documents, which are read one by one.
+            skipped: the examples that are left out, which are counted while ``documents`` are read.
         """
         total = media_checksum = 0
         with contextlib.ExitStack() as stack:
@@ -210,10 +213,12 @@ class TokenFile:
                     files[PLACES].write(array("q", (*bounds, files[HEADERS].size, files[CONTENTS].size)))
                     media_checksum = zlib.crc32(json.dumps([bounds, medium.size, checksum]).encode(), media_checksum)
 
+                # Documents follow each other without anything between them.
                 total += len(document.ids)
                 files[IDS].write(document.ids)
                 files[ENDS].write(array("q", [total]))
-        files[CONTENTS].checksum = 0  # they may be large, and each is checked when it is decoded
+        # Contents of images may be large. `verify` does not read them, because each is checked when it is decoded.
+        files[CONTENTS].checksum = 0
         sizes: dict[str, Any] = {"files": {name: [file.size, file.checksum] for name, file in files.items()}}
         sizes |= {"media_checksum": media_checksum, "skipped": skipped.count, "why": skipped.why}
         sizes |= {"broken": skipped.files}
@@ -221,7 +226,7 @@ class TokenFile:
 
 
 class _Counted:
-    """A file that is written, with its size and checksum."""
+    """A file that is being written, with its size and checksum so far."""
 
     def __init__(self, stack: contextlib.ExitStack, path: Path) -> None:
         self.file = stack.enter_context(path.open("wb"))
@@ -234,7 +239,7 @@ class _Counted:
 
 
 def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
-    """The tokens of a source: from the cache, or written into it now by the first rank of each host.
+    """Return the tokens of a source, from the cache or written into it now by the first rank of each host.
 
     Every rank must call it; an error on one of them is raised on all. Ranks that have nothing to do wait without limit
     for the ranks that work. Hosts that share the cache, and other runs, wait for the one that tokenizes. A run that was
@@ -244,7 +249,7 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
 
     Args:
         source: as `find_files` returns it; not a stream.
-        encoder: of the examples.
+        encoder: turns examples into documents.
         cache_dir: folder of the cache; default: ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
         progress: show a progress bar, on rank 0.
 
@@ -256,7 +261,7 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
     with raise_on_all_ranks(), long_work("tokenize"):
         first = cache / _fingerprint(source, encoder)
         folder = _newest(first)
-        # The first rank of each host verifies or writes; the others wait for it.
+        # The first rank of each host verifies or writes. The others wait for it at the end of this block.
         writes = not is_distributed() or int(os.environ.get("LOCAL_RANK", rank())) == 0
         if writes and folder.is_dir():
             TokenFile(folder).verify()
@@ -272,7 +277,7 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
 
 
 def _newest(first: Path) -> Path:
-    """The folder of the latest tokenization of a source, whose first one is in ``first``."""
+    """Return the folder of the latest tokenization of a source, whose first tokenization is in ``first``."""
     newest = first
     while (following := _following(newest)).is_dir():
         newest = following
@@ -280,7 +285,7 @@ def _newest(first: Path) -> Path:
 
 
 def _following(folder: Path) -> Path:
-    """The folder beside ``folder`` for the next tokenization of the same source: NAME.1, NAME.2, ..."""
+    """Return the folder beside ``folder`` for the next tokenization of the same source: NAME.1, NAME.2, ..."""
     return folder.with_suffix(f".{int(folder.suffix[1:] or 0) + 1}")
 
 
@@ -290,6 +295,7 @@ def _build(folder: Path, source: Any, encoder: Encoder, progress: bool) -> None:
     lock = parts.with_suffix(LOCK)
     with WeakFileLock(lock):
         try:
+            # After the wait for the lock, another one may have written the folder.
             if not folder.is_dir():
                 parts.mkdir(exist_ok=True)
                 _write_parts(parts, source, encoder, progress)
@@ -316,7 +322,7 @@ def _write_parts(parts: Path, source: Any, encoder: Encoder, progress: bool) -> 
     records = itertools.islice(read_records(source, encoder.fields), encoder.max_samples)
     records = bar(records, desc="Tokenizing", unit=" examples", disable=not (progress and rank() == 0))
 
-    # Read past the records of finished parts. The format of a file is that of its first record.
+    # The records of finished parts are read but not tokenized. Their first one may decide on the format of a file.
     start = 0
     for part in _finished_parts(parts):
         finished = json.loads((part / PART).read_text())
@@ -324,6 +330,7 @@ def _write_parts(parts: Path, source: Any, encoder: Encoder, progress: bool) -> 
         start += finished["records"]
     records = itertools.islice(records, start, None)
 
+    # Each part becomes visible under its name when it is complete.
     while (first := next(records, None)) is not None:
         temporary = parts / f"{start}{TEMPORARY}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -337,10 +344,10 @@ def _write_parts(parts: Path, source: Any, encoder: Encoder, progress: bool) -> 
 
 
 class _Timed:
-    """Records until `PART_SECONDS` have passed.
+    """Yields records until `PART_SECONDS` have passed.
 
     Attributes:
-        count: how many have been read.
+        count: the number of records so far.
     """
 
     def __init__(self, records: Iterator[Record]) -> None:
@@ -356,7 +363,7 @@ class _Timed:
 
 
 def _finished_parts(parts: Path) -> list[Path]:
-    """The finished parts in order: the name of each is the number of records before it."""
+    """Return the finished parts in order. The name of each is the number of records before it."""
     finished, start = [], 0
     while (part := parts / str(start)).is_dir():
         finished.append(part)
@@ -365,16 +372,17 @@ def _finished_parts(parts: Path) -> list[Path]:
 
 
 def _join_parts(parts: Path, folder: Path, named: str) -> None:
-    """Make ``folder`` of the finished parts.
+    """Join the finished parts to the `TokenFile` in ``folder``.
 
     Args:
-        parts: their folder.
-        folder: the folder of a `TokenFile`, which does not exist yet.
+        parts: the folder of the parts.
+        folder: the folder to make.
         named: where the documents are from, for errors.
 
     Raises:
         ValueError: there are no documents, or a part was changed after it was written.
     """
+    # Examples that were left out are counted over all parts.
     finished = _finished_parts(parts)
     skipped = Skipped()
     for part in finished:
@@ -385,6 +393,7 @@ def _join_parts(parts: Path, folder: Path, named: str) -> None:
     if not full:
         raise ValueError(f"PackedDataset: {named} must hold documents, got none. {skipped.why}".rstrip())
 
+    # A single part already is such a folder. Several are copied, so that checksums do not depend on the parts.
     if len(finished) == 1:
         finished[0].rename(folder)
         (folder / PART).unlink()
@@ -398,7 +407,7 @@ def _join_parts(parts: Path, folder: Path, named: str) -> None:
 
 
 def _documents(part: Path) -> Iterator[Document]:
-    """The documents of a part, which is verified."""
+    """Yield the documents of a part, after it is verified."""
     tokens = TokenFile(part)
     tokens.verify()
     start = 0
@@ -410,7 +419,8 @@ def _documents(part: Path) -> Iterator[Document]:
 def _remove_leftovers(cache: Path) -> None:
     """Delete what killed processes left half written, and old parts: those whose lock nobody holds."""
     for lock in cache.glob(f".*{LOCK}"):
-        with contextlib.suppress(OSError), WeakFileLock(lock, timeout=0.1):  # a lock that is held is a TimeoutError
+        # A lock that another process holds raises TimeoutError, which is an OSError.
+        with contextlib.suppress(OSError), WeakFileLock(lock, timeout=0.1):
             shutil.rmtree(lock.with_suffix(TEMPORARY), ignore_errors=True)  # of version 0.1.0
             parts = lock.with_suffix(PARTS)
             if parts.is_dir() and time.time() - parts.stat().st_mtime > KEPT_SECONDS:
@@ -428,7 +438,7 @@ def _remove_unfinished(parts: Path, lock: Path) -> None:
 
 
 def _fingerprint(source: Any, encoder: Encoder) -> str:
-    """A digest of the encoder and the source: path, size and time of files, the content of other sources."""
+    """Return a digest of the encoder, and of the paths, sizes and times of files or the content of another source."""
     tokenizer = encoder.tokenizer
     made_by = [FORMAT, encoder.key, tokenizer.backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens]
     if encoder.processor is not None:
@@ -439,6 +449,7 @@ def _fingerprint(source: Any, encoder: Encoder) -> str:
         json.dumps(made_by, default=lambda value: getattr(value, "__dict__", None) or repr(value)).encode()
     )
 
+    # Files are told apart by their times and sizes. Other sources are read.
     if isinstance(source, tuple):
         for path in source:
             status = path.stat()

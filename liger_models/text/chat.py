@@ -1,7 +1,7 @@
-"""Which template renders a conversation, and which part of its text the assistant writes.
+"""Conversations as text: which template renders them, and which parts of the text the assistant writes.
 
-A conversation is rendered twice, the second time with marks in the texts of its messages. Without its marks the second
-text must equal the first. The marks then tell where each message is, and what of it the template leaves out.
+Each conversation is rendered twice, the second time with marks in the texts of its messages. The second text without
+its marks must equal the first. The marks then show where each message is and what the template leaves out.
 """
 
 import functools
@@ -16,38 +16,38 @@ from typing import Any, NamedTuple
 from liger_models.text.templates import BEGIN, END, THOUGHTS, render, without_nulls
 
 Span = tuple[int, int]
-"""First and last + 1 character."""
+"""The index of the first character, and of the one after the last."""
 Messages = Sequence[Mapping[str, Any]]
 MULTI_TURN = ("split", "last", "all")
 """How the answers of a conversation become examples; see `Tokenizer.render_examples`."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = re.compile("\ufdd2([\ufde0-\ufdef]+)\ufdd3")
-"""A mark: a number in hexadecimal digits, all of code points to which Unicode assigns no character."""
+"""A mark is a number in hexadecimal digits. All its code points are ones to which Unicode assigns no character."""
 _DIGITS = {0xFDE0 + digit: f"{digit:x}" for digit in range(16)}
 _TAG = re.compile(r"(</?[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])")
-"""What templates look for in a text, such as ``</think>``. Marks stand between tags, not before the first one."""
+"""Templates look for tags in a text, such as ``</think>``. Marks stand between tags, where they hide none."""
 _TAGS = 8
-"""The most tags of a text around which marks are set."""
+"""Marks are set around at most this many tags of a text."""
 _TOOLS = -1
-"""Owner of the marks in tools; the owner of others is the index of their message."""
+"""The owner of the marks in tools. The owner of other marks is the index of their message."""
 _INSTEAD = {*THOUGHTS, "tool_calls", "function_call"}
-"""What an answer may have instead of content."""
+"""Fields that an answer may have instead of content."""
 _AROUND, _INSIDE, _NOWHERE = range(3)
-"""Where the marks of a field are, from where they tell most to where no template can notice them."""
+"""Where the marks of a field stand. The first place shows most; in the last one the field has no marks."""
 
 _headers: dict[tuple[Any, ...], int] = {}
-"""Template, variables, kinds of messages and text before an answer -> how much of the text belongs to the prompt."""
+"""Template, variables, fields of messages, and text before an answer -> the characters of it that are the prompt."""
 _HEADERS, _HEADER_CHARACTERS = 4096, 1000
-"""The most headers that are kept, and the longest text."""
+"""The cache keeps at most this many headers, of texts of at most this many characters."""
 
 
 class Rendering(NamedTuple):
     """A conversation as text.
 
     Attributes:
-        text: what the template writes, and the token that ends the last answer if the template leaves it to what
-            follows.
+        text: the output of the template. Some templates write the token that ends an answer only before the next
+            message; then this token is added to the last answer.
         spans: the parts that the assistant writes.
         unrendered: the fields that the text lacks, such as "message 2: tool_calls".
     """
@@ -58,13 +58,13 @@ class Rendering(NamedTuple):
 
 
 class Style(NamedTuple):
-    """What decides how conversations are rendered, besides their messages.
+    """Everything besides the messages that determines how a conversation is rendered.
 
     Attributes:
         template: the source of the chat template.
-        variables: what else the template reads.
-        special_tokens: tokens that may end an answer.
-        eos_token: the token that ends an answer which no other token ends.
+        variables: the other variables of the template.
+        special_tokens: the tokens that may end an answer.
+        eos_token: the token that ends an answer if no other token does.
     """
 
     template: str
@@ -74,11 +74,11 @@ class Style(NamedTuple):
 
 
 def select_template(templates: str | Mapping[str, str] | None, tools: object) -> str:
-    """The source of the template to render with.
+    """Return the source of the template that renders a conversation.
 
     Args:
         templates: a tokenizer's ``chat_template``: one template, or several by name.
-        tools: if there are any, the template named "tool_use" comes before "default".
+        tools: the tools of the conversation. With tools, the template "tool_use" takes precedence over "default".
 
     Raises:
         ValueError: there is no such template.
@@ -98,17 +98,18 @@ def select_template(templates: str | Mapping[str, str] | None, tools: object) ->
 def render_examples(
     style: Style, messages: Messages, learned: Sequence[bool] | None = None, multi_turn: str = "all"
 ) -> list[Rendering]:
-    """A conversation as examples to learn from; `Tokenizer.render_examples` says which.
+    """Render a conversation as examples to learn from, as `Tokenizer.render_examples` describes.
 
     Args:
         style: the template and its variables.
         messages: dicts with ``role`` and ``content``.
-        learned: for each message, whether it is an answer whose spans are needed; default: the assistant's.
+        learned: for each message, whether it is an answer that is learned. Default: all messages of the assistant.
         multi_turn: one of `MULTI_TURN`.
 
     Raises:
         ValueError: the template refuses the messages, or the position of an answer cannot be determined.
     """
+    # Only answers that are learned need spans.
     answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     needed = answers if learned is None else [index for index in answers if learned[index]]
     needed = needed[-1:] if multi_turn == "last" else needed
@@ -116,7 +117,7 @@ def render_examples(
 
 
 def render_prompt(style: Style, messages: Messages) -> Rendering:
-    """A conversation as text that ends with the beginning of an answer.
+    """Render a conversation as text that ends with the beginning of an answer.
 
     Raises:
         ValueError: the template refuses the messages.
@@ -131,11 +132,11 @@ def render_prompt(style: Style, messages: Messages) -> Rendering:
 
 
 def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens contain a character that the assistant writes.
+    """Return for each token whether it contains a character that the assistant writes.
 
     Args:
-        offsets: first and last + 1 character of each token: tokenizers' ``Encoding.offsets``.
-        spans: first and last + 1 character of each answer, from `Tokenizer.render_answers`.
+        offsets: the span of characters of each token: tokenizers' ``Encoding.offsets``.
+        spans: the span of characters of each answer, from `Tokenizer.render_answers`.
     """
     starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
     mask = [False] * len(offsets)
@@ -149,7 +150,7 @@ def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
-    """The messages, and then what else templates take for calls without content and for their arguments."""
+    """Yield the messages in all spellings that templates expect of calls: their content, and their arguments."""
     plain: list[dict[str, Any]] = [*map(without_nulls, messages)]
     yield plain
     calling = [bool(message.get("tool_calls")) for message in plain]
@@ -170,7 +171,7 @@ def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
 def _in_best_spelling(
     messages: Messages, examples: Callable[[Sequence[dict[str, Any]]], list[Rendering]]
 ) -> list[Rendering]:
-    """The examples of the first spelling of which the template leaves out least."""
+    """Return the examples of the spelling of which the template leaves out least; of equal ones, the first."""
     refusal: ValueError | None = None
     best: tuple[int, list[Rendering]] | None = None
     for spelling in _spellings(messages):
@@ -179,6 +180,7 @@ def _in_best_spelling(
         except ValueError as error:
             refusal = refusal or error
             continue
+        # Without anything missing, no other spelling can be better.
         missing = sum(len(rendering.unrendered) for rendering in renderings)
         best = (missing, renderings) if best is None or missing < best[0] else best
         if missing == 0:
@@ -200,12 +202,13 @@ def _call_as_text(call: Any) -> Any:
 def _examples(
     style: Style, messages: Sequence[dict[str, Any]], needed: Sequence[int], multi_turn: str
 ) -> list[Rendering]:
-    """The examples of messages in one spelling, in the order of their answers."""
+    """Return the examples of messages in one spelling, in the order of their answers."""
     conversation = _Conversation(style, messages)
     if multi_turn != "split":
         return [conversation.example({index: conversation.answer(index) for index in needed})]
 
-    # From the end on: as many answers as the conversation up to the last one shows as they were generated.
+    # Answers are assigned from the last one backwards. An example holds all answers that its text shows as they were
+    # generated. The next example ends with the last answer that this one shows changed.
     examples, left = [], [*needed]
     while True:
         shown: dict[int, list[Span]] = {}
@@ -222,15 +225,15 @@ class _Marks:
     """Messages and tools with marks in their texts.
 
     Args:
-        messages, tools: to copy.
-        placing: of an owner and its field, where marks are; default: around each piece between tags.
+        messages, tools: the originals, which are not changed.
+        placing: owner and field -> where the marks stand. Default: around each piece between tags.
 
     Attributes:
-        messages, tools: the marked copies.
-        places: of each mark, its owner and the owner's field.
-        counts: of each mark, how often it is set: at both ends of a text, or inside.
-        unmarked: owner, field and text of what has no mark.
-        blank: marks of texts without a character that could be lost.
+        messages, tools: the copies with marks.
+        places: for each mark, its owner and the owner's field.
+        counts: for each mark, how often it is set: twice around a text, once inside.
+        unmarked: owner, field and text of each text without marks.
+        blank: the marks of texts of white space, of which nothing can be lost.
     """
 
     def __init__(self, messages: Messages, tools: Any, placing: Mapping[tuple[int, str], int]) -> None:
@@ -255,6 +258,7 @@ class _Marks:
             self.blank.add(len(self.places))
             marked["content"] = self._mark(place, 1) + str(content)
 
+        # Calls, also in the spelling of OpenAI's older API.
         calls = message.get("tool_calls")
         if isinstance(calls, list | tuple):
             marked["tool_calls"] = [self._names(index, "tool_calls", call) for call in calls]
@@ -263,7 +267,7 @@ class _Marks:
         return marked
 
     def _names(self, owner: int, field: str, function: Any, call_id: Any = None) -> Any:
-        """A tool or a call with marks in its name and its arguments."""
+        """Return a tool or a call with marks in its name and its arguments."""
         if not isinstance(function, Mapping):
             return function
         marked = dict(function)
@@ -284,6 +288,7 @@ class _Marks:
         if isinstance(value, list | tuple):
             return [self._value(place, item) for item in value]
         if isinstance(value, Mapping):
+            # Of a part of a content only the text is written, of arguments all values.
             names = ("text",) if place[1] == "content" and "type" in value else tuple(value)
             return {key: self._value(place, item) if key in names else item for key, item in value.items()}
         return value
@@ -296,11 +301,12 @@ class _Marks:
         if placing == _INSIDE:
             middle = len(text) // 2
             return text[:middle] + self._mark(place, 1) + text[middle:]
+        # The pieces alternate: text, tag, text, ... A text of tags alone is marked as a whole.
         pieces = _TAG.split(text, _TAGS)
         if not any(piece.strip() for piece in pieces[::2]):
             pieces = [text]
         for number in range(0, len(pieces), 2):
-            # White space remains outside, for templates that trim it.
+            # White space stays outside of the marks, because templates trim it.
             core = pieces[number].strip()
             if core:
                 before, _, after = pieces[number].partition(core)
@@ -315,14 +321,20 @@ class _Marks:
 
 
 class _Group(NamedTuple):
-    """Neighboring marks of one owner: their positions in the text, and the numbers of the first and the last."""
+    """Neighboring marks of one owner.
+
+    Attributes:
+        owner: the index of the message, or `_TOOLS`.
+        start, end: the positions of the first and the last mark in the text without marks.
+        number: the number of the last mark.
+        is_repeated: whether the marks repeat earlier ones, such as the name of a call beside its result.
+    """
 
     owner: int
     start: int
     end: int
     number: int
     is_repeated: bool
-    """Whether its texts are also before, where they belong."""
 
 
 class _Conversation:
@@ -330,11 +342,11 @@ class _Conversation:
 
     Args:
         style: the template and its variables.
-        messages: in a spelling for the template.
-        add_generation_prompt: end with the beginning of an answer.
+        messages: the messages in one spelling.
+        add_generation_prompt: end the text with the beginning of an answer.
 
     Attributes:
-        text: without marks.
+        text: the text without marks.
 
     Raises:
         ValueError: the template refuses the messages.
@@ -350,9 +362,11 @@ class _Conversation:
     # Marks
 
     def _place_marks(self) -> None:
-        """Set marks wherever the template writes the same text with them."""
+        """Set marks in every field in which they do not change the template's text."""
         if self._fits({}):
             return
+        # Some field does not take marks, such as one that the template compares with a word. Find it by trying each
+        # field alone, while the fields after it have no marks yet.
         placing = dict.fromkeys([*self._marks.places, *(place[:2] for place in self._marks.unmarked)], _NOWHERE)
         for place in placing:
             for where in (_AROUND, _INSIDE, _NOWHERE):
@@ -366,7 +380,8 @@ class _Conversation:
             )
 
     def _fits(self, placing: Mapping[tuple[int, str], int]) -> bool:
-        """Set marks, and whether the text without them is the text of the messages."""
+        """Set marks, and return whether the text without them is the text of the messages."""
+        # The last rendering is kept: it is also the prefix that ends with the last message.
         variables = self.style.variables
         self._marks = _Marks(self.messages, variables.get("tools"), placing)
         self._variables = {**variables, "tools": self._marks.tools} if "tools" in variables else variables
@@ -375,7 +390,7 @@ class _Conversation:
             return False
         self._prefixes = {len(self.messages): marked}
 
-        # Positions in the text, and groups of them.
+        # Positions count characters of the text without marks. Neighboring marks of one owner form a group.
         pieces = _MARK.split(marked)
         positions = itertools.accumulate(map(len, pieces[:-1:2]))
         numbers = [int(digits.translate(_DIGITS), 16) for digits in pieces[1::2]]
@@ -393,39 +408,40 @@ class _Conversation:
         return True
 
     def _render(self, messages: Messages, prompts: bool = False) -> str | None:
-        """Messages as text; None if the template refuses them."""
+        """Return messages as text, or None if the template refuses them."""
         try:
             return render(self.style.template, messages, self._variables, add_generation_prompt=prompts)
         except ValueError:
             return None
 
     def _prefix(self, end: int) -> str | None:
-        """The first ``end`` messages with their marks."""
+        """Return the text of the first ``end`` messages with their marks, or None if the template refuses them."""
         if end not in self._prefixes:
             self._prefixes[end] = self._render(self._marks.messages[:end])
         return self._prefixes[end]
 
     def _own_count(self, owner: int, number: int) -> int:
-        """How often a mark is in the text of its message, without that of later ones.
+        """Return how often a mark occurs in the text that ends with its message.
 
-        A call may write its name twice, and so may the result that follows it.
+        The template may write the name of a call twice in the call itself, and again beside its result.
         """
         prefix = None if owner == _TOOLS else self._prefix(owner + 1)
         return 0 if prefix is None else prefix.count(_mark(number))
 
     def unrendered(self, learned: Sequence[int], elsewhere: Sequence[int] = ()) -> list[str]:
-        """The fields that the text lacks. Templates may leave out the thoughts of answers that are not learned.
+        """Return the fields that the text lacks, except thoughts of answers that are not learned.
 
         Args:
-            learned: the answers that are learned here.
-            elsewhere: answers that other examples learn, of which nothing is lost here.
+            learned: the answers that are learned in this text.
+            elsewhere: answers that are learned in other examples. They lose nothing here.
         """
         missing: dict[tuple[int, str], bool] = {}
         for number, place in enumerate(self._marks.places):
             missing.setdefault(place, False)
             missing[place] |= number not in self._seen and number not in self._marks.blank
         shown = {self._marks.places[number] for number in self._seen}
-        for owner, field, text in self._marks.unmarked:  # the best that can be told
+        # Of a text without marks, only its longest word can be looked up.
+        for owner, field, text in self._marks.unmarked:
             missing[owner, field] = missing.get((owner, field), False) or max(text.split(), key=len) not in self.text
         fields = []
         for (owner, field), is_missing in missing.items():
@@ -439,7 +455,7 @@ class _Conversation:
     # Answers
 
     def answer(self, index: int) -> list[Span]:
-        """The parts of the text that a message of the assistant is, with the token that ends each."""
+        """Return the spans of a message of the assistant, each with the token that ends it."""
         groups = self._groups
         own = [number for number, group in enumerate(groups) if group.owner == index and not group.is_repeated]
         spans = []
@@ -453,12 +469,13 @@ class _Conversation:
                     # Tags of the answer may be among those of the prompt, such as empty thoughts.
                     prompt = self._prompt(index, before and before.number) or ""
                     start = max(start, lower + len(prompt)) if self.text.startswith(prompt, lower) else start
+            # The token that ends the answer belongs to the last span.
             tail = self._tail(self.text[end:upper], index, groups[number].number, number != own[-1])
             spans.append((start, max(start, end + tail)))
         if own:
             return spans
 
-        # An answer without a text, such as an empty one, is between its neighbors.
+        # The template writes nothing of the answer, such as an empty one. It is between its neighbors.
         earlier = [group for group in groups if group.owner < index]
         before = earlier[-1] if earlier else None
         lower = before.end if before else 0
@@ -471,27 +488,31 @@ class _Conversation:
         return self._groups[number].start if number < len(self._groups) else len(self.text)
 
     def shows(self, index: int, spans: Sequence[Span]) -> bool:
-        """Whether the text up to the end of an answer is that of the conversation that ends with this answer."""
+        """Return whether the text shows an answer as it was generated.
+
+        The text up to the end of the answer is then the text of the conversation that ends with this answer.
+        """
         prefix = self._prefix(index + 1)
         if prefix is None or not spans or index == len(self.messages) - 1:
             return True
         if index in {owner for owner, _ in self._marks.places} - {group.owner for group in self._groups}:
             return False  # the text has nothing of it
+        # The shorter of both texts must begin the longer one: alone, the answer may lack the token that ends it.
         alone, shown = _unmarked(prefix), self.text[: spans[-1][1]]
         return alone.startswith(shown) or shown.startswith(alone)
 
     def example(self, spans: Mapping[int, list[Span]], elsewhere: Sequence[int] = ()) -> Rendering:
-        """The conversation as an example.
+        """Return the conversation as an example.
 
         Args:
-            spans: the answers that are learned, and their parts.
-            elsewhere: answers that are learned in this or in other examples.
+            spans: index of each answer that is learned -> its spans.
+            elsewhere: all answers that are learned, in this example or in others.
         """
         unrendered = self.unrendered([*spans], elsewhere)
         if _GENERATION.search(self.style.template):
             return Rendering(self.text, self._marked_answers(spans), unrendered)
 
-        # The last answer may lack the token that ends it, because templates write it before what follows.
+        # The last answer lacks the token that ends it if the template writes this token before the next message.
         learned = sorted(itertools.chain.from_iterable(spans.values()))
         last = len(self.messages) - 1
         text = self.text
@@ -503,15 +524,15 @@ class _Conversation:
         return Rendering(text, learned, unrendered)
 
     def _end(self) -> int:
-        """Where the last marks are."""
+        """Return the position of the last mark."""
         return self._groups[-1].end if self._groups else 0
 
     def _header(self, index: int, number: int | None, before: str) -> int:
-        """How many characters of the text before an answer belong to the prompt.
+        """Return how many characters of the text before an answer belong to the prompt.
 
         Args:
-            index: of the message.
-            number: of the last mark before the answer.
+            index: the index of the answer.
+            number: the number of the last mark before the answer; None if there is none.
             before: the text from there to the first mark of the answer.
         """
         # Whether a template has called tools, for instance, may decide what its prompt is.
@@ -532,7 +553,7 @@ class _Conversation:
         return length
 
     def _prompt(self, index: int, number: int | None) -> str | None:
-        """The prompt of an answer from the mark ``number`` on; None if the template refuses it or lacks the mark."""
+        """Return the prompt of an answer after the mark ``number``, or None if there is no such prompt."""
         marked = self._render(self._marks.messages[:index], prompts=True)
         if marked is not None and number is not None:
             _, mark, marked = marked.rpartition(_mark(number))
@@ -544,10 +565,12 @@ class _Conversation:
         return repr({name: value for name, value in self.style.variables.items() if name != "tools"})
 
     def _likely_header(self, index: int, number: int | None, before: str) -> int:
-        """The header where the prompt is not before the answer, such as before a first message.
+        """Return the length of the header where the text does not continue the prompt, such as before a first message.
 
-        It is as much of the prompt after a question as is there; or what stands before any answer.
+        The header is then the longest beginning of the usual prompt that the text has. If it has none, the header is
+        the text that the template writes before any answer at this position.
         """
+        # The prompt after a question is what the template adds when it is asked for a prompt.
         question = [{"role": "user", "content": f"1{_mark(0)}"}]
         whole, plain = ((self._render(question, prompts) or "").rpartition(_mark(0))[2] for prompts in (True, False))
         prompt = whole[self._common(whole, plain) :]
@@ -556,6 +579,7 @@ class _Conversation:
             if end and prompt[:end] in before:
                 return before.rindex(prompt[:end]) + end
 
+        # No prompt is there. Compare with an answer of one word at the same position.
         own = _mark(len(self._marks.places))
         text = self._render([*self._marks.messages[:index], {"role": "assistant", "content": f"{own}1"}]) or ""
         text = text.partition(own)[0]
@@ -563,48 +587,50 @@ class _Conversation:
         return self._common(before, _unmarked(text)) if text else len(before)
 
     def _boundaries(self, text: str) -> Iterator[re.Match[str]]:
-        """Special tokens and white space: what a token of the answer does not span."""
+        """Yield special tokens and white space, which no token of an answer spans."""
         return re.finditer(rf"{self._special.pattern}|\s", text)
 
     def _common(self, one: str, other: str) -> int:
-        """How many characters two texts begin with alike, without a part of a token."""
+        """Return the number of characters that two texts have in common at the beginning, without a part of a token."""
         common = shared_prefix(one, other)
         if common == min(len(one), len(other)):
             return common
         return max((match.end() for match in self._boundaries(one) if match.end() <= common), default=0)
 
     def _tail(self, after: str, index: int, number: int | None, inner: bool = False, skip: int = 0) -> int:
-        """How many characters after an answer belong to it: what closes it, and the token that ends its turn.
+        """Return how many characters after an answer belong to it: closing tags, and the token that ends its turn.
 
         Args:
             after: the text up to the next message.
-            index: of the message.
-            number: of the last mark before ``after``.
-            inner: whether more of the message follows.
-            skip: characters between the mark and ``after``.
+            index: the index of the answer.
+            number: the number of the last mark before ``after``; None if there is none.
+            inner: whether more of the answer follows.
+            skip: number of characters between this mark and ``after``.
         """
-        # What the answer ends with if nothing follows.
+        # Compare with the text that ends with this answer. Whatever both have in common belongs to the answer.
         prefix = self._prefix(index + 1)
         own = "" if prefix is None else prefix if number is None else prefix.rpartition(_mark(number))[2]
         own = _MARK.split(own)[0] if inner else _unmarked(own)[skip:]
         common = self._common(after, own)
         ends = [] if inner else [match.end() for match in self._special.finditer(after, 0, common)]
         if ends:
+            # A template that always ends with a prompt would add it to the answer.
             has_prompt = after[ends[-1] : common].strip() or (len(ends) > 1 and self._always_prompts())
             return ends[0] if has_prompt else ends[-1]
 
-        # No token: the beginning of what follows ends the turn.
+        # The template writes no such token. The first token of the next message ends the turn.
         following = self._special.search(after, common) or re.compile(r"\s*\S+").match(after, common)
         return following.end() if following else common
 
     def _always_prompts(self) -> bool:
-        """Whether the template ends with the beginning of an answer even if it is not asked to."""
+        """Return whether the template ends with the beginning of an answer even without being asked to."""
         question = [{"role": "user", "content": "1"}]
         text = self._render(question)
         return text is not None and text == self._render(question, prompts=True)
 
     def _stop(self) -> str:
-        """The special token that what follows the last message would begin with; else the end token."""
+        """Return the special token with which the next message would begin; without one, the end token."""
+        # The result of a tool follows a call, and a question follows any other answer.
         role = "tool" if self.messages[-1].get("tool_calls") else "user"
         for following in dict.fromkeys((role, "user")):
             longer = self._render([*self._marks.messages, {"role": following, "content": "1"}])
@@ -617,14 +643,14 @@ class _Conversation:
         return self.style.eos_token or ""
 
     def _marked_answers(self, wanted: Mapping[int, list[Span]]) -> list[Span]:
-        """What the template marks as answers, of the messages that are learned."""
+        """Return the spans that the template marks as answers, as far as their messages are learned."""
         marked = render(self.style.template, self.messages, self.style.variables, mark_answers=True)
         spans = _read_generation(self.text, marked)
         answers = [index for index, message in enumerate(self.messages) if message.get("role") == "assistant"]
         if sorted(wanted) == answers:
             return spans
 
-        # The owner of a span is that of the first marks in it; or else of those before it, if they are an answer's.
+        # The owner of a span is the first answer with marks in it; otherwise an answer right before or after it.
         def owner(span: Span) -> int:
             inside = [group.owner for group in self._groups if group.start <= span[1] and group.end >= span[0]]
             before = [group.owner for group in self._groups if group.end <= span[0]]
@@ -641,7 +667,7 @@ def _any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def shared_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Number of items that two sequences have in common at the beginning."""
+    """Return the number of items that two sequences have in common at the beginning."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -654,7 +680,8 @@ def _unmarked(text: str) -> str:
 
 
 def _read_generation(text: str, marked: str) -> list[Span]:
-    """Spans in ``text`` of what is between the marks of generation in ``marked``."""
+    """Return the spans in ``text`` that stand between marks of generation in ``marked``."""
+    # The parts alternate: context, answer, context, ... Without the marks they must be the text.
     parts = re.split(f"[{BEGIN}{END}]", marked)
     marks = "".join(character for character in marked if character in BEGIN + END)
     if "".join(parts) != text or marks != (BEGIN + END) * (len(parts) // 2):

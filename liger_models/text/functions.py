@@ -14,7 +14,7 @@ import torch
 
 SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 PLAIN = {**SCALARS, list: "array", tuple: "array", dict: "object", torch.Tensor: "audio"}
-"""Types that have no parts -> their name in a schema."""
+"""Types without parameters -> their names in a schema."""
 
 
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _refusal(name: str, problem: str) -> ValueError:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str], str | None]:
-    """The description in a docstring in Google's style, the descriptions of its arguments, and what it returns."""
+    """Return the description of a function, of each argument and of its result from a docstring in Google's style."""
     text = text.strip()
     end = re.search(r"Args:|Returns:|Raises:|\Z", text)
     assert end is not None  # the end of the text
@@ -92,7 +92,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str], str | None]:
 
 
 def _of_type(name: str, hint: Any) -> dict[str, Any]:
-    """The schema of a type hint of the function ``name``."""
+    """Return the schema of a type hint of the function ``name``."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return {}
@@ -100,6 +100,7 @@ def _of_type(name: str, hint: Any) -> dict[str, Any]:
         return _of_values(name, hint, [member.value for member in hint])
     if origin is typing.Literal:
         return _of_values(name, hint, parts)
+    # Unions of plain types become a list of names, others a list of schemas.
     if origin in (typing.Union, types.UnionType):
         options = [_of_type(name, part) for part in parts if part is not type(None)]
         if len(options) > 1 and all(option.keys() == {"type"} and type(option["type"]) is str for option in options):
@@ -107,7 +108,8 @@ def _of_type(name: str, hint: Any) -> dict[str, Any]:
             options = [{"type": names[0] if len(names) == 1 else names}]
         schema = options[0] if len(options) == 1 else {"anyOf": options}
         return schema | ({"nullable": True} if type(None) in parts else {})
-    if origin in (list, tuple, dict) and not parts:  # typing.List and others without a type
+    # Containers, with and without a type of their elements.
+    if origin in (list, tuple, dict) and not parts:  # such as typing.List
         return {"type": PLAIN[origin]}
     if origin is list:
         return {"type": "array", "items": _of_type(name, parts[0])}
@@ -115,6 +117,7 @@ def _of_type(name: str, hint: Any) -> dict[str, Any]:
         return {"type": "array", "prefixItems": [_of_type(name, part) for part in parts]}
     if origin is dict:
         return {"type": "object", "additionalProperties": _of_type(name, parts[1])}
+    # Plain types, and images.
     if origin is None and isinstance(hint, type) and hint in PLAIN:
         return {"type": PLAIN[hint]}
     if getattr(hint, "__module__", "") == "PIL.Image":
@@ -123,7 +126,7 @@ def _of_type(name: str, hint: Any) -> dict[str, Any]:
 
 
 def _of_values(name: str, hint: Any, values: Sequence[Any]) -> dict[str, Any]:
-    """The schema of some values that a type allows."""
+    """Return the schema of a type that allows only some values."""
     if not values or any(type(value) not in SCALARS for value in values):
         raise _refusal(name, f"must have values of JSON's types in {hint}, got {values!r}")
     kinds = list(dict.fromkeys(SCALARS[type(value)] for value in values))

@@ -90,11 +90,11 @@ def charged(value: Any, *, deep: bool = True) -> Any:
 
 
 def size(value: Any, *, deep: bool = True) -> int:
-    """Number of characters of a text, and about as many as another value has when it is written out.
+    """Return the number of characters of a text, or about as many as another value has when it is written out.
 
     Args:
         value: anything.
-        deep: visit the elements of a list or dict, too, until they exceed the limit; False counts 8 for each.
+        deep: visit the elements of a list or dict, too, until they exceed the limit. False counts 8 for each.
     """
     if isinstance(value, str | bytes):
         return len(value)
@@ -111,7 +111,7 @@ def size(value: Any, *, deep: bool = True) -> int:
 
 
 def _result_size(name: str, subject: Any, args: list[Any], kwargs: Mapping[str, Any]) -> int:
-    """Upper bound of the characters that a filter, or a method of a text, makes."""
+    """Return an upper bound of the characters that a filter, or a method of a text, makes."""
     values = [*args, *kwargs.values()]
     if name in ("format", "format_map"):
         return _formatted_size(str(subject), sum(map(size, values)))
@@ -138,7 +138,7 @@ def _result_size(name: str, subject: Any, args: list[Any], kwargs: Mapping[str, 
 
 
 def _formatted_size(pattern: str, values: int) -> int:
-    """Upper bound of the length of ``pattern % values`` or ``pattern.format(values)``."""
+    """Return an upper bound of the length of ``pattern % values`` or ``pattern.format(values)``."""
     if "*" in pattern or re.search(r"{[^{}]+{", pattern):
         raise LimitError("a format that takes its width from its arguments, which cannot be bounded")
     width = max(map(int, re.findall(r"\d{1,9}", pattern)), default=0)
@@ -188,7 +188,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= _INSERTED
 
     def variables(self, source: str) -> set[str]:
-        """Names that a template reads and does not set itself."""
+        """Return the names of the variables that a template reads and does not set itself."""
         return meta.find_undeclared_variables(super()._parse(source, None, None)) - self.globals.keys()
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -203,6 +203,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
         subject = getattr(method, "__self__", None)
         if isinstance(subject, str):
+            # A generator is read first, because counting it would use it up.
             args = tuple(list(value) if hasattr(value, "__next__") else value for value in args)
             charge(_result_size(method.__name__, subject, list(args), kwargs))
         else:
@@ -211,6 +212,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute an operator, after counting what it can make."""
+        # Products of integers are bounded by bits, repeated texts by their length, formats by their widths.
         if isinstance(left, int) and isinstance(right, int):
             bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * right}.get(operator, 0)
             if bits > _BITS:

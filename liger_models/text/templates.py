@@ -1,4 +1,4 @@
-"""The jinja2 environment that Hugging Face's chat templates are written for. PyTorch itself requires jinja2."""
+"""The jinja2 environment of Hugging Face's chat templates. PyTorch itself requires jinja2."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from liger_models.text import limits
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Marks around an answer. Unicode assigns no character to these two code points."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names of an assistant's thoughts in a message; the first that has a value counts."""
+"""The names of the assistant's thoughts in a message. The first name with a value counts."""
 
 
 def render(
@@ -27,13 +27,13 @@ def render(
     add_generation_prompt: bool = False,
     mark_answers: bool = False,
 ) -> str:
-    """A conversation as text.
+    """Render a conversation as text.
 
     Args:
         template: the source of the chat template.
         messages: dicts with ``role`` and ``content``.
-        variables: what else the template reads.
-        add_generation_prompt: end with the beginning of an answer.
+        variables: the other variables of the template.
+        add_generation_prompt: end the text with the beginning of an answer.
         mark_answers: put `BEGIN` and `END` around the output of each ``{% generation %}`` block.
 
     Raises:
@@ -48,14 +48,14 @@ def render(
 
 
 def without_nulls(message: Any) -> Any:
-    """A message without keys whose value is None, which templates would write out; as in transformers."""
+    """Return a message without keys whose value is None, as transformers does; templates would write "None"."""
     if not isinstance(message, Mapping):
         return message
     return {key: value for key, value in message.items() if value is not None}
 
 
 def _with_thoughts(message: Any) -> Any:
-    """A message with its thoughts under both names that templates read, as in transformers."""
+    """Return a message with its thoughts under both names that templates read, as transformers does."""
     names = THOUGHTS if isinstance(message, Mapping) else ()
     thoughts = next((message[name] for name in names if message.get(name) is not None), None)
     if thoughts is None:
@@ -66,7 +66,7 @@ def _with_thoughts(message: Any) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def variables_of(template: str) -> frozenset[str]:
-    """Names that a template reads and does not set itself.
+    """Return the names of the variables that a template reads and does not set itself.
 
     Raises:
         ValueError: the template has an error.
@@ -77,7 +77,7 @@ def variables_of(template: str) -> frozenset[str]:
 
 @contextlib.contextmanager
 def _naming_errors(must: str) -> Iterator[None]:
-    """Whatever a template raises, such as a division by zero, becomes a ValueError."""
+    """Turn whatever a template raises, such as a division by zero, into a ValueError."""
     limits.begin()
     try:
         yield
@@ -90,12 +90,12 @@ def _naming_errors(must: str) -> Iterator[None]:
 
 
 class _Generation(Extension):
-    """``{% generation %} ... {% endgeneration %}``: the part of a message that the assistant writes."""
+    """The block ``{% generation %} ... {% endgeneration %}``, which holds what the assistant writes."""
 
     tags = {"generation"}  # noqa: RUF012  declared so by the base class
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
+        next(parser.stream)  # the name of the block
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 

@@ -36,7 +36,7 @@ _FILES = (
 
 
 class ModelInputs(dict[str, Any]):
-    """Inputs of a model by name: a dict whose values are attributes, too."""
+    """The inputs of a model by name: a dict whose values are also attributes."""
 
     def to(
         self,
@@ -44,12 +44,12 @@ class ModelInputs(dict[str, Any]):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> "ModelInputs":
-        """The inputs with their tensors on ``device``, and pixels in ``dtype``.
+        """Return the inputs with their tensors on ``device``, and pixels in ``dtype``.
 
         Args:
             device: a device, or a dtype as in `torch.Tensor.to`.
-            dtype: dtype of tensors of floats; tensors of integers keep theirs.
-            options: of `torch.Tensor.to`.
+            dtype: the dtype of floating-point tensors. Tensors of integers keep theirs.
+            options: other arguments of `torch.Tensor.to`.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
@@ -72,8 +72,8 @@ class _SpecialToken:
     """An attribute of a tokenizer: the token of a role, or None.
 
     Args:
-        role: key in ``special_tokens``.
-        doc: its docstring.
+        role: the key in ``special_tokens``.
+        doc: the docstring of the attribute.
     """
 
     def __init__(self, role: str, doc: str) -> None:
@@ -110,10 +110,10 @@ class Tokenizer:
         backend: the pipeline.
         special_tokens: role, such as "eos_token" -> token. Assign to it to change a role.
         chat_template: a jinja2 template, or several by name. Assign to it to change the template.
-        padding_side: "left" (for generation) or "right" (for training), where a call does not say.
+        padding_side: the default of calls, "left" (for generation) or "right" (for training).
     """
 
-    # Attributes of other libraries' tokenizers would be ignored, so that assigning one is an error.
+    # Assigning any other attribute, such as one of another library's tokenizers, is an error: nothing would read it.
     __slots__ = (
         "__weakref__", "_as_read", "_clean_up", "_files", "_special", "backend", "chat_template", "padding_side",
         "special_tokens",
@@ -146,7 +146,7 @@ class Tokenizer:
         self.chat_template: str | dict[str, str] | None = template
 
         self._special: tuple[int, tuple[str, ...]] = -1, ()  # number of tokens -> special ones
-        # To tell later what has changed.
+        # `changed_files` compares with these.
         self._as_read = len(self), dict(self.special_tokens), template
         self._files = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
 
@@ -174,7 +174,7 @@ class Tokenizer:
 
         Args:
             folder: the folder; or a text ``owner/name`` that is no folder here, for a repository of the hub.
-            padding_side: "left" (for generation) or "right" (for training), where a call does not say.
+            padding_side: the default of calls, "left" (for generation) or "right" (for training).
             pad_token: the token that pads a batch. Default: the checkpoint's.
             revision, cache_dir, token, local_files_only: as in huggingface_hub; a folder has no use for them.
 
@@ -204,7 +204,7 @@ class Tokenizer:
         """Write the tokenizer's files, with all changes, to a folder. A model's ``save_pretrained`` writes them, too.
 
         Args:
-            folder: created if it does not exist; other files in it are kept.
+            folder: the folder. It is created if it does not exist; other files in it are kept.
 
         Raises:
             ValueError: as for `changed_files`.
@@ -216,7 +216,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> "Tokenizer":
-        """Read the tokenizer from the content of its files, which a loaded model holds in ``model.assets``.
+        """Read the tokenizer from the contents of its files. A loaded model holds them in ``model.assets``.
 
         Args:
             files: name -> content.
@@ -249,22 +249,22 @@ class Tokenizer:
         return tokenizer
 
     def __len__(self) -> int:
-        """Number of token ids, including added tokens."""
+        """Return the number of token ids, including added tokens."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, excluding added tokens."""
+        """The number of token ids, excluding added tokens."""
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def add_tokens(self, new_tokens: str | Sequence[str], special_tokens: bool = False) -> int:
-        """Add tokens, which are matched in a text before it is split. Tokens that were added before are left alone.
+        """Add tokens, which are matched in a text before it is split. Tokens that already exist are not changed.
 
         The model needs an embedding for each id. If it has fewer rows than ``len(tokenizer)``, call
         ``model.resize_token_embeddings(len(tokenizer))``.
 
         Args:
-            new_tokens: one token, or several, which get the next ids in this order.
+            new_tokens: one token, or several. They get the next ids in this order.
             special_tokens: whether ``decode`` omits them by default.
 
         Returns:
@@ -277,13 +277,13 @@ class Tokenizer:
         return len(self) - before
 
     def changed_files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """The new content of the files that changes to tokens, ``special_tokens`` and ``chat_template`` affect.
+        """Return the new contents of the files that changed tokens, ``special_tokens`` or ``chat_template`` affect.
 
         Args:
-            files: the files that the tokenizer was read from, name -> content.
+            files: the files from which the tokenizer was read, name -> content.
 
         Returns:
-            name -> content; empty if nothing changed.
+            name -> content. It is empty if nothing has changed.
 
         Raises:
             ValueError: ``chat_template`` was changed to something other than a str.
@@ -337,12 +337,15 @@ class Tokenizer:
     def encode(
         self, text: str | list[str], add_special_tokens: bool = True, return_tensors: str | None = None
     ) -> list[int] | list[list[int]] | Tensor:
-        """Token ids of a text, or of each text in a list.
+        """Return the token ids of a text, or of each text in a list.
 
         Args:
             text: one text or a list.
             add_special_tokens: add the special tokens that the tokenizer puts around a text, such as ``bos_token``.
-            return_tensors: "pt" returns the ids of one text as [1, T] int64. Call the tokenizer for several texts.
+            return_tensors: "pt" returns the ids of one text as [1, T] int64. For several texts, call the tokenizer.
+
+        Raises:
+            ValueError: ``return_tensors`` is not "pt", or there are several texts.
         """
         if return_tensors is not None and (return_tensors != "pt" or not isinstance(text, str)):
             raise ValueError(
@@ -357,10 +360,10 @@ class Tokenizer:
 
     @foreign_arguments("Tokenizer.decode")
     def decode(self, ids: Sequence[int] | Tensor, skip_special_tokens: bool = True) -> str:
-        """The text of token ids.
+        """Return the text of token ids.
 
         Args:
-            ids: token ids of one text; a tensor must have one dimension.
+            ids: token ids of one text. A tensor has the shape [T].
             skip_special_tokens: omit special tokens.
         """
         ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
@@ -369,10 +372,11 @@ class Tokenizer:
         return _clean_up(text) if self._clean_up else text
 
     def decode_stream(self, tokens: Iterable[int | Tensor], skip_special_tokens: bool = True) -> Iterator[str]:
-        """The text of tokens while they are generated, in pieces of whole characters.
+        """Yield the text of tokens while they are generated, in pieces of whole characters.
 
-        The pieces together are what `decode` returns for all tokens, unless tokenizer_config.json asks for a clean-up
-        of spaces, or bytes are no characters. What is left of a character at the end is U+FFFD, perhaps several.
+        The pieces together equal the result of `decode` for all tokens, unless tokenizer_config.json asks for a
+        clean-up of spaces, or some bytes form no character. An unfinished character at the end becomes one or more
+        U+FFFD.
 
         Args:
             tokens: ids, or tensors of one id each, such as ``model.stream(...)`` yields for one prompt.
@@ -391,7 +395,8 @@ class Tokenizer:
             pending.append(int(token))
             try:
                 piece = stream.step(self.backend, pending[-1])
-            except Exception:  # the token changes text that is out: bytes that are no characters
+            except Exception:
+                # Bytes that form no character change text that has been yielded. Begin anew with this token.
                 piece = self.decode(pending, skip_special_tokens)
                 stream = DecodeStream(skip_special_tokens=skip_special_tokens)
                 stream.step(self.backend, pending[-1])
@@ -405,7 +410,7 @@ class Tokenizer:
     def batch_decode(
         self, ids: Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, skip_special_tokens: bool = True
     ) -> list[str]:
-        """The texts of several rows of token ids; see `decode`."""
+        """Return the texts of several rows of token ids; see `decode`."""
         return [self.decode(row, skip_special_tokens) for row in ids]
 
     @foreign_arguments("Tokenizer")
@@ -443,9 +448,10 @@ class Tokenizer:
         return self._pad(rows, padding_side)
 
     def _pad(self, rows: list[list[int]], padding_side: str) -> ModelInputs:
-        """Rows of ids as ``input_ids`` and ``attention_mask`` [B, T], padded to the longest row."""
+        """Return rows of ids as ``input_ids`` and ``attention_mask`` [B, T], padded to the longest row."""
         length = max(map(len, rows), default=0)
-        input_ids = torch.full((len(rows), length), self.padding_id)
+        input_ids = torch.full((len(rows), length), self.padding_id)  # [B, T]
+        # Rows that are padded on the left all continue at the same column.
         attention_mask = torch.zeros_like(input_ids)
         for index, row in enumerate(rows):
             columns = slice(length - len(row), length) if padding_side == "left" else slice(len(row))
@@ -468,7 +474,7 @@ class Tokenizer:
             raise ValueError(
                 f"Tokenizer: max_length must be more than the {around} special tokens around a text, got {max_length}."
             )
-        # Cut the text, and then add the special tokens around it.
+        # The text is cut before the special tokens are added around it, so that none is lost.
         with _naming(f"{TOKENIZER_JSON}: must encode any text", ()):
             encodings = self.backend.encode_batch(texts, add_special_tokens=False)
             for encoding in encodings:
@@ -536,30 +542,31 @@ class Tokenizer:
         return_dict: bool = False,
         **variables: Any,
     ) -> Any:
-        """A conversation in the model's chat format, or several.
+        """Render a conversation, or several, in the model's chat format.
 
         Args:
             messages: dicts with ``role`` and ``content``; or a list of such lists, one for each conversation.
-            add_generation_prompt: end with the beginning of an answer.
-            continue_final_message: end within the last message, so that the model goes on with it. A text names the
-                field to continue in place of "content", such as "reasoning_content".
+            add_generation_prompt: end the text with the beginning of an answer.
+            continue_final_message: end the text within the last message, so that the model continues it. A str names
+                the field to continue instead of "content", such as "reasoning_content".
             tools: JSON schemas of functions that the model may call, or Python functions with type hints and a
                 docstring in Google's style; see `liger_models.text.functions`.
-            chat_template: a template to use in place of the tokenizer's, or the name of one of its templates.
-            tokenize: return token ids; False returns text.
+            chat_template: a template to use instead of the tokenizer's, or the name of one of its templates.
+            tokenize: return token ids. False returns text.
             return_tensors: "pt" returns the token ids as [B, T] int64, for ``model.generate``. Several conversations
                 are padded on ``padding_side``.
             return_dict: with ``return_tensors="pt"``, return ``input_ids`` and ``attention_mask``, for
                 ``model.generate(**inputs)``.
-            **variables: what else the template reads.
+            **variables: the other variables of the template.
 
         Returns:
-            A list of ids, a text, a tensor or `ModelInputs`; for several conversations lists of the first two.
+            A list of ids, a text, a tensor or `ModelInputs`. For several conversations, a list of lists of ids or a
+            list of texts.
 
         Raises:
             TypeError: the template reads no variable of this name.
-            ValueError: there are no messages or no chat template, the template refuses the messages or drops the one to
-                continue, a function cannot be described, or a limit of `liger_models.text.limits` is exceeded.
+            ValueError: there are no messages or no chat template, the template refuses the messages or leaves out the
+                one to continue, a function cannot be described, or a limit of `liger_models.text.limits` is exceeded.
         """
         if return_tensors is not None and (return_tensors != "pt" or not tokenize):
             raise ValueError(
@@ -590,7 +597,8 @@ class Tokenizer:
         if not tokenize:
             return texts if several else texts[0]
 
-        rows = self.encode(texts, add_special_tokens=False)  # the template has written them
+        # The template has already written the special tokens.
+        rows = self.encode(texts, add_special_tokens=False)
         if return_tensors is None:
             return rows if several else rows[0]
         inputs = self._pad(rows, self.padding_side)
@@ -605,19 +613,20 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> tuple[str, list[Span]]:
-        """A conversation as text, and the parts of it that the assistant writes, which a model is trained on.
+        """Render a conversation as text, and find the parts that the assistant writes, on which a model is trained.
 
-        A template may mark answers by ``{% generation %}`` and ``{% endgeneration %}``; they may have several parts,
-        such as thoughts and text. Without these marks an answer is the text from the end of the generation prompt to
-        the token that ends the turn: the first special token of what follows, where the template writes none. At the
-        end of the text that token is added.
+        A template may mark answers by ``{% generation %}`` and ``{% endgeneration %}``. An answer may then have several
+        parts, such as thoughts and text. Without these marks an answer reaches from the end of the generation prompt to
+        the token that ends the turn. If the template writes no such token, the first special token of the next message
+        ends the turn; at the end of the text it is added.
 
         Args:
             messages, tools, chat_template, **variables: as for `apply_chat_template`, of one conversation.
-            learned: for each message, whether it is an answer to find; default: all messages of the assistant.
+            learned: for each message, whether it is an answer to find. Default: all messages of the assistant.
 
         Returns:
-            The text, and the first and last + 1 character of each part. `answer_mask` finds their tokens.
+            The text, and for each part the index of its first character and of the one after its last. `answer_mask`
+            finds the tokens of the parts.
 
         Raises:
             TypeError: the template reads no variable of this name.
@@ -636,17 +645,17 @@ class Tokenizer:
         multi_turn: str = "all",
         **variables: Any,
     ) -> list[Rendering]:
-        """A conversation as examples to learn from.
+        """Render a conversation as examples to learn from.
 
         Args:
             messages, tools, learned, **variables: as for `render_answers`.
-            multi_turn: which answers an example has. "all": all of them, in one example, as the template renders the
-                whole conversation. "last": the last one alone. "split": all; but where the template changes earlier
-                answers, such as by removing their thoughts, each of these becomes the end of an example of its own, as
-                it was generated.
+            multi_turn: which answers an example has. "all" makes one example of all answers, as the template renders
+                the whole conversation. "last" makes one example of the last answer. "split" makes one example of all
+                answers, but if the template changes earlier answers, for example by removing their thoughts, each
+                changed answer ends an example of its own, as it was generated.
 
         Returns:
-            The examples, in the order of their answers, each with the fields that its text lacks.
+            The examples in the order of their answers. Each names the fields that its text lacks.
 
         Raises:
             TypeError, ValueError: as for `render_answers`.
@@ -660,7 +669,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> Rendering:
-        """A conversation as text that ends with the beginning of an answer, and the fields that the text lacks.
+        """Render a conversation as text that ends with the beginning of an answer, and name the fields that it lacks.
 
         Args:
             messages, tools, **variables: as for `apply_chat_template`.
@@ -675,7 +684,7 @@ class Tokenizer:
         return Style(template, variables, self._special_contents(), self.eos_token)
 
     def _special_contents(self) -> tuple[str, ...]:
-        """The special tokens, in the order of their ids."""
+        """Return the special tokens in the order of their ids."""
         size, contents = self._special
         if size != len(self):  # the list takes milliseconds where there are thousands of added tokens, as in Gemma
             added = self.backend.get_added_tokens_decoder().values()
@@ -686,20 +695,21 @@ class Tokenizer:
     def _chat_template(
         self, tools: Sequence[Any] | None, variables: dict[str, Any], chosen: str | None
     ) -> tuple[str, dict[str, Any]]:
-        """The template, and all its variables but the messages.
+        """Return the template, and all its variables except the messages.
 
         Args:
             tools: JSON schemas and functions.
-            variables: further variables, as the caller names them.
-            chosen: the caller's template or the name of one; None for the tokenizer's.
+            variables: the variables that the caller names.
+            chosen: the caller's template, or the name of one of the tokenizer's. None for the tokenizer's template.
         """
+        # A name selects one of the tokenizer's templates. Any other text is a template itself.
         named = self.chat_template
         if chosen is not None:
             named = named.get(chosen, chosen) if isinstance(named, dict) else chosen
         templates = named.values() if isinstance(named, dict) else [named or ""]
         names = set().union(*map(variables_of, templates))
         unknown = sorted(variables.keys() - names) if named else []
-        # Arguments of transformers may ask for what happens anyway; `max_length` is another function's there.
+        # Arguments of transformers are accepted if they ask for what happens anyway. `max_length` is none of them here.
         foreign = {name: variables[name] for name in unknown if name in FOREIGN and name != "max_length"}
         translate("apply_chat_template", foreign, ())
         variables = {name: value for name, value in variables.items() if name not in foreign}
@@ -727,20 +737,21 @@ def _refuse_variables(unknown: Sequence[str], names: set[str]) -> None:
 def _render_unfinished(
     template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], field: str
 ) -> str:
-    """A conversation up to the end of a field of its last message: without what the template writes after it.
+    """Render a conversation up to the end of a field of its last message, without what the template writes after it.
 
-    A mark is appended to the field, and the text ends where the template has written the mark. The space after the mark
-    tells whether the template strips the field.
+    A mark is appended to the field, and the text ends where the template writes the mark. The space after the mark
+    shows whether the template strips the field.
     """
     where, mark = "apply_chat_template: continue_final_message", f"{BEGIN} "
     last = dict(messages[-1])
-    # Thoughts have several names; templates read any of them.
+    # Thoughts have several names, and templates read any of them.
     names = THOUGHTS if field in THOUGHTS else (field,)
     value = next((last[name] for name in names if last.get(name) is not None), None)
     copies = [name for name in names if last.get(name) == value]
     if value is None or not any(name in template for name in names):
         problem = "a template that does not read it" if value is not None else "none"
         raise ValueError(f"{where} needs the field {field!r} in the last message, got {problem}.")
+    # The text to continue is the field itself, or the last part of it that is a text.
     marked: Any
     if isinstance(value, str):
         text, marked = value, value + mark
@@ -792,7 +803,7 @@ def _text(name: str, token: Any) -> str:
 
 @contextlib.contextmanager
 def _naming(must: str, kinds: type[Exception] | tuple[()] = Exception) -> Iterator[None]:
-    """Errors of these kinds, and panics of the tokenizers library, become a ValueError that names the file."""
+    """Turn errors of these kinds, and panics of the tokenizers library, into a ValueError that names the file."""
     try:
         yield
     except BaseException as error:

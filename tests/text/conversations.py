@@ -262,6 +262,7 @@ IMAGE_CASES = {
 }
 TAKES_PARTS = ("idefics3", "llava_next", "smolvlm")
 """Templates that take no text as content."""
+TAKE_TEXTS = [name for name in TEMPLATES if not any(family in name for family in TAKES_PARTS)]
 TAKES_IMAGES = (
     *TAKES_PARTS,
     "gemma3",

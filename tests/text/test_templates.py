@@ -28,7 +28,7 @@ from .conversations import (
     ASKED_MORE,
     CASES,
     MODELS,
-    TAKES_PARTS,
+    TAKE_TEXTS,
     TEMPLATES,
     TOOLS,
     Case,
@@ -215,9 +215,7 @@ def supervised(name: str) -> tuple[Tokenizer, dict[str, Case], dict[str, list[Do
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "trained", [name for name in TEMPLATES if not any(family in name for family in TAKES_PARTS)], indirect=True
-)
+@pytest.mark.parametrize("trained", TAKE_TEXTS, indirect=True)
 def test_packed_rows_have_the_labels_of_the_documents(trained: Any, tmp_path: Any) -> None:
     """Of the data set, and of its rows and collator, which go into transformers' Trainer."""
     tokenizer, cases, learned = trained
