@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SUITES = Path(__file__).with_name("suites")
-FAMILIES = os.environ.get("LIGER_FAMILIES", "llama gemma2 mixtral qwen3").split()
+FAMILIES = os.environ.get("LIGER_FAMILIES", "llama gemma2 mixtral qwen3 qwen3_next").split()
 PEFT_MODELS = {"llama": "tiny-random-LlamaForCausalLM", "qwen2": "tiny-dummy-qwen2"}
 """Family -> what the ids of PEFT's tests of its model have in them."""
 TRAINERS = os.environ.get("LIGER_TRAINERS", "sft dpo reward kto rloo grpo").split()
