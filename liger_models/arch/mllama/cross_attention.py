@@ -24,7 +24,7 @@ IMAGES_SEEN = "images_seen"
 
 @dataclass(frozen=True, eq=False)
 class ImageStates:
-    """The image tokens for cross-attention, and the mask of which text token attends to which tile.
+    """The image tokens for cross-attention, and the mask that determines which text token attends to which tile.
 
     If the text tokens are divided among ranks, ``reached`` and ``sees`` cover only the tokens of this rank.
 
