@@ -205,7 +205,7 @@ class LigerCrossAttention(Layer):
     def add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
     ) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual`` and apply attention to its norm. Returns ``(y, residual)``, both [B, T, C]."""
+        """Add ``x`` to ``residual`` and apply attention to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C]."""
         if recomputes(self):
             y, residual = run_twice(
                 self._add_norm, norm, x, residual, images,
