@@ -137,9 +137,9 @@ def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Context in which a model runs without its adapters, for example as the reference model of a preference loss.
+    """Context manager within which a model runs without adapters, for example as the reference of a preference loss.
 
-    If a forward in the context is followed by a backward, the backward must also run in the context.
+    If a forward within the context is followed by a backward, the backward must also run within the context.
 
     Raises:
         ValueError: the model has no adapters.
@@ -379,7 +379,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
 
 
 def _matched(target: str, modules: Mapping[str, str]) -> set[str]:
-    """The values whose whole keys a regular expression matches."""
+    """Return the values whose keys a regular expression matches as a whole."""
     try:
         pattern = Pattern(target)
         return {name for module, name in modules.items() if pattern.fullmatch(module)}

@@ -144,7 +144,9 @@ class Dropout(nn.Dropout):
 
 
 class LinearAdapters(nn.ModuleDict):
-    """The adapters of a linear layer with a weight [O, C], keyed by the last parts of names in the checkpoint.
+    """The adapters of a linear layer with a weight [O, C], which may consist of several checkpoint matrices.
+
+    The keys are the last components of the checkpoint matrices' names, such as ``q_proj``.
 
     Args:
         linear: the layer.
@@ -363,7 +365,7 @@ class LoRALinear(nn.Linear, Layer):
 
     @property
     def frozen_weight(self) -> FrozenWeight | None:
-        """The weight in the form that fused ops take if it is stored in fewer bits, even by torchao; None if dense."""
+        """The weight in the form that fused ops take if it is quantized, also by torchao; None if it is dense."""
         frozen = frozen_parts(self).get("weight")
         if frozen is not None:
             return frozen.join(self.weight)
@@ -592,7 +594,7 @@ class LoRAExperts(Layer):
     def low_ranks(self, dtype: torch.dtype) -> tuple[LowRank | None, LowRank | None]:
         """Return A [X, r, in] and s · B [X, out, r] of this rank's experts, for gate and up, and for down.
 
-        A pair is None if there are no adapters or they are switched off.
+        A pair is None if its matrices have no adapters or the adapters are switched off.
         """
 
         if not self.active:

@@ -1,9 +1,9 @@
-"""Regular expressions from adapter_config.json, which anybody may have written.
+"""Safe matching of regular expressions from an adapter_config.json, which may come from an untrusted author.
 
-`re` tries one way to match after the other. For a pattern such as ``(a+)+b`` their number doubles with each character
-of the text, and nothing interrupts the search. `Pattern` follows all ways at once: a part of the pattern maps the set
-of positions at which it may begin to the set of positions at which it may end. `re` parses the pattern and compiles its
-smallest parts, so that they mean the same.
+`re` tries one way to match after the other. For a pattern such as ``(a+)+b``, the number of ways doubles with each
+character of the text, and the search cannot be interrupted. `Pattern` follows all ways at once: each part of a pattern
+maps the set of positions at which the part may begin to the set of positions at which the part may end. Patterns are
+parsed by `re`, and their smallest parts are compiled by `re`, so that patterns have the same meaning as in `re`.
 
 Source: https://swtch.com/~rsc/regexp/regexp1.html.
 """
@@ -19,8 +19,8 @@ _PARSER, _COMPILER = (
 )
 
 WORK = 10_000_000
-"""Largest number of positions that are visited for one pattern. A layer's name takes about one for each of its
-characters and each part of the pattern."""
+"""Maximum number of positions that are visited for one pattern. A layer's name needs about one visit for each pair of
+a character of the name and a part of the pattern."""
 
 
 class Pattern:
@@ -30,7 +30,7 @@ class Pattern:
         pattern: the expression, in the syntax of `re`.
 
     Raises:
-        ValueError: it is not such an expression.
+        ValueError: ``pattern`` is not a regular expression.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -45,12 +45,12 @@ class Pattern:
         """Whether the expression matches the whole text.
 
         Raises:
-            ValueError: the expression has parts that are not supported, or takes too much work.
+            ValueError: the expression has parts that are not supported, or matching takes too many steps.
         """
         return len(text) in self._ends(self._tree, text, {0}, self._tree.state.flags)
 
     def _ends(self, parts: Any, text: str, positions: set[int], flags: int) -> set[int]:
-        """The positions at which a sequence of parts may end if it begins at one of ``positions``."""
+        """Return the positions at which a sequence of parts may end if it begins at one of ``positions``."""
         for index, (operator, argument) in enumerate(parts):
             self._work += len(positions)
             if self._work > WORK:
@@ -92,7 +92,7 @@ class Pattern:
         return positions
 
     def _repeat(self, least: int, most: int, inner: Any, text: str, positions: set[int], flags: int) -> set[int]:
-        """The positions after ``least`` to ``most`` repetitions."""
+        """Return the positions at which ``least`` to ``most`` repetitions of ``inner`` may end."""
         for _ in range(least):
             following = self._ends(inner, text, positions, flags)
             if following == positions:  # and so it stays

@@ -107,7 +107,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
 
 
 def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]:
-    """Return the ``target_modules`` and ``target_parameters`` for which PEFT adapts the same matrices as ``model``."""
+    """Return ``target_modules`` and ``target_parameters`` with which PEFT adapts the adapted matrices of ``model``."""
     names: set[str] = set()
     experts: set[str] = set()
     for layer in adapted_layers(model).values():

@@ -1,4 +1,4 @@
-"""Storage of frozen weights in fewer bits, for linear layers with adapters (QLoRA) or without, and for experts."""
+"""Quantization of frozen weights, for linear layers with adapters (QLoRA) or without, and for routed experts."""
 
 from typing import Any, TypeVar
 
@@ -31,8 +31,8 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
         device: the device to move the model to; by default it stays on its device. Weights are quantized on this device
             one after the other, and experts one by one. The device therefore needs memory for the quantized model and
             about 14 bytes for each element of a single weight.
-        dtype: "nf4" or "float8". "nf4", as in QLoRA, takes about 4.1 bits per number, where 64 numbers share an 8-bit
-            scale, and products are computed in the model's dtype. "float8" takes 8 bits per number (e4m3), with one
+        dtype: "nf4" or "float8". "nf4", as in QLoRA, takes about 4.1 bits per element: 64 elements share an 8-bit
+            scale, and products are computed in the model's dtype. "float8" takes 8 bits per element (e4m3), with one
             scale per row. On a GPU that supports float8, linear layers of a bfloat16 model then compute their products
             in float8 in forward and backward, while experts are dequantized.
 

@@ -572,7 +572,7 @@ class UnpackedModel(Node):
 
     @contextmanager
     def _packed_in_host_memory(self) -> Iterator[None]:
-        """Context in which the model has packed projections in host memory."""
+        """Context manager within which the model has packed projections in host memory."""
         self._check_plain()
         self.sync()
         # The unpacked layers stay on the device, and only their packed copies are in host memory.

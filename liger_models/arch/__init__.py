@@ -1,4 +1,4 @@
-"""The model families: a file for each family, or a folder for a family with several model types or a vision tower.
+"""The model families, each in one file, or in a folder if the family has several model types or a vision tower.
 
 The file of a family is named after its ``model_type`` in config.json. The ``__init__.py`` of a folder has the table
 ``MODEL_TYPES``, which maps each model type to its file.

@@ -123,7 +123,7 @@ class AutoLigerModel:
             strict: whether an unknown key of config.json is an error instead of a warning.
 
         Raises:
-            TypeError: ``config`` is neither of these.
+            TypeError: ``config`` is neither an instance of a config class nor the content of a config.json.
         """
         if not isinstance(config, Mapping):
             check_config(config, " or the content of a config.json")

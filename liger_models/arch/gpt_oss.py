@@ -145,7 +145,7 @@ class LigerGptOss(CausalLM):
     replays_routing = True
 
     def build_norm(self, config: GptOssConfig) -> LigerRMSNorm:
-        """A norm whose weight multiplies in fp32."""
+        """A norm that multiplies by its weight in fp32."""
         return LigerRMSNorm(config.hidden_size, config.rms_norm_eps, casting_mode="gemma", kernel=self.kernels.rms_norm)
 
 

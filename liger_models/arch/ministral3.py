@@ -111,11 +111,11 @@ BETA = "llama_4_scaling_beta"
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the query scaling out of the rope parameters. If there are none, the defaults of the class apply.
+    """Move the query scaling out of the rope parameters. Without rope parameters, the defaults of the class apply.
 
-    If there are rope parameters without ``rope_theta``, the base is 10000, the default of transformers. If they have no
-    query scaling, queries are not scaled. Their ``max_position_embeddings`` duplicates the top-level key and is
-    dropped.
+    If there are rope parameters without ``rope_theta``, the base is 10000, the default of transformers. If there are
+    rope parameters without a query scaling, queries are not scaled. ``max_position_embeddings`` in the rope parameters
+    duplicates the top-level key and is dropped.
     """
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     default = Ministral3Config()
@@ -132,7 +132,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the query scaling back into the rope parameters, and also write their type under the older key ``type``."""
+    """Move the query scaling into the rope parameters, and write the rope type under the older key ``type``, too."""
     out = dict(keys)
     out["rope_scaling"] = {"type": "yarn", **keys["rope_scaling"], BETA: out.pop(BETA)}
     return out

@@ -67,7 +67,7 @@ class LigerOlmo2(CausalLM):
     block_class = Olmo2Block
 
     def build_norm(self, config: Olmo2Config) -> LigerRMSNorm:
-        """A norm whose weight multiplies in fp32."""
+        """A norm that multiplies by its weight in fp32."""
         return fp32_norm(config, self.kernels)(config.hidden_size)
 
 

@@ -95,7 +95,7 @@ class LigerOlmo3(CausalLM):
     block_class = Olmo3Block
 
     def build_norm(self, config: Olmo3Config) -> LigerRMSNorm:
-        """A norm whose weight multiplies in fp32."""
+        """A norm that multiplies by its weight in fp32."""
         return fp32_norm(config, self.kernels)(config.hidden_size)
 
     def build_rotary(self, config: Olmo3Config) -> dict[str, nn.Module]:
@@ -107,7 +107,7 @@ class LigerOlmo3(CausalLM):
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read ``rope_parameters`` per layer type, as written by transformers 5.
 
-    No other key has the base of the layers with a window.
+    Only ``rope_parameters`` contains the rotary base of the layers with a window.
     """
     values = {key: value for key, value in hf.items() if key != "rope_local_base_freq"}
     return flat_rope(values, Olmo3Config.rope_theta)

@@ -2,8 +2,8 @@
 
 Differs from Qwen2-VL in the vision tower: blocks have RMSNorm and a gated MLP with biases, and attention is limited to
 windows except in a few layers, which attend within the whole frame. Patches are sorted by window once before the
-blocks, and image tokens are returned to their order after the merger. Temporal positions of a video are proportional to
-its seconds.
+blocks, and image tokens are returned to their order after the merger. The temporal position of a frame of a video is
+proportional to its time in seconds.
 
 Source: https://arxiv.org/abs/2502.13923, transformers ``models/qwen2_5_vl``.
 """
@@ -31,8 +31,8 @@ class Qwen2_5VLVisionConfig:
     """Sizes of the vision tower; windows are ``window_size`` pixels wide and high.
 
     Raises:
-        ValueError: the width does not divide into heads, a window is smaller than an image token, or the activation is
-            not supported.
+        ValueError: the width is not a multiple of the number of heads, a window is smaller than an image token, or the
+            activation is not supported.
     """
 
     depth: int = 32
@@ -77,7 +77,7 @@ class Qwen2_5VLConfig(Qwen2VLTextConfig):
 
 
 class Qwen2_5VLTower(QwenTower):
-    """The vision tower: patches to image tokens.
+    """The vision tower, which turns patches into image tokens.
 
     Args:
         config: sizes.
@@ -92,7 +92,10 @@ class Qwen2_5VLTower(QwenTower):
         self.side, self.full = config.window_side, frozenset(config.fullatt_block_indexes)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Turn patches [N, values] of images ``grid_thw`` [n, 3] into image tokens [N / merge², C]; no DeepStack."""
+        """Turn patches [N, values] of images with grids ``grid_thw`` [n, 3] into image tokens [N / merge², C].
+
+        The second result, the features for DeepStack, is empty.
+        """
         # Patches in the order of their windows, so that a window is one segment. The patches of a token stay together.
         unit = self.merge**2
         patches = locate_patches(grid_thw, len(pixels), self.merge)
@@ -125,7 +128,7 @@ def weight_map(config: Qwen2_5VLConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen2_5VLConfig) -> list[WeightMap]:
-    """The layout of transformers' modules since 4.52, which some of its versions also wrote to checkpoints."""
+    """The layout of the modules of transformers since 4.52, which some of these versions also wrote to checkpoints."""
     return [_map(config, "model.language_model", "model.visual")]
 
 

@@ -1,8 +1,9 @@
 """Qwen2-VL, QVQ, olmOCR 0225: model_type ``qwen2_vl``.
 
 The language model is Qwen2 with positions in time, height and width, each of which has a section of the rotary
-frequencies. The vision tower has pre-norm blocks with LayerNorm, attention within each frame with rotation by row and
-column, and a plain MLP. A square of two by two patches, each of two frames, becomes one image token.
+frequencies. The vision tower has pre-norm blocks with LayerNorm and a plain MLP. Its attention is limited to each frame
+and rotates queries and keys by row and column. A patch spans two frames, and a square of two by two patches becomes one
+image token.
 
 Source: https://arxiv.org/abs/2409.12191, transformers ``models/qwen2_vl``.
 """
@@ -27,10 +28,10 @@ from liger_models.layers.patches import locate_patches
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLVisionConfig:
-    """Sizes of the vision tower; ``embed_dim`` is its width, and ``hidden_size`` the language model's width.
+    """Sizes of the vision tower; ``embed_dim`` is its width, and ``hidden_size`` is that of the language model.
 
     Raises:
-        ValueError: the width does not divide into heads, or the activation is not supported.
+        ValueError: the width is not a multiple of the number of heads, or the activation is not supported.
     """
 
     depth: int = 32
@@ -62,7 +63,7 @@ class Qwen2VLConfig(Qwen2VLTextConfig):
 
 
 class Qwen2VLTower(QwenTower):
-    """The vision tower: patches to image tokens.
+    """The vision tower, which turns patches into image tokens.
 
     Args:
         config: sizes.
@@ -76,7 +77,10 @@ class Qwen2VLTower(QwenTower):
         super().__init__(config, C, config.hidden_size, norm, mlp, kernels)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Turn patches [N, values] of images ``grid_thw`` [n, 3] into image tokens [N / merge², C]; no DeepStack."""
+        """Turn patches [N, values] of images with grids ``grid_thw`` [n, 3] into image tokens [N / merge², C].
+
+        The second result, the features for DeepStack, is empty.
+        """
         patches = locate_patches(grid_thw, len(pixels), self.merge)
         # Patches of a frame attend to each other. All images are one row: [1, N, C].
         layout = BatchLayout.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame)
@@ -100,7 +104,7 @@ def weight_map(config: Qwen2VLConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen2VLConfig) -> list[WeightMap]:
-    """The layout of transformers' modules since 4.52, which some of its versions also wrote to checkpoints."""
+    """The layout of the modules of transformers since 4.52, which some of these versions also wrote to checkpoints."""
     return [_map(config, "model.language_model", "model.visual")]
 
 

@@ -1,4 +1,4 @@
-"""Text generation: greedy decoding and sampling."""
+"""Text generation: greedy decoding, sampling, speculative decoding and rollouts."""
 
 from liger_models.common.lazy import lazy_exports
 

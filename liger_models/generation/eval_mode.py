@@ -1,4 +1,4 @@
-"""Contexts for generation, which put modules into eval mode and let FSDP shard parameters again afterwards."""
+"""Context managers for generation, which put modules into eval mode and let FSDP shard parameters again afterwards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ _held: dict[nn.Module, int] = {}
 
 @contextmanager
 def evaluating(modules: list[nn.Module]) -> Iterator[None]:
-    """Context in which modules are in eval mode. The mode of each module is restored afterwards."""
+    """Context manager within which modules are in eval mode. The mode of each module is restored afterwards."""
     with _lock:
         # A module in `_held` is in eval mode because of another context, which may end before this one.
         training = [module for module in modules if module.training or module in _held]
@@ -34,7 +34,7 @@ def evaluating(modules: list[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def resharded(*models: Any) -> Iterator[None]:
-    """Context at whose end FSDP shards all gathered parameters of these models again. A model may be None.
+    """Context manager at whose end FSDP shards all gathered parameters of the models again. A model may be None.
 
     After a forward without a backward, FSDP keeps some parameters gathered. ``model.parameters()`` then returns the
     gathered tensors, and an optimizer's updates of them would be lost.

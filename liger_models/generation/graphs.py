@@ -56,7 +56,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def keeps_random_numbers(device: torch.device) -> Iterator[None]:
-    """Context that restores a GPU's random generator after a failed capture, which leaves it unusable."""
+    """Context manager that restores a GPU's random generator, which a failed capture leaves unusable."""
     random = torch.cuda.default_generators[device.index]
     unharmed = random.clone_state()
     try:
@@ -211,7 +211,7 @@ class DecodeStep:
 
 @contextmanager
 def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
-    """Context with a step for B rows of up to ``tokens`` tokens. If possible, it is one that the model has kept.
+    """Context manager that yields a step for B rows of up to ``tokens`` tokens, if possible one from an earlier call.
 
     Args:
         model: the model. The step is kept for later calls if the model is on one GPU and no module is in training mode.

@@ -20,7 +20,7 @@ EVERY = 16
 
 @contextmanager
 def in_lockstep(model: Decoder) -> Iterator[None]:
-    """Context in which ranks may run different numbers of forwards of a model that FSDP has sharded.
+    """Context manager within which ranks may run different numbers of forwards of a model that FSDP has sharded.
 
     At the end of the context, a rank runs forwards of one token until all ranks have reached the end. All ranks must
     enter the context, and every forward must have a cache and run the head, so that all ranks call the same

@@ -32,9 +32,10 @@ def next_logits(
     inputs: dict[str, Any],
     settings: Settings,
 ) -> Iterator[Callable[[int], Tensor]]:
-    """Context with a function from the number of filled columns to the logits [B, V] of the next tokens.
+    """Context manager that yields a function, which computes the logits of the next tokens.
 
-    The function must be called with T first, then with T + 1, and so on.
+    The function takes the number of filled columns and returns the logits [B, V] of the tokens in the next column. It
+    must be called with T first, then with T + 1, and so on.
 
     Args:
         model: the model.
@@ -55,7 +56,7 @@ def next_logits(
     dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
 
     def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:
-        """Return the logits [B, V] after these columns, computed for every ``every``-th row and then repeated."""
+        """Return the logits [B, V] after column ``end`` − 1, computed for every ``every``-th row and then repeated."""
         logits = forward(
             model, ids[::every, first:end], position_ids=positions[..., ::every, first:end],
             attention_mask=None if mask is None else mask[::every, :end], **options,

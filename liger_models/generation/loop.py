@@ -154,7 +154,7 @@ def _tokens(model: Decoder, settings: Settings, steps: Iterator[Step]) -> Iterat
 def steps_ahead(device: torch.device, settings: Settings) -> int:
     """Return how many steps `generate` may run after all rows have ended.
 
-    It is 0 if a user's cache or function would be affected by these steps.
+    The number is 0 with a user's cache, a user's ``logits_processor`` or stop strings, which further steps would affect.
     """
     noticed = settings.cache is not None or settings.logits_processor or settings.stop_strings is not None
     return 0 if noticed or device.type not in ACCELERATORS else STEPS_AHEAD

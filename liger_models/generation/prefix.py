@@ -9,7 +9,7 @@ TOKENS = "tokens"
 
 
 def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
-    """Shorten a cache to the columns in which it equals the prompts.
+    """Shorten a cache to the leading columns whose tokens equal those of the prompts.
 
     The last column of the prompts is never included, because it must be computed. A row whose padding has changed has
     no column in common with the cache. Synchronizes with the device.
@@ -20,7 +20,7 @@ def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
 
     Raises:
         ValueError: the cache has another number of rows, was not filled by ``generate``, or has recurrent states and
-            the prompts do not begin with all its tokens.
+            the prompts do not begin with all tokens of the cache.
     """
     if not cache.length:
         return

@@ -1,6 +1,7 @@
-"""The checks of `rollout`: its prompts and numbers, its options, and what a model must be able to do.
+"""Checks of the arguments of `rollout`, and of the features that `rollout` needs from the model.
 
-`refusal` says why a model is refused, also for callers that choose between `rollout` and `generate`.
+The arguments are the prompts, integers per prompt such as ``max_new_tokens``, and options. `refusal` returns the reason
+why `rollout` does not support a model, also to callers that choose between `rollout` and `generate`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,10 +23,10 @@ from liger_models.layers.rope import DynamicScaling
 
 
 def check_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
-    """The prompts as lists of ids.
+    """Check the prompts, and return them as lists of ids.
 
     Raises:
-        ValueError: a prompt is empty, or has no ids of the model.
+        ValueError: a prompt is empty, is not a list of integers, or has an id outside of the vocabulary.
     """
     if not isinstance(prompts, Iterable):
         raise ValueError(f"rollout: prompts must be a list of prompts, got {type(prompts).__name__}.")
@@ -52,7 +53,7 @@ def check_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
 
 
 def one_per_prompt(name: str, value: int | Sequence[int], count: int) -> list[int]:
-    """An integer for each of ``count`` prompts, from one for all or one for each."""
+    """Return an integer for each of ``count`` prompts. ``value`` is one integer for all prompts, or one for each."""
     numbers: Any = value.tolist() if hasattr(value, "tolist") else value
     values = list(numbers) if isinstance(numbers, Iterable) else [numbers] * count
     if not all(isinstance(number, Integral) for number in values):
@@ -82,16 +83,16 @@ def check_options(model: Decoder, settings: Settings, options: Options) -> None:
 
 
 def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
-    """The reason why `rollout` refuses this model with rows of ``tokens`` tokens; None if it accepts the model.
+    """Return the reason why `rollout` does not support this model with rows of ``tokens`` tokens; None if it does.
 
-    The model runs the first token of a prompt, to see what its layers cache.
+    The model runs on the first token of ``prompt``, which shows what its layers cache.
     """
     cache = cache_of_one_token(model, tokens, prompt)
     return cache if isinstance(cache, str) else None
 
 
 def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> DecodeCache | str:
-    """A cache with the first token of a prompt, or the reason that `refusal` returns."""
+    """Return a cache with the first token of ``prompt``, or the reason that `refusal` returns."""
     name, groups = type(model).__name__, model.groups
 
     # Attention layers must work on pages, and the model must be distributed in a way that rollouts support.
@@ -127,7 +128,7 @@ def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> De
 
 
 def check_features(model: Decoder, *, record_routing: bool, deterministic: bool) -> None:
-    """Raise ValueError if the model lacks what the arguments of `rollout` ask for."""
+    """Raise ValueError if ``record_routing`` or ``deterministic`` is True but the model does not support it."""
     refused = deterministic_refusal(model) if deterministic else None
     if deterministic and refused is None and is_sharded(model.lm_head.weight):
         refused = f"model must be whole, got a sharded {type(model).__name__}"

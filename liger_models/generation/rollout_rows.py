@@ -1,4 +1,4 @@
-"""A row of a rollout: its state on the host while it runs, and its result."""
+"""The state of a rollout's row on the host, and the result of a row."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,15 +7,16 @@ from torch import Tensor
 
 
 class Completion(NamedTuple):
-    """A row that `rollout` has continued.
+    """The result of a row of `rollout`.
 
     Attributes:
         tokens: [n] int64 on the CPU, the new tokens; a stop token is the last of them.
         log_probs: [n] fp32 on the CPU, log-probability of each new token in the model's own distribution, before
             temperature and all other options.
-        reason: "stop", or "length" for a row that ``max_new_tokens`` ended.
-        routed_experts: with ``record_routing`` [prompt + n, L, K] int16 on the CPU, the K experts of each token of
-            prompt and answer in each of the L layers with routed experts; −1 for the last token, which never runs.
+        reason: "length" if ``max_new_tokens`` ended the row, and otherwise "stop".
+        routed_experts: [prompt + n, L, K] int16 on the CPU, the K experts of each token of the prompt and of the new
+            tokens in each of the L layers with routed experts; −1 for the last token, on which the model has not run.
+            None without ``record_routing``.
     """
 
     tokens: Tensor
@@ -29,19 +30,19 @@ class Row:
     """The state of a row on the host.
 
     Attributes:
-        number: the position of the row in the result.
-        prompt: number of its prompt.
+        number: index of the row in the result.
+        prompt: index of the row's prompt.
         tokens: the prompt and the new tokens.
         begin: length of the prompt.
-        end: number of tokens at which the row ends.
+        end: maximum number of tokens, including those of the prompt.
         stops: tokens that end the row.
-        seed: the seed of its draws.
-        log_probs: the log-probabilities of the new tokens.
-        experts: the recorded experts of its tokens, in one tensor for each forward.
-        slot: its index in a step; −1 while it waits.
-        pages: the pages that it holds.
-        cached: number of its tokens that the pages hold.
-        source: a running row of the same prompt, whose pages this one will use as soon as they are filled.
+        seed: seed of the row's draws.
+        log_probs: log-probabilities of the new tokens.
+        experts: the recorded experts of the row's tokens, in one tensor for each forward.
+        slot: index of the row in a step; −1 while the row waits.
+        pages: the pages that the row holds.
+        cached: number of the row's tokens whose keys and values are in the pages.
+        source: a running row with the same prompt, whose pages this row will use as soon as they are filled.
     """
 
     number: int
@@ -70,5 +71,5 @@ class Row:
 
     @property
     def num_recorded(self) -> int:
-        """Number of tokens with recorded experts. It may exceed ``cached``: a row keeps them when it is put back."""
+        """Number of tokens with recorded experts, which a row keeps when it is put back into the queue."""
         return sum(map(len, self.experts))

@@ -1,7 +1,7 @@
-"""Rollouts: continuations of thousands of unequal prompts, in which a waiting prompt replaces an ended row.
+"""Rollouts: continuations of thousands of prompts of unequal length, in which waiting rows replace ended rows.
 
-`rollout` checks its arguments (`rollout_checks.py`), makes a row for each continuation and a cache of pages for all of
-them, and gives both to the scheduler (`scheduler.py`), which runs the model.
+`rollout` checks its arguments (`rollout_checks.py`), makes one row per continuation and a cache of pages for all rows,
+and passes both to the scheduler (`scheduler.py`), which runs the model.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 FREE_SHARE = 0.5
-"""Largest share of an accelerator's free memory that the cache takes by default."""
+"""Default upper bound of the size of the cache, as a fraction of an accelerator's free memory."""
 HOST_BYTES = 2**31
-"""Largest size of the cache by default where the free memory is unknown."""
+"""Default upper bound of the size of the cache, in bytes, for devices whose free memory is unknown."""
 
 
 @torch.no_grad()
@@ -58,8 +58,9 @@ def rollout(
 ) -> list[Completion]:
     """Continue many prompts of unequal length, as reinforcement learning does between training steps.
 
-    Every row gets the tokens and log-probabilities that `generate` computes for its prompt alone, up to rounding. The
-    rollout uses the model's own weights, with the model in eval mode, and keeps no memory afterwards.
+    Every row gets the tokens and log-probabilities that `generate` would compute for the row's prompt alone, up to
+    rounding. The rollout runs the model itself, in eval mode and without a copy of its weights, and frees the cache at
+    the end.
 
     Args:
         model: a language model. States of linear attention need memory in addition to ``cache_bytes``. Under
@@ -78,12 +79,12 @@ def rollout(
         record_routing: return the experts of each token in each layer with routed experts, to pass as
             ``routed_experts`` to the forward that trains. A row that is computed again uses the same experts.
         deterministic: compute every row as if it were alone. Its log-probabilities, and with ``seed`` its tokens, then
-            do not depend on other rows, and equal those of a forward in `deterministic_forward` bit for bit.
+            do not depend on other rows, and are bitwise identical to those of a forward in `deterministic_forward`.
         options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``,
             ``epsilon_cutoff``, ``eta_cutoff``, ``eos_token_id``, ``num_return_sequences``, ``seed`` and ``generator``
-            of `Options`. With ``num_return_sequences`` rows share the pages of their prompt, which is computed once.
-            Only recurrent states are computed again for rows that start later. With ``seed`` a row's draws depend on
-            nothing else.
+            of `Options`. With ``num_return_sequences``, rows share the pages of their prompt, which is computed once;
+            only recurrent states are computed again for rows that start later. With ``seed``, the draws of a row depend
+            only on the row's seed and tokens.
 
     Returns:
         The rows in the order of the prompts, ``num_return_sequences`` consecutive rows for each prompt.
@@ -129,7 +130,7 @@ def rollout(
 def _make_rows(
     prompts: list[list[int]], limits: list[int], stop_tokens: Sequence[Sequence[int]] | None, settings: Settings
 ) -> list[Row]:
-    """A row for each continuation, ``num_return_sequences`` consecutive rows for each prompt.
+    """Return one row per continuation, with ``num_return_sequences`` consecutive rows for each prompt.
 
     Args:
         prompts: the ids of each prompt.
@@ -157,7 +158,7 @@ def _make_rows(
 
 
 def _make_pool(probe: DecodeCache, rows: list[Row], num_rows: int, cache_bytes: int | None, model: Decoder) -> PagePool:
-    """A cache for ``num_rows`` rows at the same time, with the same layers as ``probe``, which holds a single token."""
+    """Return a cache for ``num_rows`` running rows, with the layers of ``probe``, a cache of a single token."""
     device, group = model.device, model.groups.tensor
     if cache_bytes is None:
         free = free_memory(device)
@@ -179,7 +180,7 @@ def _make_pool(probe: DecodeCache, rows: list[Row], num_rows: int, cache_bytes: 
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Number of bytes that can still be allocated on an accelerator; None for other devices."""
+    """Return the number of bytes that can still be allocated on an accelerator; None for other devices."""
     if device.type not in ACCELERATORS:
         return None
     backend = getattr(torch, device.type)

@@ -203,7 +203,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Set logits [B, V] fp32 to −∞ for tokens whose probability is below ``p`` times the highest of the row.
+    """Set logits [B, V] fp32 to −∞ for tokens whose probability is below ``p`` times the row's highest probability.
 
     Source: https://arxiv.org/abs/2407.01082.
     """

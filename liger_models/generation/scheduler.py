@@ -149,7 +149,10 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def _can_share(self, source: Row, row: Row) -> bool:
-        """Whether a row can copy the cached prompt of ``source``. With recurrent states, neither may have begun."""
+        """Whether a row can copy the prompt that ``source`` has cached.
+
+        If the model has recurrent states, neither row may have new tokens.
+        """
         is_new = len(source.tokens) == source.begin and len(row.tokens) == row.begin
         return source.prompt == row.prompt and (is_new or not self.pool.is_recurrent)
 
@@ -169,7 +172,7 @@ class Scheduler:
     def _choose_chunk(self, rows: list[Row]) -> list[tuple[Row, int]]:
         """Return the rows of the next forward, each with the end of its tokens.
 
-        They are several rows with whole prompts, or one row with a chunk.
+        The result has several rows with whole prompts, or one row with a chunk of its prompt.
         """
         chunk: list[tuple[Row, int]] = []
         room = self.chunk_size

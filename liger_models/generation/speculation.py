@@ -34,7 +34,7 @@ class Draft(Protocol):
     def keep(self, length: int, hidden: Tensor | None) -> None:
         """Discard the columns from ``length`` on.
 
-        The model chose the last remaining column from ``hidden`` [B, C].
+        ``hidden`` [B, C] holds the hidden states from which the model chose the tokens in the last remaining column.
         """
 
 
@@ -77,8 +77,8 @@ class Columns:
         """Return how many further columns, at most ``count``, can run in one forward with the columns up to ``end``.
 
         The forward of the prompts has no further columns. All columns of a forward have the rotary frequencies of its
-        last column, so a forward must not cross a column at which frequencies change (LongRoPE) or from which they
-        depend on the length (dynamic scaling).
+        last column, so a forward must not cross a column at which the frequencies change (LongRoPE), or from which on
+        the frequencies depend on the length (dynamic scaling).
         """
         limits = [switch - end for switch in self.switches if switch >= end]
         return max(0, min(count if self.started else 0, self.alike_up_to - end, *limits))
@@ -86,7 +86,7 @@ class Columns:
     def run(self, ids: Tensor, end: int, **options: Any) -> Tensor:
         """Return the logits of the columns of ids [B, S] before ``end`` that are not cached.
 
-        With ``return_logits=False``, return their hidden states instead.
+        With ``return_logits=False``, return the hidden states of these columns instead.
         """
         cache, every = self.cache, 1 if self.started else self.repeats  # each prompt is computed only once
         if any(cache.length <= switch < end for switch in self.switches):

@@ -1,7 +1,7 @@
 """Grouped-query attention on the packed QKV projection.
 
-`LigerAttention` comes in three parts: its parameters; the path of a batch from `add_norm` to `_mix`; and what the model
-and parallelism ask of the layer. `qk_norm_attention.py` has the variants with norms of q and k, and with a gate.
+The code of `LigerAttention` has three parts: its parameters; the path of a batch from `add_norm` to `_mix`; and the
+interface of `Layer`. `qk_norm_attention.py` has variants with norms of queries and keys, and with gated outputs.
 """
 
 from dataclasses import replace
@@ -33,7 +33,8 @@ def check_heads(where: str, kv_heads: int, group: Group) -> None:
 class LigerAttention(Layer):
     """Causal grouped-query attention with rotary embedding and one packed projection for q, k and v.
 
-    The rows of ``qkv_proj`` are grouped by KV head: its H / G query heads, then its key, then its value.
+    The rows of ``qkv_proj`` are grouped by KV head. A group has the rows of the KV head's H / G query heads, then those
+    of its key, then those of its value.
 
     Args:
         hidden_size: C.
@@ -41,8 +42,8 @@ class LigerAttention(Layer):
         head_dim: D.
         layer: index of the layer, which is also its slot in the decode cache.
         qkv_bias, o_bias: whether the projections have biases.
-        scale: factor of q·k; None for D^-0.5.
-        window: number of tokens that a token attends to, itself included; None for all.
+        scale: multiplier of q·k; None for D^-0.5.
+        window: number of tokens that a token attends to, including itself; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding; None for no rotation.
@@ -84,7 +85,7 @@ class LigerAttention(Layer):
         self.window, self.softcap, self.dropout = window, softcap, dropout
         self.rotary, self.interleaved, self.rope_kernel = rotary, interleaved, rope_kernel
         self.recompute = False
-        """Save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
+        """Whether to save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
         # One projection, whose rows are grouped by KV head: its queries, its key, its value.
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
@@ -111,16 +112,16 @@ class LigerAttention(Layer):
     # The path of a batch: `add_norm` or `forward`, then `_attend`, then `_mix`.
 
     def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
-        """x [B, T, C] -> [B, T, C]."""
+        """Map x [B, T, C] to [B, T, C]."""
         return self._attend(self.qkv_proj(x), layout)
 
     def add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
-        """``residual = residual + x``, then ``y = attention(norm(residual))``. Returns ``(y, residual)`` [B, T, C].
+        """Add ``x`` to ``residual`` and apply attention to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C].
 
-        Without a norm, attention reads the sum. The backward recomputes the normed activations; with ``recompute`` it
-        recomputes everything except the output projection.
+        Without a norm, attention is applied to the sum. The backward recomputes the normalized activations. If
+        ``recompute`` is True, it recomputes everything except the output projection.
         """
         if norm is None:
             # Only the sum is saved, and neither of its terms.
@@ -135,12 +136,12 @@ class LigerAttention(Layer):
     def _add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
-        """`add_norm` without recomputation."""
+        """Compute `add_norm` without recomputation."""
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)  # [B, T, (H + 2 G) · D]
         return self._attend(qkv, layout), residual
 
     def _attend(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
-        """Attention on the projection's output [B, T, (H + 2 G) · D] -> [B, T, C]."""
+        """Map the output of ``qkv_proj``, [B, T, (H + 2 G) · D], to the output of the layer, [B, T, C]."""
         # With context parallelism the rank exchanges T / R tokens of all heads for all T tokens of its heads, and back.
         context = self.groups.context
         out = self._mix(qkv if context is None else to_heads(qkv, context), layout)  # [B, T, H · D]
@@ -148,7 +149,7 @@ class LigerAttention(Layer):
         return call_linear(self.o_proj, out)
 
     def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
-        """The outputs of the heads, [B, T, H · D], from the projection's output for all tokens."""
+        """Compute the outputs of the heads, [B, T, H · D], from the output of ``qkv_proj`` for all tokens."""
         q, k, v = self._split(qkv, layout)
         if layout.cache is not None:
             # All keys and values so far, [B, S, G, D], or all pages of the layer.
@@ -161,24 +162,24 @@ class LigerAttention(Layer):
         return out.flatten(2)
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the projection into q [B, T, H, D] and k, v [B, T, G, D], and rotate q and k."""
+        """Split the output of ``qkv_proj`` into q [B, T, H, D] and k, v [B, T, G, D], and rotate q and k."""
         split = rope_qkv if self.rope_kernel else rope_qkv_reference
         cos, sin = self._tables(layout)
         return split(qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, interleaved=self.interleaved)
 
     def _tables(self, layout: BatchLayout) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """cos and sin of the layer's rotary embedding; None without rotation."""
+        """Return cos and sin of the layer's rotary embedding, or None and None without rotation."""
         return (None, None) if self.rotary is None else layout.tables[self.rotary]
 
     def _local_sinks(self) -> Tensor | None:
-        """The sinks of this rank's query heads; None for attention without sinks."""
+        """Return the attention sinks of this rank's query heads; None for attention without sinks."""
         return None
 
     # The interface of layers.
 
     @property
     def attention(self) -> AttentionSpec:
-        """The layer's requirements on the model, and its cost."""
+        """What the layer requires from the model, and the layer's cost."""
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim,
             takes_pages=True,
@@ -189,11 +190,11 @@ class LigerAttention(Layer):
         self.dropout = probability
 
     def set_policy(self, policy: str) -> None:
-        """Recompute under "full"."""
+        """Recompute in the backward if the policy is "full"."""
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
-        """1 under "full", 0 otherwise."""
+        """The share of the layer that is recomputed: 1 if the policy is "full", and otherwise 0."""
         return float(policy == "full")
 
     def can_shard(self, size: int) -> bool:
@@ -201,7 +202,7 @@ class LigerAttention(Layer):
         return self.num_kv_heads % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the KV heads and the query heads that share them; see `liger_models.parallel.apply_tp`.
+        """On each of R ranks, keep 1 / R of the KV heads and their query heads; see `liger_models.parallel.apply_tp`.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.
@@ -212,13 +213,13 @@ class LigerAttention(Layer):
         return {"qkv_proj.weight": 0, "qkv_proj.bias": 0, "o_proj.weight": 1}
 
     def _share_heads(self, group: Group) -> None:
-        """Keep the numbers of this rank's heads."""
+        """Set the numbers of heads to those of this rank."""
         check_heads("LigerAttention", self.num_kv_heads, group)
         self.num_heads //= group.size
         self.num_kv_heads //= group.size
 
     def shard_tokens(self, group: Group) -> None:
-        """Take T / R tokens per rank; inside attention each rank has all T tokens and 1 / R of the heads.
+        """Give each of R ranks T / R tokens. Inside attention, a rank has all T tokens and 1 / R of the heads.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.

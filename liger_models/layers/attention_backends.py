@@ -38,29 +38,31 @@ CAUSAL_BACKENDS = [
     SDPBackend.MATH,
 ]
 MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Backends for attention with a mask. Not cuDNN: its gradient of q is NaN for some lengths (pytorch#196678)."""
+"""SDPA's backends for attention with a mask, except cuDNN, whose gradient of q may be NaN (pytorch#196678)."""
 
 CUDNN_STEP = 128
 """cuDNN is used only for lengths that are multiples of this. It builds a plan for every new length, which takes 0.13 s
-on an H200, so a job with varying lengths would wait for plans all the time."""
+on an H200, so a job with many different lengths would wait for plans all the time."""
 
 LEAST_CALL = 1024
-"""Mean length in tokens from which on segments are faster in separate calls, on cuDNN, than in one kernel for all."""
+"""Mean number of tokens per call from which on separate cuDNN calls are faster than one kernel for all segments."""
 
 MOST_SCORES = 2**28
-"""Bytes of scores up to which fp32 attention runs unfused where keys and values are shared, and within segments. It is
-PyTorch's most accurate way: the fused kernel's gradients of queries have five times the error. (On GPUs only flash
-attention and cuDNN, both for half precision, support sharing.) Beyond this size shared keys and values are repeated for
-each head, and a fused kernel runs."""
+"""Maximum size of the scores, in bytes, for unfused attention in fp32, which is used within segments and if query heads
+share keys and values. Unfused attention is PyTorch's most accurate implementation: gradients of queries from the fused
+kernel have five times the error. (On GPUs, only flash attention and cuDNN, which need half precision, support shared
+keys and values.) Above this size, shared keys and values are repeated for each head, and a fused kernel runs."""
 
 MOST_QUERIES, MOST_RECOMPUTED = 2**31, 2**29
-"""Elements of the queries beyond which attention takes a part of the heads at a time: in general, and in a block that
-is recomputed. The backward of a fused kernel allocates up to four times the queries' bytes: sums of dq in fp32, and
-where heads share keys also dk and dv of every head. Elsewhere the heads' results would be saved twice."""
+"""Numbers of elements of the queries above which attention is computed for a part of the heads at a time: the first in
+general, and the second in a block that is recomputed. The backward of a fused kernel allocates up to four times as many
+bytes as the queries have: sums of dq in fp32 and, if query heads share keys, dk and dv of every query head. The first
+limit is higher, because blocks that are not recomputed would save the results of the heads twice."""
 
 
 NO_MASK = Mask()
-"""The mask of a call before it has one. PyTorch 2.11 can't compile a call of a class with such a default."""
+"""The mask of an `AttentionCall` that has no mask yet. It is not the default of the field, because PyTorch 2.11 can't
+compile calls of a class with such a default."""
 
 
 @dataclass(eq=False)
@@ -87,12 +89,12 @@ class AttentionCall:
 
     @property
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, T, D], k and v [B, G, S, D]."""
+        """The tensors with the heads before the tokens: q [B, H, T, D], and k and v [B, G, S, D]."""
         return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
 
     @property
     def grouped_query(self) -> Tensor:
-        """The single query of each head, [B, G, H / G, D]: the heads of a group are rows that share its keys."""
+        """The queries of a batch with one token per row, [B, G, H / G, D], grouped by KV head."""
         B, _, H, D = self.q.shape
         G = self.k.shape[2]
         return self.q.transpose(1, 2).reshape(B, G, H // G, D)
@@ -110,20 +112,20 @@ def attention(
     dropout: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention within each document of ``layout`` and within a window; causal, except for image patches.
+    """Compute attention within documents and within a window. It is causal, except for image patches.
 
-    The first backend of `WITHOUT_MASK` and `WITH_MASK` that supports the call computes it. On an accelerator a T × T
-    mask never exists, and scores exist only up to `MOST_SCORES`.
+    The first backend of `WITHOUT_MASK` and `WITH_MASK` that supports the call computes it. On an accelerator, a T × T
+    mask is never materialized, and scores are materialized only up to a size of `MOST_SCORES`.
 
     Args:
         q: [B, T, H, D].
         k, v: [B, S, G, D], S = cached + T; H is a multiple of G. With ``layout.pages`` they are pages [pages, P, G, D].
         layout: the layout of the batch, with a mask for ``window``.
-        scale: factor of q·k.
-        window: number of tokens that a token attends to, itself included; None for all.
+        scale: multiplier of q·k.
+        window: number of tokens that a token attends to, including itself; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight.
-        sinks: [H], one extra score per head, which has no key and takes its share of the softmax; None for none.
+        sinks: [H], one extra score per head, which takes part in the softmax but has no key; None for no sinks.
 
     Returns:
         [B, T, H, D].
@@ -175,7 +177,7 @@ def _invariant(call: AttentionCall) -> Tensor:
 
 
 class _InvariantAttention(torch.autograd.Function):
-    """`invariant_attention` whose backward recomputes ordinary attention and returns its gradients."""
+    """`invariant_attention`, whose backward runs ordinary attention and returns the gradients of ordinary attention."""
 
     @staticmethod
     def forward(
@@ -274,7 +276,7 @@ def _causal_sinks(call: AttentionCall) -> Tensor:
 
 
 def _segments(call: AttentionCall) -> Tensor:
-    """Attention within segments, by one kernel for all segments or by one call per length."""
+    """Compute attention within segments, by one kernel for all segments, or by one call per run of equal lengths."""
     q, segments = call.q, call.mask.segments
     assert segments is not None
     D = q.shape[3]
@@ -321,7 +323,7 @@ def _varlen(call: AttentionCall, heads: list[Tensor], segments: Segments, seen: 
 def _by_length(
     call: AttentionCall, heads: list[Tensor], runs: list[tuple[tuple[int, int], int]], *, recurring: bool
 ) -> Tensor:
-    """One call for each run of segments of the same length; a run is ``((queries, keys), number of segments)``."""
+    """Call SDPA once per run of segments of equal lengths; a run is ``((queries, keys), number of segments)``."""
     q = call.q
     queries, keys, values = (
         x.split([length[side] * count for length, count in runs]) for x, side in zip(heads, (0, 1, 1), strict=True)
@@ -342,7 +344,7 @@ def _by_length(
 
 
 def _padded(*heads: Tensor) -> list[Tensor]:
-    """Pad heads [..., D] with zeros to a multiple of 8, which flash attention requires."""
+    """Pad dimension D of heads [..., D] with zeros to a multiple of 8, which flash attention requires."""
     padding = -heads[0].shape[-1] % 8
     return [F.pad(x, (0, padding)) if padding else x for x in heads]
 
@@ -398,7 +400,8 @@ WITHOUT_MASK: tuple[Backend, ...] = (
     # Flash attention has no such heads, and its mask would be that of flex_attention, which is slower.
     (_has_wide_heads, _wide),
 )
-"""Backends that need no mask, as pairs of functions: whether the backend supports a call, and the computation."""
+"""Backends that need no mask. The first function of a pair returns whether the backend supports a call, and the second
+one computes the call."""
 
 WITH_MASK: tuple[Backend, ...] = (
     # Sinks before the plain forms of the same masks, which would ignore them.
@@ -413,7 +416,8 @@ WITH_MASK: tuple[Backend, ...] = (
     (lambda call: call.softcap is not None or call.sinks is not None, _formula),
     (lambda call: call.q.shape[1] == 1 and call.layout.cache is not None, _single),
 )
-"""Backends that read the mask, in the same form. `_plain`, which is SDPA, computes every other call."""
+"""Backends that read the mask, as pairs like those of `WITHOUT_MASK`. `_plain`, which is SDPA, computes all calls that
+no backend of the two tables supports."""
 
 
 # PyTorch's kernels and the formula
@@ -424,7 +428,7 @@ def _few_scores(q: Tensor, k: Tensor) -> bool:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """PyTorch's scaled dot-product attention on [B, heads, T, D]; the heads of a group share keys and values."""
+    """Run PyTorch's SDPA on [B, heads, T, D]. If k and v have fewer heads than q, query heads share keys and values."""
     shared = q.shape[1] != k.shape[1]
     by_formula = shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3])
     if by_formula and not _few_scores(q, k):
@@ -436,7 +440,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def _sdpa_by_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """`_sdpa` on [B, T, heads, D], over a part of the heads at a time if the queries are large."""
+    """Run `_sdpa` on [B, T, heads, D]. If the queries are large, run it for a part of the heads at a time."""
     most = MOST_QUERIES if repeats() is None else MOST_RECOMPUTED
     if torch.compiler.is_compiling() or q.numel() <= most:
         return _sdpa(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
@@ -456,7 +460,7 @@ def attention_reference(
     dropout: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Unfused attention with softmax in fp32.
+    """Compute unfused attention, with the softmax in fp32.
 
     q is [B, H, T, D], k and v are [B, G, S, D], visible is [B, 1, T, S] bool, and sinks [H, 1 or T] are extra scores.
     """
@@ -475,7 +479,7 @@ def attention_reference(
 
 
 def _unmasked(x: Tensor, T: int) -> AbstractContextManager[Any]:
-    """Context with SDPA's backends in their order for unmasked attention over T tokens."""
+    """Context manager that sets the order of SDPA's backends for unmasked attention over T tokens."""
     without_cudnn = x.device.type in ACCELERATORS and T % CUDNN_STEP != 0
     return _sdpa_order(CAUSAL_BACKENDS[1:] if without_cudnn else CAUSAL_BACKENDS, x)
 

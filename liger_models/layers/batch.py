@@ -246,7 +246,7 @@ class BatchLayout:
 
 
 def _documents_of_mask(attention_mask: Tensor, B: int, past: int, T: int, device: torch.device) -> Tensor | None:
-    """The document number of each token [B, past + T], −1 for padding; None without padding."""
+    """Return the document number of each token, [B, past + T], −1 for padding; None if there is no padding."""
     if tuple(attention_mask.shape) != (B, past + T):
         raise ValueError(
             f"forward: attention_mask must be [{B}, {past + T}] (cached and new tokens), got "
@@ -265,7 +265,7 @@ def _documents_of_mask(attention_mask: Tensor, B: int, past: int, T: int, device
 
 
 def _check_positions(position_ids: Tensor, B: int, T: int) -> Tensor:
-    """The positions of the caller as [1 or B, T] or [3, 1 or B, T]; raises ValueError for another shape."""
+    """Return the caller's positions as [1 or B, T] or [3, 1 or B, T], or raise ValueError if the shape is wrong."""
     positions = position_ids[None] if position_ids.dim() == 1 else position_ids
     if (
         positions.dim() not in (2, 3)
@@ -281,8 +281,9 @@ def _check_positions(position_ids: Tensor, B: int, T: int) -> Tensor:
 
 
 def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
-    """Raise ValueError if positions [1 or B, T] restart within a row, except next to padding: nothing would separate
-    the documents.
+    """Raise ValueError if positions [1 or B, T] restart within a row, except next to padding.
+
+    Positions that restart do not separate documents.
     """
     rising = positions.diff(dim=1) > 0
     if attention_mask is not None:

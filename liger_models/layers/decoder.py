@@ -164,7 +164,7 @@ class Decoder(nn.Module):
         """Checkpoint tensors, by name, that belong to no parameter and are saved unchanged. Rank 0 has them on the CPU.
         """
         self.trained_tensors: Callable[[], dict[str, Tensor]] = dict
-        """Returns the current values of the `kept_tensors` that a separate module trains."""
+        """Function that returns the current values of those `kept_tensors` that a separate module trains."""
         self.float8_tensors: frozenset[str] = frozenset()
         """The float8 tensors of the checkpoint, for a model that was loaded with ``keep_float8``."""
         if self.block_class is not None:
@@ -310,7 +310,10 @@ class Decoder(nn.Module):
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:
-        """Context in which parameters may be replaced one by one. At its end, tied parameters are tied again."""
+        """Context manager within which parameters may be replaced one by one.
+
+        At the end, parameters that were tied at the beginning are tied again.
+        """
         first_names: dict[int, str] = {}  # maps the identity of a parameter to its first name
         aliases = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
@@ -357,7 +360,7 @@ class Decoder(nn.Module):
         return [*([] if self.visual is None else self.visual.blocks), *self.layers]
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return the number of all or only trainable parameters, with or without the embedding.
+        """Return the number of parameters, or only of trainable ones, with or without the embedding.
 
         Tied parameters count once.
         """
@@ -408,11 +411,11 @@ class Decoder(nn.Module):
                 fused ops need. "selective" recomputes the gate and up projections of the MLP, whose outputs are the
                 largest activations. "full" saves only the block's input and recomputes everything else, except the last
                 projection, whose output the backward does not need. Under "full", blocks with routed experts also save
-                the input of the experts, so that tokens are routed identically in the backward, and compiled blocks and
-                models also save the input of the MLP.
-            offload_layers: number of blocks whose activations are offloaded to host memory, with copies that overlap
-                with computation. The blocks are spread evenly and exclude the last two if possible, so that copies can
-                finish while other blocks run. Offloading works with compiled blocks, but not with a compiled model.
+                the input of the experts, so that the backward routes tokens to the same experts, and compiled blocks
+                and models also save the input of the MLP.
+            offload_layers: number of blocks whose activations are offloaded to host memory, by copies that overlap with
+                the compute stream. The blocks are spread evenly and exclude the last two if possible, so that copies
+                can finish while other blocks run. Offloading works with compiled blocks, but not with a compiled model.
 
         Raises:
             ValueError: a policy is unknown, the list does not have one policy for each block, or ``offload_layers``

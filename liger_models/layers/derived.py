@@ -40,7 +40,7 @@ class DerivedTensors:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Context in which `derive` returns these tensors, which have no gradients."""
+        """Context manager within which `derive` returns these tensors, which have no gradients."""
         token = _USED.set(self)
         try:
             yield

@@ -1,4 +1,4 @@
-"""The parameters of a layer whose frozen weight is stored in fewer bits (NF4 or float8).
+"""The parameters of a layer whose weight is frozen and quantized (NF4 or float8).
 
 The parameter of the layer holds the codes, and the submodule ``stored`` holds the other tensors of the format, as
 bytes. FSDP shards, gathers and offloads all of them like other parameters, but without casts::
@@ -18,10 +18,10 @@ If there are too few experts for the ranks of `apply_fsdp`, their codes are shar
 
 `apply_fsdp` shards each tensor along its first dimension, and gathers all tensors before the weight is used, so the
 weight does not depend on the number of ranks. After `apply_tp` each rank uses its own slice, and after `apply_ep` its
-own experts, without gathering. A slice consists of whole blocks, so its numbers equal that part of the whole weight.
+own experts, without gathering. A slice consists of whole blocks, so its values equal those of the whole weight.
 
 When a checkpoint is loaded, each rank reads and quantizes only its part. The scales of NF4 are quantized together for
-the whole weight, so the ranks exchange the largest absolute value of each block of 64 numbers.
+the whole weight, so the ranks exchange the largest absolute value of each block of 64 elements.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -107,15 +107,15 @@ class FrozenParameters(nn.Module):
         return self._join({name: local(tensor) for name, tensor in self.tensors(codes).items()}, self.local_shape)
 
     def whole(self, codes: Tensor) -> FrozenWeight:
-        """The whole weight as ops take it, gathered from all ranks if it is sharded."""
+        """Return the whole weight in the form that ops take, gathered from all ranks if the weight is sharded."""
         return self.of_gathered({name: _whole(tensor) for name, tensor in self.tensors(codes).items()})
 
     def of_gathered(self, tensors: Mapping[str, Tensor]) -> FrozenWeight:
-        """The whole weight as ops take it, from its `tensors`, which are whole."""
+        """Return the whole weight in the form that ops take, given all of its `tensors` without sharding."""
         return self._join(tensors, self.shape)
 
     def tensors(self, codes: Tensor) -> dict[str, Tensor]:
-        """The parameters of the weight, by name and in the order of the format."""
+        """Return the parameters of the weight by name, in the order of the format."""
         parameters: Any = {"codes": codes, **self._parameters}
         return {name: parameters[name] for name in self._views}
 
@@ -203,7 +203,7 @@ class FrozenParameters(nn.Module):
             self._copy_parts(parameters, weight, start)
 
     def _copy_parts(self, parameters: dict[str, Any], weight: FrozenWeight, first: int = 0) -> None:
-        """Copy what this rank has of a weight that begins at row or expert ``first`` into the parameters."""
+        """Copy this rank's part of ``weight``, which begins at row or expert ``first``, into the parameters."""
         tensors = self.format.pack(weight)
         if self.sharded is not None:
             # Rearrange the tensors in the same way as the parameters, so that this rank's slice is contiguous.
@@ -222,9 +222,9 @@ class FrozenParameters(nn.Module):
             target.copy_(part)
 
     def _numbers(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
-        """Return the dense numbers [n, K] of this rank's rows of ``codes``.
+        """Return the dense elements [n, K] that belong to this rank's rows of ``codes``.
 
-        A row of codes covers contiguous numbers of the dense weight, or this rank's columns of them.
+        A row of codes covers contiguous elements of the dense weight, or this rank's columns of these elements.
         """
         (first, column), (count, width) = offset_of(codes), local(codes).shape
         columns, per_byte = self.shape[1], self.shape.numel() // codes.numel()
@@ -296,7 +296,7 @@ def frozen_weights(model: nn.Module) -> dict[str, FrozenParameters]:
 
 @contextmanager
 def dequantized_to(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Context in which frozen weights are dequantized to ``dtype``."""
+    """Context manager within which frozen weights are dequantized to ``dtype``."""
     dtypes = {frozen: frozen.dtype for frozen in frozen_weights(model).values()}
     try:
         for frozen in dtypes:
@@ -323,7 +323,7 @@ def dtype_of(linear: nn.Linear) -> torch.dtype:
 
 
 def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
-    """Return a module's own parameters and their numbers of elements, where codes count as their dense weight."""
+    """Map a module's own parameters to their numbers of elements; codes have those of their dense weight."""
     if isinstance(module, FrozenParameters):
         return {}
     frozen = frozen_parts(module)

@@ -1,4 +1,4 @@
-"""Linear layers with a frozen weight in fewer bits, on one device and under tensor parallelism."""
+"""Linear layers with a frozen, quantized weight, on one device and under tensor parallelism."""
 
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from liger_models.layers.linear import ColumnParallelLinear, PartialLinear, Repl
 
 
 class FrozenLinear(nn.Linear, Layer):
-    """A linear layer with a frozen weight [O, C] that is stored in fewer bits.
+    """A linear layer with a frozen, quantized weight [O, C].
 
     Args:
         linear: the layer to replace, whose bias is kept.
@@ -20,10 +20,10 @@ class FrozenLinear(nn.Linear, Layer):
     """
 
     is_low_rank = True
-    """Fused ops take the weight, see `FrozenWeight`."""
+    """True, because fused ops take the weight as a `FrozenWeight`."""
     stored: FrozenParameters
     parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
-    """Kind of parallel layer -> the class that `PartialLinear.of` converts the layer into."""
+    """Maps a class of parallel layers to the class that `PartialLinear.of` converts this layer into."""
 
     def __init__(self, linear: nn.Linear, weight: FrozenWeight) -> None:
         nn.Module.__init__(self)
@@ -33,7 +33,7 @@ class FrozenLinear(nn.Linear, Layer):
 
     @property
     def frozen_weight(self) -> FrozenWeight:
-        """The weight as ops take it."""
+        """The weight in the form that ops take."""
         return self.stored.join(self.weight)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -41,24 +41,24 @@ class FrozenLinear(nn.Linear, Layer):
         return quantized_linear(x, self.frozen_weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> [..., O]."""
+        """Map x [..., C] to [..., O]."""
         return self.product(x, self.bias)
 
 
 class FrozenColumnParallelLinear(FrozenLinear, ColumnParallelLinear):
-    """`ColumnParallelLinear` with a weight in fewer bits."""
+    """`ColumnParallelLinear` with a frozen, quantized weight."""
 
     forward = ColumnParallelLinear.forward
 
 
 class FrozenRowParallelLinear(FrozenLinear, RowParallelLinear):
-    """`RowParallelLinear` with a weight in fewer bits."""
+    """`RowParallelLinear` with a frozen, quantized weight."""
 
     forward = RowParallelLinear.forward
 
 
 class FrozenReplicatedLinear(FrozenLinear, ReplicatedLinear):
-    """`ReplicatedLinear` with a weight in fewer bits."""
+    """`ReplicatedLinear` with a frozen, quantized weight."""
 
     is_low_rank = False
     forward = ReplicatedLinear.forward

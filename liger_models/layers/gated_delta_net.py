@@ -143,7 +143,7 @@ class LigerGatedDeltaNet(Layer):
 
     @property
     def token_flops(self) -> int:  # type: ignore[override]
-        """The operations of three products of a vector and the state per value head: read, update and query."""
+        """Operations per token: three products of a vector and the state (read, update, query) per value head."""
         return 6 * self.num_value_heads * self.key_dim * self.value_dim
 
     def set_policy(self, policy: str) -> None:
@@ -206,7 +206,7 @@ class LigerGatedDeltaNet(Layer):
     def add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual`` and apply the layer to its norm. Returns ``(y, residual)``, both [B, T, C].
+        """Add ``x`` to ``residual`` and apply the layer to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C].
 
         The backward recomputes the normalized activations. If ``recompute`` is True, it recomputes everything except
         the output projection.

@@ -94,7 +94,7 @@ class LossTargets(NamedTuple):
 
 
 def in_graph(x: Tensor) -> bool:
-    """Whether values can't be read, because x has none or because a graph is being compiled or captured."""
+    """Whether the values of x can't be read, because x has none or because a graph is being compiled or captured."""
     without_values = x.is_meta or hasattr(x, "fake_mode")
     return is_traced() or without_values or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

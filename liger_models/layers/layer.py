@@ -50,7 +50,7 @@ class Layer(nn.Module):
     needs_bounds: bool = False
     """Whether the layer reads `BatchLayout.bounds`, the boundaries of packed documents."""
     batch_invariant: bool = True
-    """Whether the result for a token is independent of other rows of the batch within `batch_invariant`.
+    """Whether, within `batch_invariant`, the result for a token is independent of other rows of the batch.
     """
     needs_images: bool = False
     """Whether text without images skips the layer."""

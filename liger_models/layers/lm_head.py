@@ -46,7 +46,7 @@ def _aside(device: torch.device) -> torch.Stream:
 
 
 class LabeledRows:
-    """The rows whose targets [...] are not −100. Only these rows need logits.
+    """The rows of a batch whose targets [...] are not −100. Only these rows need logits.
 
     The number of these rows is copied to the host asynchronously. If the object is created before the blocks run, the
     copy has finished when the head needs the number, so the head never waits for the device. The copy has its own

@@ -105,7 +105,7 @@ def takes_flash(dtype: torch.dtype | None, head_dim: int) -> bool:
 
 
 def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: int = 0) -> bool:
-    """Whether variable-length attention supports such heads. It needs torch 2.11, and runs on flash attention."""
+    """Whether variable-length attention, which runs on flash attention and needs torch 2.11, supports such heads."""
     return takes_flash(dtype, head_dim) and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
 
 

@@ -90,7 +90,7 @@ class LigerMoE(Layer):
         self.lora: Any = None
         """The adapters of the experts (`liger_models.adapters.lora_layers.LoRAExperts`), or None."""
         self.stored: Any = None
-        """The tensors of frozen matrices in fewer bits, except the codes; see `liger_models.layers.frozen`."""
+        """The tensors, except the codes, of frozen, quantized matrices; see `liger_models.layers.frozen`."""
         self.reset_parameters()
 
     @property
@@ -196,7 +196,7 @@ class LigerMoE(Layer):
     def add_norm(
         self, norm: Norm, x: Tensor | None, residual: Tensor, experts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add ``x`` to ``residual`` and apply the layer to its norm. Returns ``(y, residual, router_logits)``.
+        """Add ``x`` to ``residual``, apply the layer to ``norm(residual)``; returns ``(y, residual, router_logits)``.
 
         If ``experts`` [..., K] are given, they replace the router's choice.
         """

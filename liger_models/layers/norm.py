@@ -268,8 +268,8 @@ def fused_norm(norm: nn.Module | None) -> FusedNorm | None:
 def is_plain(*modules: nn.Module) -> bool:
     """Whether a fused op may read the weights of these modules instead of calling the modules.
 
-    It may not for modules that replace or wrap a linear layer (adapters, quantized or float8 layers), for DTensors that
-    do not come from `apply_tp`, and for modules with hooks or a replaced forward.
+    The result is False for modules that replace or wrap a linear layer (adapters, quantized or float8 layers), for
+    DTensors that do not come from `apply_tp`, and for modules with hooks or a replaced forward.
     """
     for module in modules:  # written as a loop, because every layer calls this in every step
         module_class = type(module)

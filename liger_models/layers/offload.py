@@ -32,7 +32,7 @@ SLICE = 2**24
 def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:
     """Choose ``count`` evenly spread blocks of a model for offloading, without the last two if possible.
 
-    The copies overlap with the computation of the other blocks.
+    The copies overlap with the forward and the backward of the other blocks.
     """
     span = max(blocks - 2, count)
     return frozenset(index * span // count for index in range(count))
@@ -80,7 +80,7 @@ class Inbound:
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.Stream, Inbound]:
-    """Return the stream for copies to the host, and the streams for copies back."""
+    """Return the stream for copies to the host, and the streams for copies to the device."""
     return torch.Stream(device), Inbound(device)
 
 
@@ -91,7 +91,7 @@ class Kept:
         device: the device that the storage was copied from.
         host: the bytes of the storage, in pieces, which are in pinned memory if the storage is on an accelerator.
         left: event that is recorded after the copy to the host; None on the CPU.
-        before: the storage that was offloaded just before this one. The backward needs it just after this one.
+        before: the storage that was offloaded just before this one. The backward needs ``before`` just after this one.
         nbytes: size of the storage.
         uses: number of saved tensors in the storage.
         rounds: number of backward passes that have read all saved tensors of the storage.
@@ -167,9 +167,9 @@ class Offload:
         self._last: Kept | None = None
 
     def saving(self, leave: bool) -> saved_tensors_hooks:
-        """Context in which a block is run. If ``leave`` is True, the tensors that the block saves are offloaded.
+        """Context manager for running a block. If ``leave`` is True, the tensors that the block saves are offloaded.
 
-        The backward of every block that was run in such a context prefetches tensors of earlier blocks.
+        The backward of every block that was run within it prefetches tensors of earlier blocks.
         """
         return saved_tensors_hooks(self._pack if leave else self._keep, self._unpack)
 

@@ -41,10 +41,10 @@ class LigerQKNormAttention(LigerAttention):
         self.k_norm = norm(num_kv_heads * head_dim if whole_projection else head_dim)
         self.whole_projection = whole_projection
         self.mean_group: Group | None = None
-        """The process group over whose heads the norms take their means."""
+        """The process group over whose heads the norms take their means; None for the heads of this rank."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """As `LigerAttention.shard`; norms over all heads take the mean over all ranks."""
+        """See `LigerAttention.shard`. Norms over all heads take the mean over the heads of all ranks."""
         dims = super().shard(group)
         if not self.whole_projection:
             # Each rank norms its own heads with the same weights, so their gradients are summed over the ranks.
@@ -55,7 +55,7 @@ class LigerQKNormAttention(LigerAttention):
         return {**dims, "q_norm.weight": 0, "k_norm.weight": 0}
 
     def shard_tokens(self, group: Group) -> None:
-        """As `LigerAttention.shard_tokens`; norms over all heads take the mean over all ranks."""
+        """See `LigerAttention.shard_tokens`. Norms over all heads take the mean over the heads of all ranks."""
         super().shard_tokens(group)
         self.mean_group = group if self.whole_projection else None
 
@@ -72,7 +72,7 @@ class LigerQKNormAttention(LigerAttention):
         )  # fmt: skip
 
     def _split_over(self, qkv: Tensor, layout: BatchLayout, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """`_split` with norms over the heads of all ranks; unfused, because the ranks must exchange their means."""
+        """Run `_split` with norms over the heads of all ranks, unfused, because the ranks must exchange their means."""
         # Each rank sums the squares of its heads; the mean is over the heads of all ranks.
         *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
         wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in heads]
@@ -98,9 +98,10 @@ class LigerQKNormAttention(LigerAttention):
 
 
 class LigerGatedAttention(LigerQKNormAttention):
-    """`LigerQKNormAttention` whose output is multiplied by ``sigmoid`` of a gate from the packed projection.
+    """`LigerQKNormAttention` whose output is multiplied by the sigmoid of a gate from the packed projection.
 
-    The rows of ``qkv_proj`` are grouped by KV head: its H / G query heads, their gates, then its key, then its value.
+    The rows of ``qkv_proj`` are grouped by KV head. A group has the rows of the KV head's H / G query heads, then those
+    of these heads' gates, then those of its key, then those of its value.
 
     Args: as in `LigerQKNormAttention`.
     """

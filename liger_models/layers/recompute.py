@@ -33,7 +33,7 @@ def repeats() -> bool | None:
 
 
 def recomputes(part: Any) -> bool:
-    """Whether a part of a block recomputes by itself. It does not if the whole block is recomputed."""
+    """Whether a part of a block arranges its own recomputation, which it leaves to a block recomputed as a whole."""
     return bool(part.recompute) and torch.is_grad_enabled() and repeats() is None
 
 
@@ -101,7 +101,7 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
 
 @contextmanager
 def _pre_hooks(modules: list[nn.Module], hooks: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Context in which modules have other forward pre-hooks."""
+    """Context manager that temporarily replaces the forward pre-hooks of modules."""
     now = [(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs) for module in modules]
     try:
         for module, pair in zip(modules, hooks, strict=True):
@@ -113,7 +113,7 @@ def _pre_hooks(modules: list[nn.Module], hooks: list[tuple[Any, Any]]) -> Iterat
 
 
 def run_again(block: nn.Module, x: Tensor | None, residual: Tensor, layout: Any) -> Any:
-    """Run ``block(x, residual, layout)`` so that only ``residual + x`` [B, T, C] is saved and the rest recomputed."""
+    """Run ``block(x, residual, layout)`` and save only ``residual + x`` [B, T, C]; the backward recomputes the rest."""
     repeated = False
 
     def run(total: Tensor, layout: Any) -> Any:

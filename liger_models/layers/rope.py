@@ -42,7 +42,8 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN: divides low frequencies, keeps high ones and interpolates in between.
 
-    The two limits are numbers of turns over the original length.
+    ``beta_fast`` and ``beta_slow``, the limits between high and low frequencies, are numbers of turns over the original
+    length.
     """
 
     factor: float

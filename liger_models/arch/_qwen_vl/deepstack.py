@@ -1,8 +1,9 @@
-"""The vision tower of Qwen3-VL, dense and MoE: patches to image tokens and DeepStack features.
+"""The vision tower of Qwen3-VL (dense and MoE), which turns patches into image tokens and DeepStack features.
 
-Differs from the tower of Qwen2-VL: the patch embedding has a bias; besides the rotation, patches have learned positions
-that are interpolated to the grid of the image. The tower also has DeepStack: the outputs of some blocks are merged into
-features of the image tokens, and these are added to the residual stream after the first blocks of the language model.
+Differs from the tower of Qwen2-VL: the patch embedding has a bias. In addition to the rotation, patches have learned
+positions, which are interpolated to the grid of the image. The tower also has DeepStack: the outputs of some blocks are
+merged into features of the image tokens, and these features are added to the residual stream after the first blocks of
+the language model.
 
 Source: https://arxiv.org/abs/2511.21631, https://arxiv.org/abs/2406.04334, transformers ``models/qwen3_vl``.
 """
@@ -28,8 +29,8 @@ class Qwen3VLVisionConfig:
     """Sizes of the vision tower.
 
     Raises:
-        ValueError: the width does not divide into heads, ``num_position_embeddings`` is not a square number, or the
-            activation is not supported.
+        ValueError: the width is not a multiple of the number of heads, ``num_position_embeddings`` is not a square
+            number, or the activation is not supported.
     """
 
     depth: int = 27
@@ -57,7 +58,7 @@ class Qwen3VLVisionConfig:
 
 
 def check_decoder(config: Any) -> None:
-    """Raise ValueError unless the outputs of the tower in ``config.vision_config`` fit the language model."""
+    """Raise ValueError unless the tower's token width and number of DeepStack levels fit the language model."""
     check_token_width(config, "out_hidden_size")
     indexes = config.vision_config.deepstack_visual_indexes
     if len(indexes) > config.num_hidden_layers:
@@ -68,7 +69,7 @@ def check_decoder(config: Any) -> None:
 
 
 class Qwen3VLTower(QwenTower):
-    """The vision tower: patches to image tokens and DeepStack features.
+    """The vision tower, which turns patches into image tokens and DeepStack features.
 
     Args:
         config: sizes.
@@ -86,14 +87,14 @@ class Qwen3VLTower(QwenTower):
         self.deepstack_mergers = nn.ModuleList(merger() for _ in self.deepstack)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Compute image tokens, and the DeepStack features of each level.
+        """Compute the image tokens, and their DeepStack features for the first blocks of the language model.
 
         Args:
             pixels: [N, channels · frames · height · width], one row per patch.
             grid_thw: [n, 3] int64.
 
         Returns:
-            ``(tokens, levels)``, each [N / merge², C].
+            ``(tokens, levels)``: the image tokens, and a list of DeepStack features, all [N / merge², C].
         """
         # Embedded patches with their learned positions, [1, N, C]. Patches of a frame attend to each other.
         patches = locate_patches(grid_thw, len(pixels), self.merge)

@@ -1,4 +1,4 @@
-"""Base class of the Qwen-VL families: text with images and videos, and positions in time, height and width."""
+"""Base class of the Qwen-VL families, which take images and videos and have positions in time, height and width."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -16,23 +16,26 @@ from liger_models.layers.patches import count_torn, mrope_positions
 from liger_models.layers.rope import MultimodalRotaryEmbedding
 
 POSITION_OFFSET = "position_offset"
-"""Key in the decode cache: [B, 1] int64, next position minus number of tokens, which differ because of images."""
+"""Key in the decode cache of [B, 1] int64: the next position of each row minus the row's number of tokens.
+
+The two numbers differ if there are images, because an image takes fewer positions than tokens.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class MRopeLayout(BatchLayout):
-    """The layout of text with images.
+    """The layout of a batch of text with images or videos.
 
     Attributes:
-        deepstack: tensors [B, T, C], or this rank's share of the tokens; entry i is added to the residual stream after
-            block i.
+        deepstack: DeepStack features [B, T, C], or those of this rank's tokens, [B, T / R, C] on one of R ranks. Entry
+            i is added to the residual stream after block i.
     """
 
     deepstack: list[Tensor] = field(default_factory=list)
 
 
 class MRopeModel(VisionLanguageModel):
-    """A vision-language model with videos, and positions in time, height and width (M-RoPE)."""
+    """A vision-language model that takes images and videos and has positions in time, height and width (M-RoPE)."""
 
     layout_class = MRopeLayout
     processor_class = QwenVLProcessor
@@ -47,7 +50,7 @@ class MRopeModel(VisionLanguageModel):
     frames_apart: ClassVar[bool] = False
     """Whether each frame of a video has its own timestamp and placeholders in the text."""
     interleaved: ClassVar[bool] = False
-    """Whether time, height and width take turns in the frequencies of the rotary embedding; else they have sections."""
+    """Whether the rotary frequencies alternate between time, height and width, instead of having one section each."""
 
     def build_visual(self, config: Any) -> nn.Module:
         """The vision tower."""
@@ -79,7 +82,7 @@ class MRopeModel(VisionLanguageModel):
         cache: DecodeCache | None = None,
         **options: Any,
     ) -> CausalLMOutput:
-        """Compute logits, or the loss if ``labels`` are given, of text with or without images and videos.
+        """For text with or without images and videos, compute the logits, or the loss if ``labels`` are given.
 
         Args:
             input_ids: [B, T] int64, with one placeholder per image token.
@@ -133,7 +136,7 @@ class MRopeModel(VisionLanguageModel):
         inputs_embeds: Tensor | None = None,
         cache: DecodeCache | None = None,
     ) -> tuple[Tensor, BatchLayout]:
-        """Return the arguments of `run`: embeddings with images and videos inserted, and the layout of the batch.
+        """Return the arguments of `run`: embeddings, with image tokens in place of placeholders, and the layout.
 
         Args: as in `forward`.
         """
@@ -164,14 +167,14 @@ class MRopeModel(VisionLanguageModel):
         return embeds, layout
 
     def image_features(self, pixel_values: Tensor, image_grid_thw: Tensor) -> tuple[Tensor, ...]:
-        """The image tokens of each image or video, [tokens, C] each; the arguments are those of `forward`."""
+        """Return the image tokens [tokens, C] of each image or video; the arguments are those of `forward`."""
         tokens, _ = self.visual(pixel_values, image_grid_thw.to(pixel_values.device))
         counts = image_grid_thw.prod(1) // self.config.vision_config.spatial_merge_size**2
         parts: tuple[Tensor, ...] = tokens.split(counts.tolist())
         return parts
 
     def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
-        """Add the DeepStack features after the first blocks."""
+        """Return the residual stream after a block, to which the first blocks' DeepStack features are added."""
         assert isinstance(layout, MRopeLayout)
         return residual + layout.deepstack[index] if index < len(layout.deepstack) else residual
 
@@ -183,10 +186,11 @@ class MRopeModel(VisionLanguageModel):
         *,
         skip: bool,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return embeddings with image tokens inserted, and DeepStack features at their positions, [B, T, C] each.
+        """Return the embeddings, with image tokens in place of placeholders, and the DeepStack features.
 
-        The tower runs once for images and videos together. A sharded tower runs on zeros without any images, because
-        all ranks must gather its weights together.
+        All results are [B, T, C], and DeepStack features are 0 for text tokens. The tower runs once for images and
+        videos together. If there are no images or videos, a sharded tower runs on zeros, because all ranks must gather
+        the tower's weights together.
         """
         embeds = self.embed_tokens(input_ids)
         side = self.config.vision_config.spatial_merge_size
@@ -211,7 +215,7 @@ class MRopeModel(VisionLanguageModel):
         counts = [len(pixels) // side**2 for pixels, _, _ in media]
 
         def insert(base: Tensor, tokens: Tensor) -> Tensor:
-            """``base`` [B, T, C] with the tokens in place of their placeholders."""
+            """Return ``base`` [B, T, C] with the tokens in place of their placeholders."""
             for part, (_, _, token) in zip(tokens.to(base.dtype).split(counts), media, strict=True):
                 base = base.masked_scatter((input_ids == token)[..., None], part)
             return base
@@ -225,7 +229,7 @@ class MRopeModel(VisionLanguageModel):
         videos: tuple[Tensor, Tensor] | None,
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Raise ValueError unless placeholders and patches match. Synchronizes with the device once."""
+        """Raise ValueError unless the placeholders match the patches. Synchronizes with the device once."""
         side, width = self.config.vision_config.spatial_merge_size, self.visual.patch_embed.in_features
         media = (
             ("image", images, self.config.image_token_id, "pixel_values", "image_grid_thw"),
@@ -305,7 +309,7 @@ class MRopeModel(VisionLanguageModel):
         mask: Tensor | None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return `multimodal_positions`, and the position [B, 1] of the token after each row."""
+        """Return the `multimodal_positions`, and the position [B, 1] that a token after each row would have."""
         rate = getattr(self.config.vision_config, "tokens_per_second", None)
         if rate is None and second_per_grid_ts is not None:
             raise ValueError(
@@ -345,7 +349,7 @@ class MRopeModel(VisionLanguageModel):
         cu_seqlens: Tensor | None,
         cache: DecodeCache | None,
     ) -> Tensor | None:
-        """Positions of the tokens after the cached ones; None if the default positions of a text are correct."""
+        """Return the positions of the tokens that are not cached; None if the default positions of text apply."""
         plain = cache is None or (POSITION_OFFSET not in cache.extra and attention_mask is None)
         if image_grid_thw is None and video_grid_thw is None and plain:
             return None
@@ -368,7 +372,7 @@ class MRopeModel(VisionLanguageModel):
         return positions + before
 
     def prompt_positions(self, prompts: Tensor, mask: Tensor | None, new: int, inputs: dict[str, Any]) -> Tensor:
-        """`Decoder.prompt_positions`, in time, height and width if there are images or videos."""
+        """See `Decoder.prompt_positions`. If there are images or videos, positions are in time, height and width."""
         grids = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
         if all(grid is None for grid in grids):
             return super().prompt_positions(prompts, mask, new, inputs)
@@ -377,7 +381,7 @@ class MRopeModel(VisionLanguageModel):
         return torch.cat([positions, following.expand(3, -1, -1)], -1)
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """`VisionLanguageModel.repeat_prompts`, where images and videos are in the order of the text."""
+        """See `VisionLanguageModel.repeat_prompts`. Images and videos are in the order of their placeholders."""
         of_rows = {name: x for name, x in inputs.items() if name == "mm_token_type_ids"}
         repeated = inputs | super().repeat_prompts(input_ids, of_rows, times)
         for medium, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):

@@ -1,4 +1,4 @@
-"""Checkpoint names that the Qwen-VL families share: keys of config.json and names of tensors."""
+"""The names that checkpoints of all Qwen-VL families have in common: keys of config.json and names of tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import Expression, WeightMap, decoder_map
 
 IGNORED_KEYS = ("vision_start_token_id", "vision_end_token_id")
-"""Keys of config.json that do not change the model: only the placeholders determine where images are."""
+"""Keys of config.json that do not change the model, because only the placeholders determine where images are."""
 
 QWEN2_IGNORED_KEYS = (
     *IGNORED_KEYS,
@@ -27,9 +27,9 @@ TOP = ("image_token_id", "video_token_id", "vision_config", "tie_word_embeddings
 def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
     """Rename the keys of a Qwen vision-language config.json to the fields of the config class.
 
-    Keys of the language model move to the top, where older files have them. ``mrope_section`` moves out of the rope
-    parameters, and the tower's rope parameters move into ``vision_config``. Qwen2-VL and Qwen2.5-VL also read
-    ``tie_word_embeddings`` in ``text_config``.
+    Keys of the language model move from ``text_config`` to the top level, where older files have them.
+    ``mrope_section`` moves out of the rope parameters, and the tower's rope parameters move into ``vision_config``. For
+    Qwen2-VL and Qwen2.5-VL, ``tie_word_embeddings`` is also read from ``text_config``.
 
     Raises:
         ValueError: the rope parameters are not supported.
@@ -60,7 +60,7 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str,
 
 
 def write_multimodal(keys: Mapping[str, Any], *, interleaved: bool = False) -> dict[str, Any]:
-    """The inverse of `read_multimodal`, except that the language model's keys stay at the top; see `write_config`."""
+    """Invert `read_multimodal`, except that the language model's keys stay at the top level; see `write_config`."""
     out, vision = dict(keys), dict(keys["vision_config"])
     theta = vision.pop("rope_theta")
     if theta != 10000.0:
@@ -72,7 +72,7 @@ def write_multimodal(keys: Mapping[str, Any], *, interleaved: bool = False) -> d
 
 
 def write_qwen3_vl(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `read_multimodal`, which moves the language model's keys back into ``text_config``."""
+    """Invert `read_multimodal`, including the move of the language model's keys out of ``text_config``."""
     keys = write_multimodal(keys, interleaved=True)
     text = {key: value for key, value in keys.items() if key not in TOP}
     return {key: keys[key] for key in TOP} | {"text_config": text}
@@ -123,7 +123,7 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
 
 
 def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str], dict[str, range]]:
-    """The arguments ``also`` and ``over`` of `decoder_map` for the tower of Qwen3-VL, whose prefix is ``visual``."""
+    """Return the arguments ``also`` and ``over`` of `decoder_map` for Qwen3-VL's tower, whose prefix is ``visual``."""
     # "{b}" counts the blocks, "{d}" the mergers whose results are added to the first blocks of the decoder.
     mlp = {f"{fc}.{k}": f"{visual}.blocks.{{b}}.mlp.linear_{fc}.{k}" for fc in ("fc1", "fc2") for k in PARAMETERS}
     parts = {"norm": "norm", "mlp.fc1": "linear_fc1", "mlp.fc2": "linear_fc2"}

@@ -1,4 +1,4 @@
-"""The processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, from text, images and videos to model inputs.
+"""The processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, which turns text, images and videos into model inputs.
 
 Source: transformers ``image_processing_pil_qwen2_vl.py``, ``video_processing_qwen3_vl.py``, ``processing_qwen3_vl.py``.
 """
@@ -41,13 +41,13 @@ MOST_ELONGATED = 200
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: tuple[int, int] = (1, 1)
 ) -> tuple[int, int]:
-    """The size closest to an image's, with sides that are multiples of ``factor`` and an area within bounds.
+    """Return the size closest to an image's whose sides are multiples of ``factor`` and whose area is within bounds.
 
     Args:
         height, width: size of the image in pixels.
         factor: side of an image token in pixels.
         min_pixels, max_pixels: bounds of the area, or for a video of the total area of all frames.
-        frames: number of frames, before and after rounding to whole tokens.
+        frames: number of frames, and this number after rounding it to a multiple of the frames per token.
 
     Returns:
         ``(height, width)``.
@@ -73,14 +73,14 @@ def smart_resize(
 
 BOUNDS = ("image", "frame", "video")
 FPS = 2.0
-"""Frames per second to sample where the settings have no number, as the authors' qwen_vl_utils does."""
+"""Frames per second to sample if the settings have no number. The authors' qwen_vl_utils has the same default."""
 
 
 class QwenVLImages:
     """Turns images or videos into patches.
 
     Images are resized by Pillow and video frames by torch, as in transformers, whose video processors only support
-    torch. On noisy pictures the results differ by a few of 255 steps.
+    torch. On noisy pictures, the pixel values of the two methods differ by a few levels (on the scale 0-255).
 
     Args:
         settings: the content of preprocessor_config.json or video_preprocessor_config.json.
@@ -133,11 +133,12 @@ class QwenVLImages:
     ) -> tuple[Tensor, Tensor]:
         """Cut an image, or the frames of a video, into patches.
 
-        Patches span several frames. An image is repeated to fill them. So is the last frame of a video whose number of
-        frames is not a multiple of theirs.
+        A patch spans several frames. An image is repeated to fill these frames. If the number of frames of a video is
+        not a multiple of the frames per patch, the last frame is repeated.
 
         Args:
-            frames: PIL images of one size, or anything that `locate_image` takes; only one for an image.
+            frames: the frames of a video, all of one size, or a single image, as PIL images or anything that
+                `locate_image` takes.
             min_pixels, max_pixels: bounds of this image's area; by default the bounds for all images.
 
         Returns:
@@ -172,7 +173,7 @@ class QwenVLImages:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> tuple[int, int]:
-        """Height and width after resizing an image, or ``count`` frames of a video, of the given size.
+        """Return the height and width to which an image, or ``count`` video frames, of the given size are resized.
 
         Raises:
             ValueError: there are too few frames, frames are too elongated, or the bounds allow no size.
@@ -199,7 +200,7 @@ class QwenVLImages:
         return smart_resize(height, width, factor, least, most, deep)
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
-        """See `Processor.sampled`. Frames are evenly spaced from the first one on, in Qwen3-VL up to the last one."""
+        """See `Processor.sampled`. Frames are evenly spaced from the first one on. Qwen3-VL includes the last one."""
         if wanted is not None and not (isinstance(wanted, int | float) and 0 < wanted < math.inf):
             raise ValueError(f"QwenVLImages: fps must be a positive number of frames per second, got {wanted!r}.")
         whole, most = self.of == "video", min(self.most_frames, frames)
@@ -227,12 +228,15 @@ class QwenVLImages:
         return numbers
 
     def bounds(self) -> dict[str, Any]:
-        """The bounds of the area as settings, under the names in all versions of transformers."""
+        """Return the bounds of the area as settings, under the names that the versions of transformers read."""
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         return bounds | {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
 
     def _most_pixels(self, count: int) -> int:
-        """``max_pixels`` for an image or ``count`` frames. ``cap_pixels_per_frame`` divides a video's token budget."""
+        """Return the largest area of an image or of ``count`` frames.
+
+        If ``cap_pixels_per_frame`` is set, the frames of a video share a budget of tokens.
+        """
         if not self.caps:
             return self.max_pixels
         budget, least = self.most_tokens * (self.patch * self.merge) ** 2, int(self.min_pixels * 1.05)
@@ -241,7 +245,7 @@ class QwenVLImages:
         return max(min(self.max_pixels, int(budget * 0.9) * self.frames // count), least)
 
     def _patches(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut pixels [T, 3, height, width] into patches, where patches that are merged into one token are adjacent."""
+        """Cut pixels [T, 3, height, width] into patches, ordered so that the patches of one token are adjacent."""
         T, channels, height, width = pixels.shape
         rows, columns, m, p = height // self.patch, width // self.patch, self.merge, self.patch
         # Height and width are divided into blocks that become one token, and these into patches.
@@ -343,7 +347,7 @@ class QwenVLProcessor(Processor):
         max_pixels: int | Sequence[int | None] | None = None,
         **options: "Unpack[TextOptions]",
     ) -> ModelInputs:
-        """Turn a batch of texts, and the images and videos of their placeholders in order, into model inputs.
+        """Turn a batch of texts and their images and videos, in the order of their placeholders, into model inputs.
 
         Args:
             texts: one text or several, with one placeholder per image or video, as written by the chat template.
@@ -418,7 +422,7 @@ class QwenVLProcessor(Processor):
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """See `Processor.placeholders`. With timestamps they include the tokens around a video."""
+        """See `Processor.placeholders`. With timestamps, a video's placeholder includes the tokens around it."""
         image, video = re.escape(self.image_token), re.escape(self.video_token)
         wrapped = re.escape(f"<|vision_start|>{self.video_token}<|vision_end|>")
         return {"image": image, "video": f"{wrapped}|{video}" if self.frames_apart else video}
@@ -452,7 +456,7 @@ class QwenVLProcessor(Processor):
     ) -> dict[str, Tensor]:
         """See `Processor.pixels`; the results have the same names as in ``__call__``.
 
-        ``bounds`` has ``min_pixels`` and ``max_pixels`` for each image, if images have their own bounds.
+        If images have their own bounds, ``bounds`` holds the list of ``min_pixels`` and the list of ``max_pixels``.
         """
         out: dict[str, Tensor] = {}
         of_image: Callable[..., Any] = lambda image, *image_bounds: self.images([image], *image_bounds)
@@ -468,14 +472,17 @@ class QwenVLProcessor(Processor):
         return out
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Write each frame of patches after its timestamp, the mean of the times of its first and last frame."""
+        """Return the text of a video: ``frame``, after a timestamp, for each group of frames that patches span.
+
+        The timestamp is the mean of the times of the group's first and last frame.
+        """
         depth = self.videos.frames
         seconds = [number / rate for number in (*numbers, *([numbers[-1]] * (-len(numbers) % depth)))]
         times = [(seconds[i] + seconds[i + depth - 1]) / 2 for i in range(0, len(seconds), depth)]
         return "".join(f"<{time:.1f} seconds><|vision_start|>{frame}<|vision_end|>" for time in times)
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """The arguments of a call, except the texts, for the parts that `image_parts` found."""
+        """Return the arguments of ``__call__``, except the texts, for the parts that `image_parts` found."""
         videos = [(video, part.get("fps")) for kind, video, part in parts if kind == "video"]
         images = [(image, part) for kind, image, part in parts if kind == "image"]
         return {
@@ -487,7 +494,7 @@ class QwenVLProcessor(Processor):
         }
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The bounds of images and videos, if any of them was changed."""
+        """Return the bounds of images and videos if any bound was changed, and otherwise nothing."""
         parts = {"image_processor": self.images, "video_processor": self.videos}
         return {part: images.bounds() for part, images in parts.items()} if any(map(_changed, parts.values())) else {}
 

@@ -1,7 +1,7 @@
-"""What the vision towers of the Qwen-VL families share: checks of sizes, the parts of a tower, and tensor names.
+"""The common code of the vision towers of the Qwen-VL families: checks of sizes, a tower's parts, and tensor names.
 
-Every tower embeds patches, runs `VisionBlock`s with rotation by row and column, and merges a square of patches into an
-image token. The towers differ in norms, MLPs and positions; each family's file has its own ``forward``.
+Every tower embeds patches, runs `VisionBlock`s, which rotate queries and keys by row and column, and merges squares of
+patches into image tokens. The towers differ in norms, MLPs and positions; each family's file has its own ``forward``.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ PARAMETERS = ("weight", "bias")
 
 
 def check_tower(config: Any, width: str, activations: tuple[str, ...] = PLAIN_ACTIVATIONS) -> None:
-    """Raise ValueError unless heads can be rotated by row and column, and the tower has the activation.
+    """Raise ValueError unless the heads can be rotated by row and column, and the tower supports the activation.
 
     Args:
         config: sizes of the tower.
@@ -39,7 +39,7 @@ def check_tower(config: Any, width: str, activations: tuple[str, ...] = PLAIN_AC
 
 
 def check_token_width(config: Any, width: str) -> None:
-    """Raise ValueError unless image tokens, whose width is a field of ``vision_config``, fit the language model."""
+    """Raise ValueError unless the image tokens' width, a field of ``vision_config``, fits the language model."""
     size = getattr(config.vision_config, width)
     if size != config.hidden_size:
         raise ValueError(
@@ -49,7 +49,7 @@ def check_token_width(config: Any, width: str) -> None:
 
 
 class QwenTower(nn.Module):
-    """The parts of a vision tower, without its forward.
+    """Base class of the vision towers, which builds their parts. Subclasses define the forward.
 
     Args:
         config: sizes.
@@ -89,12 +89,12 @@ class QwenTower(nn.Module):
 def tower_entries(
     vision: Any, visual: str, mlp: Mapping[str, Expression | str], *, norm_bias: bool = True
 ) -> dict[str, Expression | str]:
-    """The entries of a weight map for patch embedding and blocks; ``{b}`` is the block.
+    """Return the entries of a weight map for the patch embedding and the blocks; ``{b}`` is the index of a block.
 
     Args:
         vision: sizes of the tower.
         visual: prefix of the checkpoint's names.
-        mlp: the MLP of a block: our name within the block -> expression over names within the checkpoint's ``mlp``.
+        mlp: maps each name of a parameter within our MLP to an expression over the checkpoint's names.
         norm_bias: whether the norms of the blocks have biases.
     """
     ours, theirs = "visual.blocks.{b}", f"{visual}.blocks.{{b}}"
@@ -115,7 +115,7 @@ def tower_entries(
 
 
 def merger_entries(ours: str, theirs: str, parts: Mapping[str, str], *, norm_bias: bool = True) -> dict[str, str]:
-    """The entries of a weight map for a `PatchMerger`; ``parts`` maps our names of its three parts to theirs."""
+    """Return a weight map's entries for a `PatchMerger`; ``parts`` maps our names of its parts to the checkpoint's."""
     return {
         f"{ours}.{part}.{parameter}": f"{theirs}.{name}.{parameter}"
         for part, name in parts.items()

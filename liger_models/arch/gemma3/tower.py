@@ -22,8 +22,8 @@ class Gemma3VisionConfig:
     """Sizes of the vision tower.
 
     Raises:
-        ValueError: the width does not divide into heads, the image does not divide into patches, or the activation is
-            not supported.
+        ValueError: the width is not a multiple of the number of heads, the image size is not a multiple of the patch
+            size, or the activation is not supported.
     """
 
     hidden_size: int = 768
@@ -74,7 +74,7 @@ class Gemma3Config(Gemma3TextConfig):
 
 
 class Gemma3Tower(nn.Module):
-    """The vision tower: images to image tokens.
+    """The vision tower, which turns images into image tokens.
 
     Args:
         config: sizes of the language model and the tower.

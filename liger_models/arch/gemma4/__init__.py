@@ -1,9 +1,9 @@
 """Gemma 4 and Gemma 4 Unified, with and without images.
 
-In the order to read: `text` says what the language model is; `config` has its sizes; `attention`, `experts` and
-`per_layer` are the parts of a block that other families lack; `decoder` joins them; `names` has the names in
-checkpoints. `images` is a language model with images, whose image tokens come from `tower` in `model` (Gemma 4) and
-from a linear layer in `unified` (Gemma 4 Unified). `processor` turns images into patches.
+The modules in reading order: `text` describes the language model. `config` has its sizes. `attention`, `experts` and
+`per_layer` are the parts of a block that other families lack, and `decoder` puts the parts together. `names` has the
+names in checkpoints. `images` adds images to the language model: `model` (Gemma 4) computes image tokens by the vision
+tower in `tower`, and `unified` (Gemma 4 Unified) by linear layers. `processor` turns images into patches.
 """
 
 MODEL_TYPES = {

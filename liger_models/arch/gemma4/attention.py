@@ -20,12 +20,11 @@ from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm_linear
 
 @dataclass(frozen=True, eq=False)
 class Gemma4Layout(BatchLayout):
-    """`BatchLayout` with the tensors that Gemma 4 passes to its layers.
+    """`BatchLayout` with the further tensors that the blocks of Gemma 4 need.
 
     Attributes:
         per_layer: each block's second input [B, T, P], for this rank's tokens; None for models without such inputs.
-        shared: maps a type of layer to the keys and values [B, S, G, D] of the last layer of this type that computed
-            its own.
+        shared: maps a type of layer to the keys and values [B, S, G, D] that a layer of this type computed last.
     """
 
     images_need_window = True
@@ -35,7 +34,7 @@ class Gemma4Layout(BatchLayout):
 
 
 class Gemma4Attention(LigerAttention):
-    """`LigerAttention` with norms of q, k and v. Keys and values may come from an earlier layer.
+    """`LigerAttention` with norms of q, k and v. The last layers use the keys and values of an earlier layer.
 
     Args:
         config: sizes and constants.
@@ -78,7 +77,7 @@ class Gemma4Attention(LigerAttention):
     def _add_norm(  # type: ignore[override]
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: Any
     ) -> tuple[Tensor, ...]:
-        """``(y, residual, k, v)`` with k and v [B, S, G, D], or ``(y, residual)`` if another layer has k and v."""
+        """Return ``(y, residual, k, v)`` with k, v [B, S, G, D], or ``(y, residual)`` if k, v are another layer's."""
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         context = self.groups.context
         if context is not None:

@@ -7,11 +7,11 @@ from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4TextConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a Gemma 4 language model; config.json spells ``hidden_act`` as ``hidden_activation``.
+    """Sizes and constants of a Gemma 4 language model. In config.json, ``hidden_act`` is called ``hidden_activation``.
 
     ``head_dim``, ``num_key_value_heads`` and ``rope_local_base_freq`` apply to layers with a window.
-    ``global_head_dim``, ``rope_theta``, ``partial_rotary_factor`` and, with ``attention_k_eq_v``,
-    ``num_global_key_value_heads`` apply to layers without a window.
+    ``global_head_dim``, ``rope_theta`` and ``partial_rotary_factor`` apply to layers without a window. If
+    ``attention_k_eq_v`` is set, ``num_global_key_value_heads`` is the number of KV heads of layers without a window.
     """
 
     activations = ("gelu_pytorch_tanh", "gelu_new")
@@ -77,7 +77,7 @@ class Gemma4TextConfig(RMSNormDecoderConfig):
             )
 
     def layer_type(self, layer: int) -> str:
-        """The type of a layer and name of its rotary embedding, "sliding_attention" or "full_attention"."""
+        """Type of a layer and name of its rotary embedding: "sliding_attention" or "full_attention"."""
         if layer == self.num_hidden_layers - 1:
             return "full_attention"  # whatever layer_types says
         if self.layer_types is not None:
@@ -85,15 +85,15 @@ class Gemma4TextConfig(RMSNormDecoderConfig):
         return "sliding_attention" if (layer + 1) % 6 else "full_attention"
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens that a layer sees; None for all."""
+        """The attention window of a layer, in tokens; None for full attention."""
         return self.sliding_window if self.layer_type(layer) == "sliding_attention" else None
 
     def shares(self, layer: int) -> bool:
-        """Whether a layer uses the keys and values of the last layer of its type that computes its own."""
+        """Whether a layer uses keys and values of an earlier layer of its type instead of computing its own."""
         return layer >= self.num_hidden_layers - self.num_kv_shared_layers
 
     def keys_are_values(self, layer: int) -> bool:
-        """Whether a layer's values are its keys before the norm."""
+        """Whether a layer uses its keys, before norm and rotation, as its values."""
         return self.attention_k_eq_v and self.window(layer) is None
 
     def kv_heads_of(self, layer: int) -> int:

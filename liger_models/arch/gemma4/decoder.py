@@ -1,4 +1,4 @@
-"""The decoder of the Gemma 4 families: blocks, and the tensors that they pass to each other."""
+"""The decoder of the Gemma 4 families: the blocks, and the tensors that blocks pass to later blocks."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from liger_models.layers.rope import ProportionalRotaryEmbedding, RotaryEmbeddin
 
 
 class LayerScale(Layer):
-    """Multiplies by a number from the checkpoint, which is not trained."""
+    """Multiplies its input by a number that comes from the checkpoint and is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,19 +37,19 @@ class LayerScale(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradient, in case a user trains the number."""
+        """All-reduce the gradient, which exists only if a user trains the number."""
         self.group = group
         return True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale x [...]."""
+        """Multiply x [...] by the number."""
         return x * replicated(self.weight, self.group).to(x.dtype)
 
 
 class Gemma4Block(nn.Module):
     """``h += norm(attention(norm(h))); h += norm(mlp(norm(h))); h += per-layer branch(h); h *= scale``.
 
-    With experts the second step is ``h += norm(norm(mlp(norm(h))) + norm(experts(norm(h))))``.
+    In a model with experts, the second step is ``h += norm(norm(mlp(norm(h))) + norm(experts(norm(h))))``.
     """
 
     def __init__(self, config: Gemma4TextConfig, layer: int, kernels: KernelOptions) -> None:
@@ -73,7 +73,7 @@ class Gemma4Block(nn.Module):
         self.layer_scalar = LayerScale()
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: Any) -> tuple[Tensor | None, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and tensors for `carry`."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and more for `carry`."""
         # Attention. x is the branch's output, which the next norm adds to the stream.
         attended: Any = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual, *carried = attended  # keys and values, unless they are those of another layer
@@ -111,14 +111,14 @@ class Gemma4Decoder(CausalLM):
         )
 
     def build_blocks(self, config: Gemma4TextConfig) -> nn.ModuleList:
-        """Build the blocks, and the module that computes their second inputs from the tokens."""
+        """Build the blocks, and the module that computes the blocks' second inputs from the tokens."""
         norm = fp32_norm(config, self.kernels)
         # Set before the blocks: states of optimizers number parameters in this order.
         self.per_layer = PerLayerInputs(config, norm) if config.hidden_size_per_layer_input else None
         return super().build_blocks(config)
 
     def build_norm(self, config: Gemma4TextConfig) -> LigerRMSNorm:
-        """A norm whose weight multiplies in fp32."""
+        """A norm that multiplies by its weight in fp32."""
         return fp32_norm(config, self.kernels)(config.hidden_size)
 
     def build_head(self, config: Gemma4TextConfig) -> LigerLMHead:
@@ -128,20 +128,20 @@ class Gemma4Decoder(CausalLM):
         )
 
     def build_rotary(self, config: Gemma4TextConfig) -> dict[str, nn.Module]:
-        """A rotary embedding for each type of layer; full attention rotates only a part of the pairs."""
+        """One rotary embedding per layer type. Layers with full attention rotate only some pairs of dimensions."""
         # Both types have their own head dimension, so their tables differ in width, too.
         full = ProportionalRotaryEmbedding(config.global_head_dim, config.rope_theta, config.partial_rotary_factor)
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
         return {"full_attention": full, "sliding_attention": sliding}
 
     def reset_parameters(self) -> None:
-        """See `Decoder.reset_parameters`. The padding token's row is 0 in both embeddings."""
+        """See `Decoder.reset_parameters`. In both token embeddings, the padding token's row is 0."""
         super().reset_parameters()
         if self.per_layer is not None:
             zero_padding_row(self.per_layer.embed_tokens)
 
     def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: int | None = None) -> LigerEmbedding:
-        """See `CausalLM.resize_token_embeddings`. Both embeddings are resized."""
+        """See `CausalLM.resize_token_embeddings`. Both token embeddings are resized."""
         embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of)
         if self.per_layer is not None:
             resize_rows(self.per_layer.embed_tokens, embedding.num_embeddings)
@@ -149,7 +149,7 @@ class Gemma4Decoder(CausalLM):
         return embedding
 
     def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
-        """The second inputs of all blocks, for this rank's share of the tokens."""
+        """Return the second inputs of all blocks, for this rank's share of the tokens."""
         if self.per_layer is None:
             return {}
         if input_ids is None:
@@ -166,12 +166,12 @@ class Gemma4Decoder(CausalLM):
 
     @property
     def held_elements(self) -> int:
-        """The second inputs of all blocks, and the projections that they are computed from."""
+        """Number of elements per token of the blocks' second inputs, and of the projections they are computed from."""
         count: int = 2 * self.config.num_hidden_layers * self.config.hidden_size_per_layer_input
         return count
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """Pass a block's keys and values to later blocks of the same type, which may attend to them."""
+        """Return a block's router logits, and a layout that passes its keys and values to later blocks of its type."""
         attention: Any = self.layers[index].self_attn
         if attention.shares:
             return more, layout
@@ -182,7 +182,7 @@ class Gemma4Decoder(CausalLM):
         return routed, layout
 
     def stand_ins(self, layout: Any, like: Tensor) -> Any:
-        """Second inputs of all blocks, and keys and values of both types of layers."""
+        """See `Decoder.stand_ins`. The placeholders are second inputs of all blocks, and keys and values per type."""
         config, shape = self.config, like.shape[:2]
         # Shapes differ between types of layers; of each type the last layer's remain, as in `carry`.
         width, shared = config.hidden_size_per_layer_input, {}

@@ -17,7 +17,7 @@ from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
 
 
 class Gemma4Router(Layer):
-    """Chooses experts by the logits of the normed stream, and multiplies the routing weights by a factor per expert.
+    """Chooses experts by the normalized residual stream, and multiplies each routing weight by its expert's factor.
 
     Args:
         config: sizes and constants.
@@ -32,7 +32,7 @@ class Gemma4Router(Layer):
         self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
 
     def draw(self, std: float) -> bool:
-        """Set the factors to 1. Norm and projection initialize themselves."""
+        """Set the factors of all experts to 1. The norm and the projection initialize themselves."""
         nn.init.ones_(self.per_expert_scale)
         return True
 
@@ -43,13 +43,13 @@ class Gemma4Router(Layer):
         return {}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because the forward sums the gradient of the factors."""
+        """Return True, because the forward already sums the gradient of the experts' factors."""
         return True
 
     def forward(
         self, x: Tensor, route: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, C] -> ``(weights [N, K], experts [N, K], logits [N, X])``, N the number of tokens."""
+        """Map x [B, T, C] to ``(weights [N, K], experts [N, K], logits [N, X])`` for N tokens."""
         # The norm of the stream is fused with the projection. The logits are scaled before the softmax.
         logits, _ = add_norm_linear(self.norm, self.proj, None, x)
         weights, experts, logits = route(logits.flatten(0, -2) * x.shape[-1] ** -0.5)
@@ -58,7 +58,7 @@ class Gemma4Router(Layer):
 
 
 class Gemma4Experts(LigerMoE):
-    """`LigerMoE` with a `Gemma4Router`, which reads another input than the experts.
+    """`LigerMoE` with a `Gemma4Router`, whose input differs from the input of the experts.
 
     Args:
         config: sizes and constants.
@@ -75,5 +75,5 @@ class Gemma4Experts(LigerMoE):
         self.gate = Gemma4Router(config, norm)
 
     def forward(self, x: Tensor, experts: Tensor | None = None, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Experts of x [B, T, C], routed by ``stream`` [B, T, C]: ``(y [B, T, C], router_logits [N, X])``, N tokens."""
+        """Map x [B, T, C], routed by ``stream`` [B, T, C], to ``(y [B, T, C], router_logits [N, X])`` for N tokens."""
         return self._mix(x, *self.gate(x if stream is None else stream, partial(self._route, experts=experts)))

@@ -1,6 +1,6 @@
 """The Gemma 4 families with images: the language model of `text`, with image tokens in place of placeholders.
 
-With ``use_bidirectional_attention: "vision"`` the tokens of an image attend to each other in both directions, but only
+If ``use_bidirectional_attention`` is "vision", the tokens of an image attend to each other in both directions, but only
 in layers with a window. Audio and videos are not supported; weights for audio are kept and saved again, but not used.
 
 Source: transformers ``models/gemma4``, ``models/gemma4_unified``.
@@ -24,7 +24,7 @@ from liger_models.layers.decoder import CausalLMOutput
 from liger_models.layers.patches import count_torn
 
 REFUSED = {"input_features": "audio", "input_features_mask": "audio", "pixel_values_videos": "videos"}
-"""Arguments of transformers' model -> what they hold, which this one does not take."""
+"""Maps arguments that the model of transformers takes, but not this one, to the medium that they hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
     image (``position_embedding_size``)."""
 
     tower_class: ClassVar[Callable[..., nn.Module]]
-    """Makes the module from patches to image tokens, of ``vision_config``, the width of a token and ``kernels``."""
+    """Builds the module from patches to image tokens; called with ``(vision_config, width of a token, kernels)``."""
     processor_class = Gemma4Processor
     image_inputs = ("pixel_values", "image_position_ids")
     prompt_inputs: ClassVar[tuple[str, ...]] = (*image_inputs, "mm_token_type_ids", *REFUSED)
@@ -64,7 +64,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
         mm_token_type_ids: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutput:
-        """Compute logits, or the loss if ``labels`` are given, of text with or without images.
+        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
 
         Args:
             input_ids: [B, T] int64, with one placeholder per image token.
@@ -89,7 +89,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
         return self.run_with_images(input_ids, self._checked_images(pixel_values, image_position_ids), **options)
 
     def _checked_images(self, pixels: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Return the patches and their positions, or None without images."""
+        """Return the patches and their positions, or None if there are no images."""
         check_tensors(pixel_values=pixels)
         check_integers(image_position_ids=positions)
         if (pixels is None) != (positions is None):
@@ -124,11 +124,11 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
         return bool(self.config.use_bidirectional_attention == "vision")
 
     def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """The ids with the padding token at all placeholders, for which the embedding has no rows."""
+        """Return the ids, with the padding token in place of placeholders, which have no rows in the embedding."""
         return input_ids.masked_fill(places | self._refused(input_ids), max(self.config.pad_token_id or 0, 0))
 
     def _refused(self, input_ids: Tensor) -> Tensor:
-        """Which tokens [B, T] are placeholders of audio or videos. Only generation can produce them."""
+        """Return [B, T] bool, whether tokens are placeholders of audio or videos, which only generation produces."""
         refused: Tensor = (input_ids == self.config.audio_token_id) | (input_ids == self.config.video_token_id)
         return refused
 
@@ -167,7 +167,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
         check_placeholders(placeholders, expected, apart, None if images is None else len(tokens))
 
     def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
-        """An image of one token; see `ImageTokenModel.blank_image`."""
+        """See `ImageTokenModel.blank_image`. The image has one token."""
         side = torch.arange(self.config.vision_config.pooled, device=embeds.device)
         positions = torch.cartesian_prod(side, side).view(1, -1, 2)
         return embeds.new_zeros(1, positions.shape[1], self.config.vision_config.patch_values), positions
@@ -178,7 +178,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
         return counts
 
     def image_features(self, pixel_values: Tensor, image_position_ids: Tensor) -> tuple[Tensor, ...]:
-        """The image tokens of each image, [tokens, C] each; the arguments are those of `forward`."""
+        """Return the image tokens [tokens, C] of each image; the arguments are those of `forward`."""
         images = (pixel_values, image_position_ids)
         counts = self.token_counts(images).tolist()
         parts: tuple[Tensor, ...] = self.visual(*images)[: sum(counts)].split(counts)  # padding is last
@@ -204,7 +204,8 @@ def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[st
     """Move the keys of ``text_config`` to the top, and set ``vision_config`` to ``vision``.
 
     Raises:
-        ValueError: a rope type is not supported, layers of one type differ, or ``vision_config`` is missing.
+        ValueError: a rope type is not supported, layers of the same type have different sizes, or ``vision_config`` is
+            missing.
     """
     if hf.get("vision_config") is None:
         raise ValueError(
@@ -219,7 +220,7 @@ def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[st
 def to_json(
     keys: Mapping[str, Any], vision: Mapping[str, Any], text_to_json: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """The inverse of `from_json`, which moves the language model's keys back into ``text_config``."""
+    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
     text_keys = {key: value for key, value in keys.items() if key not in TOP}
     top = {key: keys[key] for key in TOP if key in keys} | {"vision_config": dict(vision)}
     return top | {"text_config": text_to_json(text_keys)}

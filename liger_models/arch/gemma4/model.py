@@ -1,7 +1,7 @@
 """Gemma 4 with images (E2B, E4B, 26B-A4B, 31B): model_type ``gemma4``.
 
-The language model is ``gemma4_text``. If its blocks have a second input (E2B, E4B), an image token's input is computed
-from the image token and from the padding token's second embedding.
+The language model is ``gemma4_text``. In E2B and E4B, the blocks have a second input. For an image token, it is
+computed from the image token and the padding token's second embedding.
 
 Source: transformers ``models/gemma4``.
 """
@@ -44,10 +44,10 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, and read the keys of both parts.
+    """Move the keys of ``text_config`` to the top, and read the keys of the language model and of the tower.
 
     Raises:
-        ValueError: a rope type is not supported, or layers of one type differ.
+        ValueError: a rope type is not supported, or layers of the same type have different sizes.
     """
     vision = dict(hf.get("vision_config") or {})
     rope = dict(vision.pop("rope_parameters", None) or {})

@@ -25,7 +25,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read ``hidden_activation``, ``rope_parameters`` of each layer type, and ``per_layer_config`` of transformers 5.
 
     Raises:
-        ValueError: a rope type is not supported, or layers of one type differ.
+        ValueError: a rope type is not supported, or layers of the same type have different sizes.
     """
     flat = {key: value for key, value in hf.items() if key not in ("rope_parameters", "hidden_activation")}
     flat["hidden_act"] = hf.get("hidden_activation")
@@ -51,7 +51,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_full_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of layers without a window, from the layers in ``per_layer_config``."""
+    """Return the sizes that ``per_layer_config`` has for the layers without a window."""
     if "per_layer_config" not in hf:
         return {}
     # All layers without a window must agree, because the config has one size for them.
@@ -86,7 +86,7 @@ def text_map(
     over: Mapping[str, Sequence[int]] | None = None,
     kept: Sequence[str] = (),
 ) -> WeightMap:
-    """Maps the parameters of the language model to tensors under ``prefix``; the other arguments add entries."""
+    """Maps the language model's parameters to tensors that begin with ``prefix``; other arguments add entries."""
     block = f"{prefix}.layers.{{i}}"
     norms = [
         "input_layernorm", "self_attn.q_norm", "post_attention_layernorm", "pre_feedforward_layernorm",
@@ -115,9 +115,10 @@ def text_map(
 
 
 def _attention_entries(config: Gemma4TextConfig, prefix: str) -> tuple[dict[str, Expression | str], list[str]]:
-    """The projections and norms of all layers, and the tensors to skip.
+    """Return the entries for the attention projections and key norms of all layers, and the tensors to skip.
 
-    Layers that use another layer's keys and values leave those of the checkpoint unread.
+    If a layer uses the keys and values of another layer, the checkpoint's tensors for its own keys and values are
+    skipped.
     """
     entries: dict[str, Expression | str] = {}
     skipped: list[str] = []
@@ -146,7 +147,7 @@ def _attention_entries(config: Gemma4TextConfig, prefix: str) -> tuple[dict[str,
 
 
 def _expert_entries(block: str) -> dict[str, Expression | str]:
-    """The router and the experts of a block."""
+    """Return the entries for the router and the experts of a block."""
     gate_up, down = fused_expert_rows(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj")
     return {
         "layers.{i}.moe.gate.proj.weight": f"{block}.router.proj.weight",
@@ -165,4 +166,4 @@ PER_LAYER = {
     "per_layer.projection.weight": "per_layer_model_projection.weight",
     "per_layer.norm.weight": "per_layer_projection_norm.weight",
 }
-"""Parameters that compute or read the second inputs of the blocks -> names in the checkpoint, after the prefix."""
+"""Maps parameters that compute or read the blocks' second inputs to their checkpoint names, without the prefix."""

@@ -1,7 +1,8 @@
-"""The second embedding of Gemma 4 (E2B, E4B), from which each block gets a second input besides the stream.
+"""The second token embedding of Gemma 4 (E2B, E4B), which gives each block an input besides the residual stream.
 
-`PerLayerInputs` computes the inputs of all blocks before the first block, and `PerLayerBranch` is the part of a block
-that reads its input. `find_ids` serves callers that pass embeddings, because the second embedding needs ids.
+`PerLayerInputs` computes the second inputs of all blocks before the first block runs, and `PerLayerBranch` is the part
+of a block that reads the block's second input. If a caller passes embeddings, `find_ids` finds their token ids, because
+the second embedding needs ids.
 """
 
 from functools import partial
@@ -19,10 +20,10 @@ from liger_models.layers.norm import LigerRMSNorm
 
 
 class PerLayerInputs(Layer):
-    """The second inputs of all blocks.
+    """Computes the second inputs of all blocks.
 
-    A block's input for a token is the sum of the token's second embedding for this block and a normed projection of its
-    first embedding, divided by sqrt(2).
+    The second input of a block is ``(e2 + norm(projection(e1))) / sqrt(2)`` for each token, where e1 is the token's
+    embedding, and e2 is the token's second embedding for this block.
 
     Args:
         config: sizes and constants.
@@ -58,7 +59,7 @@ class PerLayerInputs(Layer):
 
 
 class PerLayerBranch(Layer):
-    """``norm(projection(gelu(gate(x)) · input))`` of the stream x and a block's input from `PerLayerInputs`.
+    """``norm(projection(gelu(gate(x)) · input))`` of the residual stream x and the block's second input.
 
     Args:
         config: sizes and constants.
@@ -86,7 +87,7 @@ class PerLayerBranch(Layer):
 
 @torch.no_grad()
 def find_ids(embeds: Tensor, embedding: LigerEmbedding) -> Tensor:
-    """Find the token ids [B, T] of embeddings [B, T, C], which must equal rows of the embedding bit for bit.
+    """Find the token ids [B, T] of embeddings [B, T, C], which must be bitwise identical to rows of the embedding.
 
     Raises:
         ValueError: an embedding does not belong to any token.

@@ -1,4 +1,4 @@
-"""The processor of the Gemma 4 families, from text and images to model inputs.
+"""The processor of the Gemma 4 families, which turns text and images into model inputs.
 
 Source: transformers ``image_processing_pil_gemma4.py``, ``image_processing_gemma4_unified.py``,
 ``processing_gemma4.py``.
@@ -36,7 +36,7 @@ BICUBIC = 3
 
 
 class Gemma4Images:
-    """Resizes images to the allowed number of image tokens, keeping their shape, and cuts them into patches.
+    """Resizes images to the allowed number of image tokens, keeping the aspect ratio, and cuts them into patches.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -45,7 +45,7 @@ class Gemma4Images:
         merge: whether each such square becomes one large patch, as in Gemma 4 Unified.
 
     Raises:
-        ValueError: the settings ask for something that is not implemented, or do not fit the model.
+        ValueError: the settings request a feature that is not implemented, or do not fit the model.
     """
 
     def __init__(self, settings: Mapping[str, Any], patch: int, pool: int, merge: bool = False) -> None:
@@ -64,7 +64,7 @@ class Gemma4Images:
         return f"Gemma4Images(max_soft_tokens={self.max_soft_tokens})"
 
     def tokens(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Number of rows and columns of image tokens for an image of the given width and height."""
+        """Return the number of rows and columns of image tokens for an image of the given width and height."""
         # The image keeps its shape and is scaled to the allowed area, rounded down to whole tokens.
         side = self.patch * self.pool
         factor = math.sqrt(self.max_soft_tokens * self.pool**2 * self.patch**2 / (size[0] * size[1]))
@@ -77,7 +77,7 @@ class Gemma4Images:
         return rows, columns
 
     def __call__(self, source: "Source") -> tuple[Tensor, Tensor]:
-        """Patches [P, 3 · patch²] fp32 with their columns and rows [P, 2] int64, both padded to the maximum number."""
+        """Return patches [P, 3 · patch²] fp32, and columns and rows [P, 2] int64, both padded to the maximum number."""
         image = read_image(source)
         rows, columns = (count * self.pool for count in self.tokens(image.size))
         pixels = self.normalize(to_tensor(image, (rows * self.patch, columns * self.patch), BICUBIC))
@@ -90,7 +90,7 @@ class Gemma4Images:
 
 
 class Gemma4Processor(Processor):
-    """Turns texts with placeholders, and images, into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
@@ -130,7 +130,7 @@ class Gemma4Processor(Processor):
         bos: bool = True,
         **options: "Unpack[TextOptions]",
     ) -> ModelInputs:
-        """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
+        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
 
         Args:
             texts: one text or several, with one placeholder per image, as written by the chat template.
@@ -187,6 +187,6 @@ class Gemma4Processor(Processor):
         return super().media(parts) | {"bos": False}
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The number of tokens, if it was changed."""
+        """The maximum number of tokens per image if it was changed, and otherwise nothing."""
         tokens = self.images.max_soft_tokens
         return {} if tokens == self.images.as_read else {"image_processor": {"max_soft_tokens": tokens}}

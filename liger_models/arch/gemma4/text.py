@@ -1,18 +1,18 @@
 """The language models of Gemma 4 without images.
 
-``gemma4_text`` (E2B, E4B, 26B-A4B, 31B) differs from Gemma 3: norms scale by their weight instead of 1 + weight, and
-values are also normed, without a weight; scores are not scaled. Layers without a window have wider heads
-(``global_head_dim``). With ``attention_k_eq_v`` they also have their own number of KV heads and no projection for
-values, because the keys before norm and rotation are the values. In these layers only the first
-``partial_rotary_factor`` of a head's pairs rotate. The last ``num_kv_shared_layers`` layers attend to the keys and
-values of the last earlier layer of their type that computes its own. At its end a block multiplies the stream by a
-factor.
+``gemma4_text`` (E2B, E4B, 26B-A4B, 31B) differs from Gemma 3: norms multiply by their weight instead of 1 + weight.
+Values are normalized, too, by a norm without a weight. Attention scores are not scaled. Layers without a window have
+wider heads (``global_head_dim``) and rotate only the first ``partial_rotary_factor`` of the pairs of dimensions of each
+head. If ``attention_k_eq_v`` is set, these layers also have their own number of KV heads and no projection for values,
+because the keys before norm and rotation are the values. The last ``num_kv_shared_layers`` layers do not compute keys
+and values; each of them uses those of the last earlier layer of its type that does. At the end of each block, the
+residual stream is multiplied by a factor.
 
-E2B and E4B embed each token a second time, which gives each block a second input. This input gates a small projection
-of the stream that is added to the stream. 26B-A4B has experts beside the MLP of each block, and their router has its
-own norm.
+E2B and E4B have a second token embedding, which gives each block a second input. The block projects the residual stream
+to a gate of this input, and adds a projection of the gated input to the stream. In 26B-A4B, each block has experts in
+addition to the MLP, and the router has its own norm.
 
-``gemma4_unified_text`` (12B) is ``gemma4_text`` without experts and without second inputs, with other defaults.
+``gemma4_unified_text`` (12B) is ``gemma4_text`` without experts and without second inputs, and has other defaults.
 
 Source: transformers ``models/gemma4``, ``models/gemma4_unified``.
 """
@@ -58,7 +58,7 @@ class LigerGemma4UnifiedText(Gemma4Decoder):
 
 
 def unified_to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """``to_json`` of ``gemma4_text``, without the keys that only ``gemma4_text`` has."""
+    """Convert fields as ``to_json`` of ``gemma4_text`` does, but omit the keys that only ``gemma4_text`` has."""
     absent = ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
     return to_json({key: value for key, value in keys.items() if key not in absent})
 

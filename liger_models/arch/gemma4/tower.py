@@ -1,9 +1,10 @@
-"""The vision tower of Gemma 4: patches to image tokens.
+"""The vision tower of Gemma 4, which turns patches into image tokens.
 
-Images keep their shape. A patch has learned positions for its column and for its row, and the heads of queries and keys
-are rotated by both. Blocks have norms before and after attention and MLP, and values are also normed. In E2B and E4B
-the inputs and outputs of linear layers are clipped. The output is averaged over squares of patches, multiplied by
-sqrt(C), standardized (only in 26B-A4B and 31B), normed and projected.
+Images keep their aspect ratio. A patch has a learned position for its column and another one for its row, and queries
+and keys are rotated by column and row. Blocks have norms before and after attention and MLP; queries, keys and values
+are normalized, too. In E2B and E4B, the inputs and outputs of linear layers are clipped. The output of the blocks is
+averaged over squares of patches, multiplied by sqrt(C), standardized (only in 26B-A4B and 31B), normalized and
+projected.
 
 Source: transformers ``models/gemma4``.
 """
@@ -34,8 +35,8 @@ class Gemma4VisionConfig:
     """Sizes of the vision tower.
 
     Raises:
-        ValueError: heads cannot be rotated by row and column, heads share keys, or the activation or dropout is not
-            supported.
+        ValueError: heads cannot be rotated by row and column, there are fewer KV heads than query heads, or the
+            activation or dropout is not supported.
     """
 
     hidden_size: int = 768
@@ -79,7 +80,7 @@ class Gemma4VisionConfig:
 
 
 class ClippedLinear(Layer):
-    """A linear layer whose input and output are clipped to bounds from the checkpoint, which are not trained.
+    """A linear layer whose input and output are clipped to bounds that come from the checkpoint and are not trained.
 
     Args:
         in_features, out_features: as in `torch.nn.Linear`.
@@ -91,7 +92,7 @@ class ClippedLinear(Layer):
         self.linear = nn.Linear(in_features, out_features, bias=False)
         bounds = [nn.Parameter(torch.empty(2), requires_grad=False) if clips else None for _ in range(2)]
         self.least, self.most = bounds
-        """The least input and output, and the largest."""
+        """The lower bounds of input and output, and the upper bounds of input and output."""
 
     def draw(self, std: float) -> bool:
         """Set the bounds to infinity, so that a new model clips nothing."""
@@ -101,7 +102,7 @@ class ClippedLinear(Layer):
         return True
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+        """Map x [..., in_features] to [..., out_features]."""
         if self.least is None or self.most is None:
             y: Tensor = self.linear(x)
             return y
@@ -130,7 +131,7 @@ class Gemma4VisionAttention(Layer):
         self.rope_kernel = kernels.rope
 
     def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
-        """x [1, N, C] -> [1, N, C]."""
+        """Map x [1, N, C] to [1, N, C]."""
         # Three projections, because each clips by bounds of its own: [1, N, H, D] each.
         heads = [proj(x).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         packed = torch.stack(heads, -2).flatten(2)  # by head its query, key and value
@@ -158,7 +159,7 @@ class Gemma4VisionMLP(nn.Module):
         self.down_proj = ClippedLinear(width, C, clips)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> [..., C]."""
+        """Map x [..., C] to [..., C]."""
         y: Tensor = self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
         return y
 
@@ -176,10 +177,10 @@ class Gemma4VisionBlock(Layer):
         self.mlp = Gemma4VisionMLP(config)
         self.post_feedforward_layernorm = norm(C)
         self.recompute = False
-        """Save only the sum of the inputs and recompute the rest in the backward."""
+        """Whether to save only the sum of the inputs and recompute the rest in the backward."""
 
     def set_policy(self, policy: str) -> None:
-        """Recompute under every policy but "none"."""
+        """Recompute in the backward unless the policy is "none"."""
         self.recompute = policy != "none"
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
@@ -199,7 +200,7 @@ class Gemma4VisionBlock(Layer):
 
 
 class Standardize(Layer):
-    """``(x − bias) · scale`` with numbers from the checkpoint, which are not trained.
+    """``(x − bias) · scale``, where bias and scale come from the checkpoint and are not trained.
 
     Args:
         width: C.
@@ -216,12 +217,12 @@ class Standardize(Layer):
         return True
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> [..., C], in the dtype of x."""
+        """Map x [..., C] to [..., C] in the dtype of x."""
         return (x - local(self.bias).to(x.dtype)) * local(self.scale).to(x.dtype)
 
 
 class Gemma4Tower(nn.Module):
-    """The vision tower: patches to image tokens.
+    """The vision tower, which turns patches into image tokens.
 
     Args:
         config: sizes.
@@ -235,7 +236,7 @@ class Gemma4Tower(nn.Module):
         norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
         self.patch_embed = nn.Linear(config.patch_values, C, bias=False)
         self.pos_embed = nn.Embedding(2 * self.positions, C)
-        """The positions of columns, then the positions of rows."""
+        """The learned positions of all columns, followed by those of all rows."""
         self.blocks = nn.ModuleList(Gemma4VisionBlock(config, norm, kernels) for _ in range(config.num_hidden_layers))
         self.standard = Standardize(C) if config.standardize else None
         self.soft_emb_norm = norm(C, elementwise_affine=False)
@@ -277,7 +278,7 @@ class Gemma4Tower(nn.Module):
         return projected.flatten(0, 1)[padding.flatten().int().argsort(stable=True)]
 
     def _pooled(self, seen: Tensor, coordinates: Tensor, valid: Tensor) -> Tensor:
-        """Means over squares of patches times sqrt(C), in fp32, because they may exceed the range of fp16."""
+        """Return the means over squares of patches, times sqrt(C), in fp32, because fp16 might overflow."""
         (column, row), tokens = coordinates.unbind(-1), coordinates.shape[1] // self.pool**2
         # Which square each patch belongs to, as a matrix [n, tokens, P], so that pooling is one product.
         # Number of squares in a row of the image, [n, 1]; padding has column 0.

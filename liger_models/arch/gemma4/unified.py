@@ -1,7 +1,8 @@
 """Gemma 4 Unified with images (12B): model_type ``gemma4_unified``.
 
-The language model is ``gemma4_unified_text``. There is no vision tower: the pixels of a large patch are normed,
-projected to an image token, and normed again after the learned positions of its column and row are added.
+The language model is ``gemma4_unified_text``. There is no vision tower: the pixels of a large patch are normalized and
+projected, the learned positions of the patch's column and row are added, and the sum is normalized and projected to an
+image token.
 
 Source: transformers ``models/gemma4_unified``.
 """
@@ -72,7 +73,7 @@ class Gemma4UnifiedConfig(Placeholders, Gemma4UnifiedTextConfig):
 
 
 class PatchEmbedder(nn.Module):
-    """Patches to image tokens.
+    """Turns patches into image tokens.
 
     Args:
         config: sizes.
@@ -89,7 +90,7 @@ class PatchEmbedder(nn.Module):
         )
         self.patch_embed = nn.Linear(config.patch_values, C)
         self.pos_embed = nn.Embedding(2 * config.mm_posemb_size, C)
-        """The positions of the first column and row, of the second, and so on."""
+        """The learned positions: row 2i is that of column i, and row 2i + 1 is that of row i of an image."""
         self.soft_emb_norm = LigerRMSNorm(
             C, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm, elementwise_affine=False
         )
@@ -137,8 +138,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys of ``text_config`` to the top.
 
     Raises:
-        ValueError: a rope type is not supported, layers of one type differ, or ``model_patch_size`` is not the product
-            of the sizes of a patch.
+        ValueError: a rope type is not supported, layers of the same type have different sizes, or ``model_patch_size``
+            is not the product of the sizes of a patch.
     """
     vision = {"patch_size": 16, "pooling_kernel_size": 3, **(hf.get("vision_config") or {})}
     side = vision["patch_size"] * vision["pooling_kernel_size"]

@@ -1,7 +1,8 @@
 """Llama 3.2 Vision.
 
-In the order to read: `model` has the blocks and the forward, `cross_attention` the attention to image tokens, `tower`
-the image tokens, `config` the sizes, `names` the names in checkpoints, and `processor` the pixels.
+The modules in reading order: `model` has the blocks and the forward. `cross_attention` is the attention from text to
+image tokens, which `tower` computes from pixels. `config` has the sizes, and `names` the names in checkpoints.
+`processor` turns images into pixels.
 """
 
 MODEL_TYPES = {"mllama": "model"}

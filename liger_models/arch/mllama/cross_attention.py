@@ -24,7 +24,7 @@ IMAGES_SEEN = "images_seen"
 
 @dataclass(frozen=True, eq=False)
 class ImageStates:
-    """The image tokens for cross-attention, and the mask of which text token attends to which tile.
+    """The image tokens for cross-attention, and the mask that determines which text token attends to which tile.
 
     If the text tokens are divided among ranks, ``reached`` and ``sees`` cover only the tokens of this rank.
 
@@ -205,7 +205,7 @@ class LigerCrossAttention(Layer):
     def add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
     ) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual`` and apply attention to its norm. Returns ``(y, residual)``, both [B, T, C]."""
+        """Add ``x`` to ``residual`` and apply attention to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C]."""
         if recomputes(self):
             y, residual = run_twice(
                 self._add_norm, norm, x, residual, images,

@@ -28,7 +28,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`, which moves the language model's keys back into ``text_config``."""
+    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
     text = {"dropout" if key == "attention_dropout" else key: value for key, value in keys.items() if key not in TOP}
     return {key: keys[key] for key in TOP} | {"text_config": text}
 
@@ -39,7 +39,7 @@ def weight_map(config: MllamaConfig) -> WeightMap:
 
 
 def other_maps(config: MllamaConfig) -> list[WeightMap]:
-    """The layout of transformers' modules since 4.52, which some of its versions also wrote to checkpoints."""
+    """The layout of the modules of transformers since 4.52, which some of these versions also wrote to checkpoints."""
     return [_map(config, "model.language_model", "model.", "lm_head.weight")]
 
 

@@ -200,7 +200,7 @@ class MllamaProcessor(Processor):
         fps: Sequence[float] = (),
         bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; both results have one row, [1, M, ...], even if there are no images."""
+        """See `Processor.pixels`; each result has one row, [1, M, ...], even if there are no images."""
         pairs = [self.images(image) for image in images]
         empty = torch.zeros(0, self.images.max_tiles, 3, self.images.side, self.images.side)
         return {

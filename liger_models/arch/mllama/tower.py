@@ -1,4 +1,4 @@
-"""The vision tower of Llama 3.2 Vision: tiles to image tokens.
+"""The vision tower of Llama 3.2 Vision, which turns tiles of images into image tokens.
 
 Blocks over all tiles of an image are followed by blocks with gates. The outputs of the tower and of some of its earlier
 blocks are concatenated along the features of each token.
@@ -20,7 +20,7 @@ from liger_models.layers.norm import LigerLayerNorm
 from liger_models.layers.vision import VisionBlock
 
 PATCHES_MULTIPLE = 8
-"""The tokens of a tile are padded to a multiple of this. Tokens attend to the padding, so it affects the result."""
+"""The tokens of a tile are padded to a multiple of this. Tokens attend to the padding, which affects the result."""
 
 
 class MllamaGlobalBlock(VisionBlock):
@@ -51,7 +51,7 @@ def _mlp(config: MllamaVisionConfig, kernels: KernelOptions) -> LigerMLP:
 
 
 class MllamaTower(nn.Module):
-    """The vision tower: tiled images to image tokens.
+    """The vision tower, which turns the tiles of images into image tokens.
 
     Args:
         config: sizes of the language model and the tower.
@@ -147,7 +147,10 @@ class MllamaTower(nn.Module):
         return y
 
     def _layout(self, used: Tensor) -> BatchLayout:
-        """All tokens of an image attend to each other, but padding and unused tiles not among themselves."""
+        """Return a layout in which the tokens of all used tiles of an image attend to all tokens of the image.
+
+        Tokens of padding and of unused tiles attend only to tokens of used tiles.
+        """
         P = self.config.tokens_per_tile
         tiles = used.shape[1]
         padded = P + -P % PATCHES_MULTIPLE

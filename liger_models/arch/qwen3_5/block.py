@@ -1,4 +1,4 @@
-"""The block of Qwen3-Next and Qwen3.5: linear attention in most layers, gated full attention in the others.
+"""The block of Qwen3-Next and Qwen3.5, with linear attention in most layers and gated full attention in the others.
 
 Differs from Qwen3: three of every four layers are Gated DeltaNet (`LigerGatedDeltaNet`), whose state does not grow with
 the length of the sequence. Every fourth layer has full attention, which multiplies its output by the sigmoid of a gate

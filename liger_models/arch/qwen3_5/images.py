@@ -67,7 +67,8 @@ class LigerQwen3_5(MRopeModel, HybridModel):
 
     The language model is ``qwen3_5_text``: three of every four layers have linear attention (Gated DeltaNet), and every
     fourth layer has gated full attention. Vision tower, positions and processor are those of Qwen3-VL, but without
-    DeepStack. Layers that predict a second token (``mtp``) are kept and saved with the model; `LigerMTP` trains them.
+    DeepStack. The layers for multi-token prediction (``mtp``) are kept and saved with the model; `LigerMTP` trains
+    them.
     """
 
     config_class: ClassVar[type[Any]] = Qwen3_5Config
@@ -90,7 +91,7 @@ def read(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read a config.json like `read_multimodal`, and drop the keys of Qwen3.6 that do not change the model.
 
     Raises:
-        ValueError: config.json says that there is no tower; otherwise as in `read_multimodal` and `check_gate`.
+        ValueError: according to config.json, there is no tower; otherwise as in `read_multimodal` and `check_gate`.
     """
     flat = check_gate(read_multimodal(config_class, hf))
     if flat.pop("language_model_only", None):
@@ -102,7 +103,7 @@ def read(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_moe(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Like `write_qwen3_vl`, without ``intermediate_size``, because the model has no dense MLPs."""
+    """Invert `read` as `write_qwen3_vl` does, but omit ``intermediate_size``, because the model has no dense MLPs."""
     return write_qwen3_vl({key: value for key, value in keys.items() if key != "intermediate_size"})
 
 

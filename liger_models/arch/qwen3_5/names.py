@@ -36,13 +36,13 @@ def _qkv_by_head(qkv: str, config: HybridConfig) -> Expression:
 
 
 def _linear_sizes(config: HybridConfig) -> tuple[int, int, int]:
-    """The number of key heads, the rows of one key, and the rows of all values that belong to one key head."""
+    """Return the number of key heads, the rows of one key, and the rows of all values that share one key head."""
     heads = config.linear_num_key_heads
     return heads, config.linear_key_head_dim, config.linear_num_value_heads // heads * config.linear_value_head_dim
 
 
 def gated_qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """`LigerGatedAttention`'s projection, built from checkpoint tensors in which a gate follows each query."""
+    """Build the projection of `LigerGatedAttention` from checkpoint tensors in which a gate follows each query."""
     groups = [
         Rearrange("(g n two d) ... -> g (two n d) ...", q, g=kv_heads, two=2, d=head_dim),
         *(Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (k, v)),
@@ -94,7 +94,7 @@ def hybrid_map(
 
 
 def _linear_attention_entries(config: HybridConfig, theirs: str, apart: bool) -> dict[str, Expression | str]:
-    """Linear attention: one projection of the parts of the checkpoint's, grouped by key head, and the other tensors."""
+    """Return the entries of linear attention, whose one projection has the checkpoint's rows grouped by key head."""
     heads, keys, values = _linear_sizes(config)
     scalars = config.linear_num_value_heads // heads  # update rates, and decays, of a key head
     projections: list[Expression | str]
@@ -114,7 +114,7 @@ def _linear_attention_entries(config: HybridConfig, theirs: str, apart: bool) ->
 
 
 def _full_attention_entries(config: HybridConfig, theirs: str) -> dict[str, Expression | str]:
-    """Full attention: queries with their gates, keys and values, and the norms of queries and keys."""
+    """Return the entries of full attention: queries with their gates, keys, values, and norms of queries and keys."""
     ours = "layers.{full}.self_attn"
     entries: dict[str, Expression | str] = {
         f"{ours}.{name}.weight": f"{theirs}.{name}.weight" for name in ("q_norm", "k_norm")
@@ -131,7 +131,7 @@ def _full_attention_entries(config: HybridConfig, theirs: str) -> dict[str, Expr
 
 
 def _mlp_entries(config: HybridConfig, prefix: str, fused: bool) -> dict[str, Mapping[str, Any]]:
-    """Arguments of `decoder_map` for mixtures of experts beside a shared expert with a gate; {} without mixtures."""
+    """Return the arguments of `decoder_map` for routed experts and a gated shared expert; {} for dense MLPs."""
     sparse_layers = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
     if not sparse_layers:
         return {}
@@ -201,7 +201,7 @@ def write_text(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fused(config: HybridConfig) -> tuple[bool, ...]:
-    """For each layout, whether each projection is one tensor for all experts. The hub has the first layout."""
+    """Return, for each layout, whether a projection is one tensor for all experts. The hub has the first layout."""
     return (True, False) if any(config.is_sparse(i) for i in range(config.num_hidden_layers)) else (False,)
 
 
@@ -216,7 +216,7 @@ def text_maps(config: HybridConfig) -> list[WeightMap]:
 
 
 def multimodal_maps(config: Any) -> list[WeightMap]:
-    """The layouts of a Qwen3.5 model with its tower. The first is that of the hub; the last have older prefixes."""
+    """The layouts of a Qwen3.5 model with its tower. The hub has the first one; the last ones have older prefixes."""
     maps = []
     for text, visual in (("model.language_model", "model.visual"), ("model", "visual")):
         tower, over = qwen3_vl_tower(config.vision_config, visual)

@@ -2,7 +2,7 @@
 
 Three of every four layers have linear attention (Gated DeltaNet), and every fourth layer has gated full attention; see
 `liger_models.arch.qwen3_5.block`. The MLP is a mixture of many small experts plus one gated expert that all tokens pass
-through. Layers that predict a second token (``mtp``) are kept and saved with the model; `LigerMTP` trains them.
+through. The layers for multi-token prediction (``mtp``) are kept and saved with the model; `LigerMTP` trains them.
 
 Source: transformers ``models/qwen3_next``, https://arxiv.org/abs/2412.06464.
 """

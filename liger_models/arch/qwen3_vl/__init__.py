@@ -1,3 +1,3 @@
-"""Qwen3-VL, dense and mixtures of experts."""
+"""Qwen3-VL: the dense models and the mixtures of experts."""
 
 MODEL_TYPES = {"qwen3_vl": "dense", "qwen3_vl_moe": "moe"}

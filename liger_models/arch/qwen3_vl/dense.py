@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense: model_type ``qwen3_vl``.
+"""Qwen3-VL, the dense models: model_type ``qwen3_vl``.
 
 The language model is Qwen3 with positions in time, height and width, whose rotary frequencies are interleaved. The
 vision tower is Qwen2-VL's with learned positions and DeepStack: features from some of its blocks are added to the
@@ -65,17 +65,17 @@ class Qwen3VLBlock(nn.Module):
         self.mlp = self.build_mlp(config, layer, kernels)
 
     def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
-        """The MLP of a layer."""
+        """Build the MLP of a layer."""
         return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and router logits if any."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class Qwen3VLModel(MRopeModel):
-    """The common part of the Qwen3-VL models."""
+    """Base class of the dense Qwen3-VL models and the mixtures of experts."""
 
     tower_class = Qwen3VLTower
     frames_apart = True

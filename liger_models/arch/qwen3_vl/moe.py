@@ -44,10 +44,10 @@ class Qwen3VLMoeConfig(Qwen3VLConfig):
 
 
 class Qwen3VLMoeBlock(Qwen3VLBlock):
-    """`Qwen3VLBlock`, where the MLP of most layers is a mixture of experts."""
+    """`Qwen3VLBlock` whose MLP is a mixture of experts in most layers."""
 
     def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
-        """The MLP of a layer, or its mixture of experts."""
+        """Build the MLP or the mixture of experts of a layer."""
         if not config.is_sparse(layer):
             return super().build_mlp(config, layer, kernels)
         # Routing weights always add up to 1, and are rounded to the dtype of the logits, as in transformers.
@@ -81,7 +81,7 @@ EXPERTS = f"{TEXT}.layers.{{sparse}}.mlp.experts"
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """`read_multimodal`, which also reads ``num_experts`` under the name ``num_local_experts`` of transformers 5."""
+    """Read a config.json like `read_multimodal`, and accept ``num_local_experts`` (transformers 5), too."""
     flat = names.read_multimodal(Qwen3VLMoeConfig, hf)
     if "num_local_experts" in flat:
         flat["num_experts"] = flat.pop("num_local_experts")
